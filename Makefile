@@ -1,0 +1,69 @@
+# Everything here works in .venv, which the first target makes; a second run installs nothing.
+# make PYTHON=python3.12 ...            choose the interpreter of a new .venv
+# make PIP_ARGS="--index-url ..." ...   passed to every pip install
+# make test PYTEST_ARGS="-k mask -x"    passed to pytest
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+
+# pip builds the package in an environment of its own, which -c does not reach: up to pip 25.2 it reads the first of
+# these, later the second.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint bench docs clean
+.NOTPARALLEL:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.extra-demo ## install what the main job needs and run it
+	$(BIN)/fusion-attention demo
+
+test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
+	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+lint: $(VENV)/.extra-lint ## style, format, types, and no stale generated page
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m fusion_attention.cli ops --check docs/ops
+
+bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.extra-docs ## regenerate docs/ops from the records and build the site into site/
+	$(BIN)/python -m fusion_attention.cli ops --write docs/ops
+	$(BIN)/python -m mkdocs build --strict
+
+clean: ## remove what builds, tests and checks left behind (not .venv)
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The package itself: editable, so Python sources are used in place; a change of the native core or of the pins
+# installs it again.
+$(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/.made
+	@echo "Installing fusion_attention into $(VENV) (builds the native core; the first time also fetches torch) ..."
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+# An extra's packages alone: the installed package already satisfies its own name, so nothing is built twice.
+$(VENV)/.extra-%: $(VENV)/.installed
+	@echo "Installing the packages of the extra '$*' ..."
+	$(PIP_INSTALL) "fusion-attention[$*]"
+	@touch $@

@@ -1,0 +1,21 @@
+// Which variants this module holds, which of them this CPU can run, and the one chosen.
+//
+// The choice is made once, when the module is imported; nothing else in the core asks what CPU it is on.
+
+#pragma once
+
+#include "variant.h"
+
+#include <vector>
+
+namespace fusion {
+
+struct Built {
+    const Variant *variant;  // null when the CPU cannot run it: even its table is then left alone
+    const char *name;
+};
+
+const std::vector<Built> &built_variants();  // weakest first
+const Variant &chosen_variant();             // the strongest that runs
+
+}  // namespace fusion

@@ -1,0 +1,107 @@
+"""The pythonic face: attention(), its Band, and the errors a caller may want to catch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from fusion_attention import autograd
+from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
+from fusion_attention.mask import Band
+from fusion_attention.npu import draw_seed
+from fusion_attention.ops import attention as record
+
+__all__ = ["BackendError", "Band", "ContractError", "ContractWarning", "attention"]
+
+Tensor = torch.Tensor
+Lengths = Sequence[int] | Tensor | None
+
+
+@overload
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+@overload
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "BSND",
+    heads: int = 0,
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    band: Band | None = None,
+    sparse_mode: int | None = None,
+    pre_tokens: int = record.UNLIMITED,
+    next_tokens: int = record.UNLIMITED,
+    blocked: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    alibi_start: Sequence[int] | None = None,
+    sink: Tensor | None = None,
+    keep_prob: float = 1.0,
+    drop_bits: Tensor | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+    empty_rows: str = "zero",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
+
+        s   = scale * (q . k + q_rope . k_rope) + bias
+        out = sum_j keep_j / keep_prob * exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink))
+
+    Differentiable in q, k, v, q_rope, k_rope, bias and sink.
+
+    Args:
+        q: query rows, [B, S1, N1, D] in layout BSND; float16, bfloat16 or float32 (float64: backend="golden").
+        k: key rows, [B, S2, N2, D]; N1 is a multiple of N2, and heads share keys in groups.
+        v: value rows, [B, S2, N2, Dv].
+        layout: "BSND", "BNSD", "BSH" [B, S, N*D], "SBH" [S, B, N*D], or packed "TND" [T, N, D].
+        heads: N1, for BSH and SBH.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len). Padded: rows
+            behind a sequence's length return zeros, keys behind it are not seen.
+        q_rope, k_rope: rope parts [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
+        scale: factor on the dot products; None: 1 / sqrt(D + Dr).
+        band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all.
+        sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
+        blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
+        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2].
+        alibi_slopes: float32 [N1] or [B, N1]; bias -slope * |key - row|, measured from the lower right corner.
+        alibi_start: positions (tokens) of the first row and the first key, to measure from instead.
+        sink: float32 [N1]; one more logit per row and head in the denominator.
+        keep_prob: share of probabilities kept; below 1, bits are drawn from (seed, offset) unless drop_bits gives them.
+        drop_bits: uint8, one bit per score of [B, N1, S1, S2] (packed: block by block), 1 = kept, lowest bit first.
+        seed, offset: of drawn dropout; seed None draws one from torch's default generator.
+        empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; not differentiable.
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        out in q's layout with Dv elements per head, or (out, lse).
+
+    Raises:
+        ContractError: a call that docs/ops/attention.md does not allow; the message says what to do.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the same Problem as CANN's operators.
+
+    Example:
+        >>> q, k = torch.randn(2, 5, 4, 64), torch.randn(2, 9, 1, 64)
+        >>> attention(q, k, k, band=Band.causal()).shape
+        torch.Size([2, 5, 4, 64])
+    """
+    given = locals()
+    bound = bind(record.RECORD, {p.name: given[p.name] for p in record.RECORD.params})
+    drawn = keep_prob < 1 and drop_bits is None
+    call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
+    out, max_, sum_ = autograd.attention(call, backend)
+    return (out, max_ + sum_.log()) if return_lse else out

@@ -1,0 +1,261 @@
+"""The specification in float64: attention and its gradients, written as the formulas are.
+
+Every other back end is judged by this one, so it builds whole score matrices, never narrows, and rounds only where a
+result is stored. Memory that a row may not see never reaches a result, whatever lies there; what a row does see
+propagates by the rules of IEEE 754. Refuses to be fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fusion_attention import bias, dropout
+from fusion_attention.kv import RowView
+from fusion_attention.problem import Extents, Grads, Operands, Problem
+
+NAME = "golden"
+_INF = float("inf")
+# Buffers of heads_q * q_len * kv_len doubles that are alive at once (measured on the plain formula, rounded up).
+_BUFFERS_FORWARD, _BUFFERS_BACKWARD = 6, 10
+
+
+def reasons_against(problem: Problem, device: torch.device) -> list[str]:
+    """Why this back end cannot compute the problem: never; dtype "float64" and every device are welcome."""
+    return []
+
+
+def schedule(problem: Problem, extents: Extents, backward: bool) -> None:
+    """Nothing is planned: one sequence after the other, each as a whole."""
+
+
+def workspace_bytes(problem: Problem, extents: Extents, backward: bool) -> int:
+    """About what the score matrices of the largest sequence take."""
+    pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
+    return 8 * problem.heads_q * pairs * (_BUFFERS_BACKWARD if backward else _BUFFERS_FORWARD)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sequence:
+    """One sequence in float64, key/value heads repeated so that every tensor has heads_q heads."""
+
+    q: torch.Tensor  # [heads_q, q_len, dim_qk]
+    k: torch.Tensor  # [heads_q, kv_len, dim_qk]
+    v: torch.Tensor  # [heads_q, kv_len, dim_v]
+    q_rope: torch.Tensor | None  # [heads_q, q_len, dim_rope]
+    k_rope: torch.Tensor | None  # [heads_q, kv_len, dim_rope]
+    seen: torch.Tensor  # [heads_q, q_len, kv_len] bool
+    in_band: torch.Tensor  # [q_len, 1] bool: the band leaves the row a key, whatever is blocked
+    scores: torch.Tensor  # [heads_q, q_len, kv_len], -inf where not seen
+    keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
+    keep_factor: float  # what a kept probability is multiplied by
+
+
+def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
+    """[heads_q]: the key/value head of each query head."""
+    return torch.arange(problem.heads_q, device=device) // problem.group
+
+
+def _seen(
+    problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(seen, in_band) of sequence b."""
+    q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
+    edges = extents.row_interval(b, np.arange(q_len))
+    first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
+    key = torch.arange(kv_len, device=device)
+    seen = ((key >= first) & (key < end)).expand(problem.heads_q, -1, -1)
+    if problem.has_blocked:
+        assert operands.blocked is not None
+        seen = seen & (operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0)
+    return seen, end > first
+
+
+def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
+    """[heads_q, q_len, kv_len] float64: what is added to the scores."""
+    lengths = int(extents.q_len[b]), int(extents.kv_len[b])
+    rows, keys = slice(0, lengths[0]), slice(0, lengths[1])
+    if problem.bias in ("slopes", "slopes_sqrt"):
+        assert operands.slopes is not None
+        root = problem.bias == "slopes_sqrt"
+        return bias.from_slopes(operands.slopes[b].double(), int(extents.shift[b]), rows, keys, root)
+    assert operands.bias is not None
+    if problem.bias == "table":
+        return bias.from_table(operands.bias, b, problem.heads_q, lengths, rows, keys).double()
+    return bias.from_matrix(operands.bias, b, problem.heads_q, rows, keys).double()
+
+
+def _keep(
+    problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """(keep, keep_factor) of sequence b."""
+    heads = problem.heads_q
+    rows, keys = slice(0, int(extents.q_len[b])), slice(0, int(extents.kv_len[b]))
+    if problem.dropout == "none":
+        return torch.ones(heads, rows.stop, keys.stop, dtype=torch.bool, device=device), 1.0
+    if problem.dropout == "bits":
+        assert operands.drop_bits is not None
+        keep = dropout.keep_from_bits(operands.drop_bits, b, heads, rows, keys)
+    else:
+        seed, offset = operands.seed, operands.offset
+        keep = dropout.keep_from_philox(seed, offset, problem.keep_prob, b * heads, heads, rows, keys)
+    return keep.to(device), 1.0 / problem.keep_prob
+
+
+def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
+    """Sequence b with its scores: scale * (q . k + q_rope . k_rope) + bias."""
+    device = operands.q.keep[0].device
+    q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
+    kv_heads = _kv_heads(problem, device)
+
+    def query(view: RowView) -> torch.Tensor:
+        return view.sequence(b, problem.heads_q, q_len).double()
+
+    def key(view: RowView) -> torch.Tensor:
+        return view.sequence(b, problem.heads_kv, kv_len).double()[kv_heads]
+
+    q, k, v = query(operands.q), key(operands.k), key(operands.v)
+    q_rope = k_rope = None
+    scores = q @ k.mT
+    if problem.dim_rope:
+        assert operands.q_rope is not None
+        assert operands.k_rope is not None
+        q_rope, k_rope = query(operands.q_rope), key(operands.k_rope)
+        scores = scores + q_rope @ k_rope.mT
+    scores = problem.scale * scores
+    if problem.bias != "none":
+        added = _bias(problem, extents, operands, b)
+        scores = scores + (problem.scale * added if problem.bias_scaled else added)
+    seen, in_band = _seen(problem, extents, operands, b, device)
+    keep, keep_factor = _keep(problem, extents, operands, b, device)
+    return _Sequence(q, k, v, q_rope, k_rope, seen, in_band, scores.where(seen, -_INF), keep, keep_factor)
+
+
+def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max, sum), [heads_q, q_len, 1], before any dropout; the sum of an empty row says which form it takes."""
+    heads, q_len, kv_len = s.scores.shape
+    # A sink is one more key without a value; without a sink that key has score -inf, which changes nothing.
+    sink = s.scores.new_full((heads, q_len, 1), -_INF)
+    if problem.has_sink:
+        assert operands.sink is not None
+        sink = operands.sink.double()[:, None, None].expand_as(sink)
+    logits = torch.cat((s.scores, sink), dim=-1)
+    row_max = logits.amax(-1, keepdim=True)
+    row_sum = (logits - row_max).exp().sum(-1, keepdim=True)
+    takes_mean = torch.full_like(s.in_band, problem.empty_rows == "mean")
+    if problem.empty_rows == "mean_in_band":
+        takes_mean = s.in_band
+    return row_max, row_sum.where(row_max != -_INF, takes_mean * kv_len)
+
+
+def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, from the statistics alone.
+
+    softmax (bool) marks the pairs that the softmax weighs: those seen, in rows that are not empty. live (bool) adds to
+    them every key of the rows in mean form. weights / divisor is the probability of each live pair, before dropout.
+    """
+    empty = row_max == -_INF
+    mean = empty & (row_sum > 0)
+    softmax = s.seen & ~empty
+    weights = (s.scores - row_max).exp().where(~mean, 1.0)
+    return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
+
+
+def _weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[heads, m, d]: sum over n of weights [heads, m, n] * values [heads, n, d], over the live pairs only.
+
+    Select before multiply: 0 * NaN is NaN, so a value row that is not finite is added to its live rows alone.
+    """
+    finite = values.isfinite().all(-1)  # [heads, n]
+    total = weights.where(live & finite[:, None, :], 0) @ values.where(finite[..., None], 0)
+    for n in (~finite).any(0).nonzero().flatten().tolist():
+        wild = live[:, :, n] & ~finite[:, n, None]
+        total += (weights[:, :, n, None] * values[:, n, None, :]).where(wild[..., None], 0)
+    return total
+
+
+@torch.no_grad()
+def attention_forward(problem: Problem, extents: Extents, schedule: None, operands: Operands) -> None:
+    """Writes out = sum_j M_j * P_j * v_j and the statistics of every row; M = keep / keep_prob."""
+    for b in range(len(extents)):
+        s = _load(problem, extents, operands, b)
+        row_max, row_sum = _statistics(problem, operands, s)
+        _, weights, live, divisor = _weights(s, row_max, row_sum)
+        # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
+        out = _weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
+        heads, q_len, _ = s.q.shape
+        operands.out.sequence(b, heads, q_len).copy_(out)
+        operands.stats.max.sequence(b, heads, q_len).copy_(row_max)
+        operands.stats.sum.sequence(b, heads, q_len).copy_(row_sum)
+
+
+@torch.no_grad()
+def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
+    """Writes the gradients that were asked for, from the saved out and statistics (which may span more keys).
+
+    dP = (dout . v) * M,  D = dout . out,  dS = P * (dP - D),  M = keep / keep_prob
+    dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout,  dbias = dS
+    dsink = -sum_i D_i * exp(sink - max_i) / sum_i
+
+    A row in mean form gives M * dout / n to dv and nothing else; an empty row in zero form gives nothing.
+    """
+    dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device=operands.q.keep[0].device)
+    for b in range(len(extents)):
+        s = _load(problem, extents, operands, b)
+        heads, q_len, _ = s.q.shape
+        out, dout, row_max, row_sum = (
+            view.sequence(b, heads, q_len).double()
+            for view in (operands.out, grads.dout, operands.stats.max, operands.stats.sum)
+        )
+        softmax, weights, live, divisor = _weights(s, row_max, row_sum)
+        probabilities = weights / divisor
+        delta = (dout * out).sum(-1, keepdim=True)
+        dprobabilities = ((dout @ s.v.mT) * s.keep_factor).where(s.keep, 0)
+        dscores = (probabilities * (dprobabilities - delta)).where(softmax, 0)
+        _store_qk(problem, grads, b, s, dscores, softmax)
+        if grads.dv is not None:
+            kept = (live & s.keep).mT
+            _store_shared(problem, grads.dv, b, _weighted_sum(probabilities.mT * s.keep_factor, kept, dout))
+        if grads.dbias is not None:
+            _add_bias_gradient(problem, grads, b, dscores)
+        if grads.dsink is not None:
+            assert operands.sink is not None
+            at_sink = (operands.sink.double()[:, None, None] - row_max).exp() / row_sum
+            dsink -= (delta * at_sink).where(row_max != -_INF, 0).sum((1, 2))
+    if grads.dsink is not None:
+        grads.dsink.copy_(dsink)
+
+
+def _store_qk(
+    problem: Problem, grads: Grads, b: int, s: _Sequence, dscores: torch.Tensor, softmax: torch.Tensor
+) -> None:
+    """Writes dq = scale * dS k and dk = scale * dS^T q, and the same for the rope tails."""
+    weights = problem.scale * dscores
+    for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
+        if dq is not None and k is not None:
+            dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(_weighted_sum(weights, softmax, k))
+    for dk, q in ((grads.dk, s.q), (grads.dk_rope, s.q_rope)):
+        if dk is not None and q is not None:
+            _store_shared(problem, dk, b, _weighted_sum(weights.mT, softmax.mT, q))
+
+
+def _store_shared(problem: Problem, view: RowView, b: int, per_query_head: torch.Tensor) -> None:
+    """Sums [heads_q, kv_len, dim] over the query heads that share a key/value head, and stores it."""
+    _, kv_len, dim = per_query_head.shape
+    total = per_query_head.new_zeros(problem.heads_kv, kv_len, dim)
+    total.index_add_(0, _kv_heads(problem, total.device), per_query_head)
+    view.sequence(b, problem.heads_kv, kv_len).copy_(total)
+
+
+def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:
+    """Adds dS (times scale, where the bias was scaled) to the elements that the bias was read from."""
+    assert grads.dbias is not None
+    gradient = problem.scale * dscores if problem.bias_scaled else dscores
+    q_len, kv_len = gradient.shape[1:]
+    rows, keys = slice(0, q_len), slice(0, kv_len)
+    if problem.bias == "table":
+        bias.add_table_gradient(grads.dbias, b, (q_len, kv_len), gradient, rows, keys)
+    else:
+        bias.add_matrix_gradient(grads.dbias, b, gradient, rows, keys)

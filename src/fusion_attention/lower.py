@@ -1,0 +1,298 @@
+"""The shared grave of interface words: layouts, packed lengths, sparse modes and statistics end here.
+
+Above: BSND, sparse_mode, pre/next tokens, eight lanes. Below: RowView, MatrixView, Band intervals, Stats. Loops over
+sequences where it must, never over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.kv import MatrixView, RowView
+from fusion_attention.mask import INFINITE, Band, tokens
+from fusion_attention.problem import Extents, Operands, Problem, Stats, from_text, to_text
+
+# Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
+LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
+    "BSH": (0, 1, None),
+    "SBH": (1, 0, None),
+    "BSND": (0, 1, 2),
+    "BNSD": (0, 2, 1),
+    "TND": (None, 0, 1),
+}
+FLT_MAX = float(np.finfo(np.float32).max)
+LANES = 8
+EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a call lie, which kernels do not ask. Crosses an operator's boundary as one line of text.
+
+    Args:
+        layout: of q, k, v, rope tensors, out and their gradients.
+        bias: "none"; "broadcast" (4-D, size 1 repeats; packed sequences read the upper left corner); packed blocks
+            end to end: "blocks" ([N, S1, S2] each) or "row_blocks" ([N, 1, S2] each); "aligned" (4-D, the right
+            columns are a sequence's own).
+        blocked: "none", "broadcast" (2-D or 4-D), or "diagonal" ([T1, T2], a sequence's block on the diagonal).
+        stats: order of packed statistics: "item" (head-major in each sequence) or "token".
+    """
+
+    layout: str = "BSND"
+    bias: str = "none"
+    blocked: str = "none"
+    stats: str = "token"
+
+    @property
+    def packed(self) -> bool:
+        """Sequences lie end to end on one axis."""
+        return LAYOUTS[self.layout][0] is None
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    @staticmethod
+    def parse(text: str) -> Form:
+        """What str() wrote."""
+        return from_text(Form, text)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A lowered call: everything that an operator of autograd.py takes. extras follow EXTRAS."""
+
+    problem: Problem
+    form: Form
+    extents: Extents
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    extras: tuple[torch.Tensor | None, ...]
+    seed: int = 0
+    offset: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------- lengths
+
+
+def lengths_of(ends: np.ndarray) -> np.ndarray:
+    """Lengths from inclusive cumulative ends; a tail of zeros after a positive end disables its items."""
+    return np.maximum(np.diff(ends, prepend=0), 0)
+
+
+def broken_end(ends: np.ndarray) -> int:
+    """The first item whose end falls below its predecessor's and that is not in a tail of zeros; -1 if none."""
+    used = len(np.trim_zeros(ends, "b"))
+    falls = np.flatnonzero(np.diff(ends[:used], prepend=0) < 0)
+    return int(falls[0]) if len(falls) else -1
+
+
+# ------------------------------------------------------------------------------------------------------------ bands
+
+
+def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
+    """The band of a sparse mode of the training operators, given that a mask came with it.
+
+    0 window from the upper left corner (beside the mask), 1 the mask alone, 2 causal from the upper left, 3 causal to
+    the lower right, 4 window to the lower right, 5 and 6 prefix, 7 as 3 and 8 as 2 (their cut sequence: mode_band).
+    """
+    match mode:
+        case 0:
+            return Band.window(pre, next_, "start")
+        case 2 | 8:
+            return Band.causal("start")
+        case 3 | 7:
+            return Band.causal("end")
+        case 4:
+            return Band.window(pre, next_, "end")
+        case 5 | 6 if prefix is not None:
+            return Band.prefix_causal(prefix.tolist())
+        case _:
+            return Band.full()
+
+
+def mode_band(
+    mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(lo, hi, prefix) per sequence. Without a mask the training operators ignore the mode: everything is visible.
+
+    Modes 7 and 8 shift the diagonal of the one sequence that was cut between two devices: the last (7) or the first
+    (8) with query rows.
+    """
+    if not has_mask:
+        return Band.full().resolve(q_len, kv_len)
+    lo, hi, prefixes = sparse_band(mode, pre, next_, prefix).resolve(q_len, kv_len)
+    rows = np.flatnonzero(q_len)
+    if mode in (7, 8) and len(rows):
+        cut = rows[-1] if mode == 7 else rows[0]
+        hi[cut] = np.clip(kv_len[cut] - q_len[cut] + tokens(next_) + 1, -INFINITE, INFINITE)
+    return lo, hi, prefixes
+
+
+def band_empties_rows(extents: Extents) -> bool:
+    """Whether some row of a sequence with keys sees none of them by the band alone."""
+    e = extents
+    past_the_end = e.q_len - 1 + e.lo >= e.kv_len
+    before_the_start = (e.hi <= 0) & (e.prefix <= 0)
+    inside_out = (e.lo >= e.hi) & (e.prefix <= 0)
+    return bool(((e.q_len > 0) & (e.kv_len > 0) & (past_the_end | before_the_start | inside_out)).any())
+
+
+# ------------------------------------------------------------------------------------------------------------ views
+
+
+def heads_of(tensor: torch.Tensor, layout: str, dim: int) -> int:
+    """Heads of a tensor whose rows have dim elements."""
+    head = LAYOUTS[layout][2]
+    return tensor.shape[head] if head is not None else tensor.shape[-1] // max(dim, 1)
+
+
+def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
+    """The shape of a tensor with the batch and sequence axes of another, and rows of dim elements per head."""
+    return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
+
+
+def row_view(tensor: torch.Tensor, layout: str, heads: int, start: np.ndarray) -> RowView:
+    """A tensor's rows; start = the first token of each sequence where they are packed, else only their number counts."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        # Kernels read rows of neighbouring elements; any other last axis is copied, here and nowhere else.
+        tensor = tensor.contiguous()
+    batch, token, head = LAYOUTS[layout]
+    stride_token = tensor.stride(token)
+    address = start * stride_token if batch is None else np.arange(len(start)) * tensor.stride(batch)
+    dim = tensor.shape[-1] if head is not None else tensor.shape[-1] // max(heads, 1)
+    stride_head = tensor.stride(head) if head is not None else dim
+    return RowView((tensor,), address.astype(np.int64), stride_token, np.full(len(start), stride_head, np.int64), dim)
+
+
+def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
+    """A bias or a blocked matrix in one of the forms of Form."""
+    count = np.arange(len(extents))
+    if form in ("blocks", "row_blocks"):
+        return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()  # Kernels read along keys with stride 1 or 0.
+    if form == "diagonal":
+        address = extents.q_start * tensor.stride(0) + extents.kv_start
+        return MatrixView(tensor, address, np.zeros_like(address), np.full_like(address, tensor.stride(0)), 1)
+    tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    batch, head, row, key = (s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    address = (count * batch).astype(np.int64)
+    if form == "aligned":
+        address += tensor.shape[-1] - extents.kv_len
+    return MatrixView(tensor, address, np.full_like(address, head), np.full_like(address, row), key)
+
+
+def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
+    """Blocks [heads, rows, keys] of the sequences, end to end; rows None: one row serves all."""
+    head = keys if rows is None else rows * keys
+    size = heads * head
+    row = np.zeros_like(keys) if rows is None else keys
+    return MatrixView(flat, np.cumsum(size) - size, head.astype(np.int64), row.astype(np.int64), 1)
+
+
+def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int], extents: Extents) -> MatrixView:
+    """Packed drop bits, linear over [B, N, S1, S2] (sizes = S1, S2), or sequence by sequence where rows are packed."""
+    if form.packed:
+        return _blocks(bits.reshape(-1), heads, extents.q_len, extents.kv_len)
+    return _blocks(bits.reshape(-1), heads, np.full(len(extents), sizes[0]), np.full(len(extents), sizes[1]))
+
+
+def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
+    """[B, N1, S1], or [T1, N1] where rows are packed."""
+    batch, token, _ = LAYOUTS[form.layout]
+    return (q.shape[0], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
+
+
+def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
+    """Statistics that stats_shape() describes, in the order of form.stats."""
+    count = len(extents)
+    if not form.packed:
+        rows = tensor.shape[-1]
+        return RowView((tensor,), np.arange(count) * (heads * rows), 1, np.full(count, rows), 1)
+    if form.stats == "token":
+        return RowView((tensor,), extents.q_start * heads, heads, np.ones(count, np.int64), 1)
+    return RowView((tensor,), extents.q_start * heads, 1, extents.q_len, 1)
+
+
+def operands_of(call: Call, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor) -> Operands:
+    """The views of a call's tensors, its output and its statistics."""
+    p, form, e = call.problem, call.form, call.extents
+    given = dict(zip(EXTRAS, call.extras, strict=True))
+
+    def rows(tensor: torch.Tensor, heads: int, start: np.ndarray) -> RowView:
+        return row_view(tensor, form.layout, heads, start)
+
+    def optional(name: str, build: Any) -> Any:
+        return None if given[name] is None else build(given[name])
+
+    token = LAYOUTS[form.layout][1]
+    sizes = (call.q.shape[token], call.k.shape[token])
+    return Operands(
+        q=rows(call.q, p.heads_q, e.q_start),
+        k=rows(call.k, p.heads_kv, e.kv_start),
+        v=rows(call.v, p.heads_kv, e.kv_start),
+        out=rows(out, p.heads_q, e.q_start),
+        stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+        q_rope=optional("q_rope", lambda t: rows(t, p.heads_q, e.q_start)),
+        k_rope=optional("k_rope", lambda t: rows(t, p.heads_kv, e.kv_start)),
+        bias=optional("bias", lambda t: matrix_view(t, form.bias, p.heads_q, e)),
+        slopes=optional("slopes", lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q)),
+        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        blocked=optional("blocked", lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e)),
+        drop_bits=optional("drop_bits", lambda t: bits_view(t, p.heads_q, form, sizes, e)),
+        sink=given["sink"],
+        seed=call.seed,
+        offset=call.offset,
+    )
+
+
+def uncovered(call: Call, side: str) -> bool:
+    """Whether some tokens of the query ("q") or key ("kv") side belong to no sequence: their outputs are zero."""
+    tensor, lengths = (call.q, call.extents.q_len) if side == "q" else (call.k, call.extents.kv_len)
+    batch, token, _ = LAYOUTS[call.form.layout]
+    if batch is None:
+        return int(lengths.sum()) != tensor.shape[0]
+    return bool((lengths != tensor.shape[token]).any())
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+def to_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics as the training operators return them: float32, eight equal lanes, finite in empty rows.
+
+    Empty rows: max -FLT_MAX with sum +FLT_MAX (zero form) or the number of keys (mean form); rows of a sequence
+    without keys: 0 and 0.
+    """
+    empty = max_ == -torch.inf
+    sum_ = torch.where(empty & (sum_ == 0), FLT_MAX, sum_)
+    max_ = torch.where(empty, -FLT_MAX, max_)
+    for view in _keyless(call, max_, sum_):
+        view.zero_()
+    return tuple(t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))  # type: ignore[return-value]
+
+
+def from_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to_lanes() wrote, as kernels keep it."""
+    max_, sum_ = max_[..., 0], sum_[..., 0]
+    empty = max_ == -FLT_MAX
+    sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_)
+    max_ = torch.where(empty, -torch.inf, max_).contiguous()
+    for view in _keyless(call, sum_):
+        view.fill_(1.0)  # Nothing is seen there; a sum of 0 would make the sink's share 0 / 0.
+    return max_, sum_
+
+
+def _keyless(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The statistics of the sequences that have rows but no keys."""
+    e, heads = call.extents, call.problem.heads_q
+    return [
+        stats_view(tensor, call.form, heads, e).sequence(int(b), heads, int(e.q_len[b]))
+        for b in np.flatnonzero((e.kv_len == 0) & (e.q_len > 0))
+        for tensor in tensors
+    ]

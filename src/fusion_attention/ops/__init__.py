@@ -1,0 +1,8 @@
+"""The operators: a contract record each, and their lowering to the waist."""
+
+from __future__ import annotations
+
+from fusion_attention.contract import Op
+from fusion_attention.ops import attention, flash
+
+RECORDS: dict[str, Op] = {record.name: record for record in (*attention.RECORDS, *flash.RECORDS)}

@@ -1,0 +1,291 @@
+"""The record of this library's own `attention`, and its lowering: what CANN's operators say, without their words.
+
+Lengths are lengths, masks need no tensor, biases broadcast; everything a call may combine, it may combine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import INVALID, NULL_POINTER, Array, Attr, Bound, Op, Rule, Tensor
+from fusion_attention.lower import Call, Form, mode_band
+from fusion_attention.mask import Band
+from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
+from fusion_attention.problem import Extents, Problem
+
+PACKED = ("TND",)
+BROADCAST = "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"
+
+
+def lengths_fit(lengths: np.ndarray, count: int | None, capacity: int) -> bool | str:
+    """Whether lengths lie in their range: each at most the padded axis (count = batch size), or, packed (count =
+    None), together at most the tensor's tokens."""
+    if count is not None and len(lengths) != count:
+        return f"{len(lengths)} lengths for {count} sequences"
+    bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
+    if len(bad):
+        return f"length {lengths[bad[0]]} of sequence {bad[0]}, outside [0, {capacity}]"
+    return count is not None or int(lengths.sum()) <= capacity or f"{int(lengths.sum())} tokens in all, {capacity} in the tensor"
+
+
+def broadcasts(tensor: torch.Tensor, *whole: int) -> bool:
+    """Whether a tensor broadcasts to [B, N1, S1, S2]."""
+    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+    return tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, whole, strict=True))
+
+
+def prefix_fits(band: Band | None, count: int) -> bool | str:
+    """Whether a band has no prefix or one entry per sequence."""
+    return band is None or len(band.prefix) in (0, count) or f"{len(band.prefix)} prefixes for {count} sequences"
+
+
+RULES = (
+    Rule(
+        "heads > 0",
+        "heads",
+        "the last axis holds heads * dim elements",
+        only=("BSH", "SBH"),
+        stage="presence",
+        code=NULL_POINTER,
+        
+        spoil={"heads": None},
+    ),
+    Rule(
+        "q_len is not None",
+        "q_len",
+        "one length per packed sequence",
+        only=PACKED,
+        stage="presence",
+        code=NULL_POINTER,
+        spoil={"q_len": None, "kv_len": None},
+    ),
+    Rule(
+        "(q_rope is None) == (k_rope is None)",
+        "q_rope",
+        "rope parts come in pairs",
+        text="q_rope and k_rope, or neither",
+        stage="presence",
+        code=NULL_POINTER,
+        given={"q_rope": True, "k_rope": True},
+        spoil={"k_rope": None},
+    ),
+    Rule(
+        "q_len is None or lengths_fit(q_len, B, S1 if T1 is None else T1)",
+        "q_len",
+        text="lengths of the sequences that the query tensor holds",
+        stage="lengths",
+        spoil={"q_len": [3, 6]},
+    ),
+    Rule(
+        "kv_len is None or lengths_fit(kv_len, B, S2 if T2 is None else T2)",
+        "kv_len",
+        text="lengths of the sequences that the key tensor holds",
+        stage="lengths",
+        spoil={"kv_len": [5, 8]},
+    ),
+    Rule(
+        "len(q_len) == len(kv_len)",
+        "kv_len",
+        "one length per sequence in both",
+        when="q_len is not None and kv_len is not None",
+        only=PACKED,
+        stage="lengths",
+        spoil={"kv_len": [12]},
+    ),
+    Rule(
+        "kv_len is not None or sum(q_len) <= T2",
+        "kv_len",
+        "without kv_len the query's lengths serve keys too",
+        text="kv_len, or as many key tokens as q_len adds up to",
+        when="q_len is not None",
+        only=PACKED,
+        stage="lengths",
+        given={"T2": 8, "kv_len": None},
+        spoil={"T2": 6},
+    ),
+    Rule("N2 > 0 and N1 % N2 == 0", "k", "every key head serves the same number of query heads", spoil={"N2": 3}),
+    Rule("1 <= D <= 768", "q", code=INVALID, spoil={"D": 769}),
+    Rule("1 <= Dv <= 768", "v", code=INVALID, spoil={"Dv": 769}),
+    Rule("band is None or sparse_mode is None", "band", "two ways to say one thing", given={"band": Band()}, spoil={"sparse_mode": 3}),
+    Rule(
+        "prefix_fits(band, len(q_len))",
+        "band",
+        text="a band whose prefix has one entry per sequence",
+        given={"band": Band.prefix_causal([1, 2])},
+        spoil={"band": Band.prefix_causal([1, 2, 3])},
+    ),
+    Rule(
+        "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
+        "sparse_mode",
+        "prefixes: band=Band.prefix_causal(...)",
+        text="one of 0, 1, 2, 3, 4, 7, 8",
+        spoil={"sparse_mode": 6},
+    ),
+    Rule(
+        "broadcasts(blocked, B, N1, S1, S2)",
+        "blocked",
+        "true removes a score",
+        text=BROADCAST,
+        when="blocked is not None",
+        given={"blocked": "S1 S2"},
+        spoil={"blocked": "S1 3"},
+    ),
+    Rule(
+        "broadcasts(bias, B, N1, S1, S2)",
+        "bias",
+        text=BROADCAST,
+        when="bias is not None",
+        given={"bias": "N1 S1 S2"},
+        spoil={"bias": "3 S1 S2"},
+    ),
+    Rule(
+        "bias is None or alibi_slopes is None",
+        "bias",
+        "add the distances to the bias",
+        text="a bias or alibi_slopes",
+        given={"bias": "S1 S2"},
+        spoil={"alibi_slopes": ("N1", "float32")},
+    ),
+    Rule(
+        "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
+        "alibi_slopes",
+        when="alibi_slopes is not None",
+        given={"alibi_slopes": ("N1", "float32")},
+        spoil={"alibi_slopes": ("3", "float32")},
+    ),
+    Rule(
+        "len(alibi_start) == 2",
+        "alibi_start",
+        "positions of the first query row and the first key",
+        when="alibi_start is not None",
+        given={"alibi_start": [0, 0]},
+        spoil={"alibi_start": [0]},
+    ),
+    Rule(
+        "drop_bits.numel() * 8 >= N1 * drop_rows",
+        "drop_bits",
+        "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
+        text="a bit for every score",
+        when="drop_bits is not None",
+        given={"drop_bits": "1024", "keep_prob": 0.5},
+        spoil={"drop_bits": "4"},
+    ),
+    Rule(
+        "keep_prob < 1",
+        "drop_bits",
+        "bits drop with keep_prob < 1",
+        text="drop_bits only with keep_prob < 1",
+        when="drop_bits is not None",
+        given={"drop_bits": "1024", "keep_prob": 0.5},
+        spoil={"keep_prob": 1.0},
+    ),
+    Rule(
+        "seed is None",
+        "drop_bits",
+        "the bits say what is kept; a seed would draw it",
+        text="drop_bits or a seed, not both",
+        when="drop_bits is not None",
+        given={"drop_bits": "1024", "keep_prob": 0.5},
+        spoil={"seed": 3},
+    ),
+    Rule("scale is None or abs(scale) < 3.4e38", "scale", text="a finite scale", spoil={"scale": float("inf")}),
+)
+
+
+def lengths(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths per sequence, and the axes B, S1, S2 where rows are packed."""
+    packed = names["layout"] == "TND"
+    q_len, kv_len = names["q_len"], names["kv_len"]
+    if packed:
+        kv_len = q_len if kv_len is None else kv_len
+        sizes = {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(kv_len.max(initial=0))}
+        return sizes | {"q_len": q_len, "kv_len": kv_len, "drop_rows": int((q_len * kv_len).sum())}
+    q_len = np.full(names["B"], names["S1"], np.int64) if q_len is None else q_len
+    kv_len = np.full(names["B"], names["S2"], np.int64) if kv_len is None else kv_len
+    return {"q_len": q_len, "kv_len": kv_len, "drop_rows": names["B"] * names["S1"] * names["S2"]}
+
+
+FLOATS = "float16 bfloat16 float32 float64"
+RECORD = Op(
+    "attention",
+    "Softmax attention over the keys that a band, a matrix and lengths leave to each query row.",
+    "this library",
+    (
+        Tensor("q", "Query rows.", dtypes=FLOATS, shape=rows("1", "D")),
+        Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
+        Tensor("v", "Value rows.", dtypes="=q", shape=rows("2", "Dv")),
+        Attr("layout", "Axis order of q, k, v and the output.", type=str, default="BSND", code=INVALID),
+        Attr("heads", "Query heads; needed where the last axis holds them (BSH, SBH).", default=0, axis="N1", code=INVALID),
+        Array("q_len", "Query rows of every sequence (TND: needed).", True),
+        Array("kv_len", "Keys of every sequence.", True),
+        Tensor("q_rope", "Rope part of the query rows.", True, dtypes="=q", shape=rows("1", "Dr")),
+        Tensor("k_rope", "Rope part of the key rows.", True, dtypes="=q", shape=rows("2", "Dr")),
+        Attr("scale", "Factor on q . k; None: 1 / sqrt(D + Dr).", type=float, default=None),
+        Attr("band", "The interval of keys that each row sees; None: all.", type=Band, default=None),
+        Attr("sparse_mode", "CANN's mode instead of a band; compressed modes need no mask.", default=None),
+        Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
+        Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
+        Tensor("blocked", "True removes a score.", True, dtypes="bool uint8", make=lambda s: torch.zeros(s, dtype=torch.bool)),
+        Tensor("bias", "Added to the scaled scores.", True, dtypes="=q"),
+        Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes="float32"),
+        Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
+        Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1"),
+        Attr("keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0),
+        Tensor("drop_bits", "One bit per score, 1 = kept.", True, dtypes="uint8", make=lambda s: torch.ones(s, dtype=torch.uint8)),
+        Attr("seed", "Seed of drawn dropout; None draws one.", default=None),
+        Attr("offset", "Offset of drawn dropout.", default=0),
+        Attr("empty_rows", "What rows without a key return.", type=str, default="zero", domain="empty_rows in ('zero', 'mean')", bad="nan"),
+    ),
+    RULES,
+    formula="out = softmax(scale * (q k^T + q_rope k_rope^T) + bias, keys seen) * keep / keep_prob @ v",
+    rulings=(1, 2, 4, 9, 10, 11, 21, 23),
+    layouts=(*DENSE_LAYOUTS, "TND"),
+    layout_attr="layout",
+    neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
+    derive=lengths,
+    functions={f.__name__: f for f in (lengths_fit, broadcasts, prefix_fits)},
+    sizes=SIZES,
+    samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
+)
+RECORDS = (RECORD,)
+
+
+def lower(bound: Bound, *, seed: int = 0) -> Call:
+    """The Call of a bound `attention`; seed is the one drawn where the caller gave none."""
+    n = bound.names
+    bias = "slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix"
+    drops = n["keep_prob"] < 1
+    problem = Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=n["Dr"] or 0,
+        dtype=str(n["q"].dtype).removeprefix("torch."),
+        scale=(n["D"] + (n["Dr"] or 0)) ** -0.5 if n["scale"] is None else float(n["scale"]),
+        bias=bias,
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
+        keep_prob=float(n["keep_prob"]) if drops else 1.0,
+        empty_rows=n["empty_rows"],
+    )
+    matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
+    form = Form(n["layout"], *matrices)
+    extras = tuple(n[name] for name in ("q_rope", "k_rope", "bias", "alibi_slopes", "blocked", "drop_bits", "sink"))
+    return Call(problem, form, _extents(n), n["q"], n["k"], n["v"], extras, seed, n["offset"])
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
+    if mode is not None:
+        band = mode_band(mode, True, n["pre_tokens"], n["next_tokens"], None, q_len, kv_len)
+    else:
+        band = (n["band"] or Band.full()).resolve(q_len, kv_len)
+    start = n["alibi_start"]
+    shift = q_len - kv_len if start is None else np.full_like(q_len, start[1] - start[0])
+    # The shift means nothing without slopes; one value for all such calls lets them share a plan.
+    return Extents(q_len, kv_len, *band, shift if n["alibi_slopes"] is not None else np.zeros_like(q_len))

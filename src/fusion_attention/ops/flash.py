@@ -1,0 +1,373 @@
+"""CANN's training attention: the records of FlashAttentionScore, VarLenScore, their gradients and torch_npu's calls.
+
+A version is a delta of another record. Rules stand in flash_rules.py, the way down to a Problem in flash_lower.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.bias import TABLE_ROWS
+from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor
+from fusion_attention.lower import lengths_of
+from fusion_attention.ops.flash_checks import FUNCTIONS
+from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+
+FLOATS = "float16 bfloat16 float32"
+UNLIMITED = (1 << 31) - 1
+
+
+def rows(side: str, dim: str) -> dict[str, str]:
+    """Axis words of a tensor of query ("1") or key ("2") rows in every layout."""
+    s, n, t = f"S{side}", f"N{side}", f"T{side}"
+    dense = {"BSH": f"B {s} {n}*{dim}", "SBH": f"{s} B {n}*{dim}", "BSND": f"B {s} {n} {dim}", "BNSD": f"B {n} {s} {dim}"}
+    return dense | {"TND": f"{t} {n} {dim}"}
+
+
+STATISTICS = {layout: "B N1 S1 8" for layout in ("BSH", "SBH", "BSND", "BNSD")} | {"TND": "T1 N1 8"}
+
+
+def _mask(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample content: the documented triangle of a compressed mask, nothing masked otherwise."""
+    mask = torch.zeros(shape, dtype=torch.uint8)
+    if shape[-1] == 2048:
+        mask[..., :2048, :] = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
+        mask[..., 2048:, 1024:] = 1
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+QUERY = Tensor("query", "Query rows.", dtypes=FLOATS, shape=rows("1", "D"))
+KEY = Tensor("key", "Key rows.", dtypes="=query", shape=rows("2", "D"))
+VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=rows("2", "Dv"))
+DY = Tensor("dy", "Gradient of the output.", dtypes="=query", shape=rows("1", "Dv"))
+QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="=query", shape=rows("1", "Dr"))
+KEY_ROPE = Tensor("key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "Dr"))
+PSE = Tensor("pse", "Bias on the scores; slopes for pse_type 2 and 3.", True)
+DROP_MASK = Tensor(
+    "drop_mask", "One bit per score, 1 = kept.", True, dtypes="uint8", make=lambda s: torch.full(s, 255, dtype=torch.uint8)
+)
+PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
+ATTEN_MASK = Tensor("atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", make=_mask)
+SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
+MAX_IN = Tensor("softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros)
+SUM_IN = Tensor("softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones)
+SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
+ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
+PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
+Q_ENDS = Array("actual_seq_qlen", "Cumulative end of every sequence's query rows.", True)
+KV_ENDS = Array("actual_seq_kvlen", "Cumulative end of every sequence's keys.", True)
+Q_START = Array("q_start_idx", "Position of the first query row in the whole sequence (element 0 is read).", True)
+KV_START = Array("kv_start_idx", "Position of the first key in the whole sequence (element 0 is read).", True)
+SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
+KEEP_PROB = Attr(
+    "keep_prob", "Share of probabilities that dropout keeps.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=1.5
+)
+PRE = Attr("pre_tokens", "Window to the left (modes 0 and 4).", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Window to the right (modes 0, 4, 7, 8).", default=UNLIMITED)
+HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
+LAYOUT = Attr("input_layout", "Axis order of query, key, value and the output.", type=str, code=INVALID)
+INNER_PRECISE = Attr("inner_precise", "2: rows that see no key return zeros.", default=0)
+SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/ops/sparse_modes.md).", default=0)
+PSE_TYPE = Attr(
+    "pse_type", "1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.", default=1, domain="0 <= pse_type <= 3", bad=4
+)
+STATS_LAYOUT = Attr(
+    "softmax_layout",
+    "Order of packed statistics: per sequence head-major, or token-major.",
+    type=str,
+    default="",
+    domain="softmax_layout in ('', 'same_as_input')",
+    bad="TND",
+    code=INVALID,
+)
+TORCH_STATS_LAYOUT = Attr(
+    "softmax_layout", STATS_LAYOUT.text, type=str, default="", domain="softmax_layout in ('', 'TND')", bad="BSND", code=INVALID
+)
+SEED = Attr("seed", "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator.", default=0)
+OFFSET = Attr("offset", "Offset of drawn dropout.", default=0)
+NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
+GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
+SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
+
+
+def _out(name: str, text: str, shape: Any, dtypes: str = "=query") -> Tensor:
+    return Tensor(name, text, dtypes=dtypes, shape=shape, output=True)
+
+
+STATS_OUT = (
+    _out("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32"),
+    _out("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
+    _out("softmax_out", "Reserved: empty.", ""),
+)
+OUT = _out("attention_out", "The output rows.", rows("1", "Dv"))
+DQ, DK = _out("dq", "Gradient of query.", rows("1", "D")), _out("dk", "Gradient of key.", rows("2", "D"))
+DV, DPSE = _out("dv", "Gradient of value.", rows("2", "Dv")), _out("dpse", "Gradient of pse, in its shape.", "", "")
+DQ_ROPE, DK_ROPE = (
+    _out("dq_rope", "Gradient of query_rope.", rows("1", "Dr")),
+    _out("dk_rope", "Gradient of key_rope.", rows("2", "Dr")),
+)
+DSINK = _out("dsink", "Gradient of sink.", "N1", "float32")
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+FORWARD_FORMULA = """S   = scale * (Q K^T + pse)                 pse_type 1; the others add after scaling
+P   = exp(S - max) / sum                    over the keys that mask, window and prefix leave
+out = (P * keep / keep_prob) V"""
+BACKWARD_FORMULA = """P  = exp(S - max) / sum                     from the saved statistics
+dV = (P * keep / keep_prob)^T dY
+dS = P * ((dY V^T) * keep / keep_prob - rowsum(dY * out))
+dQ = scale * dS K        dK = scale * dS^T Q        dpse = dS (pse_type 0) or scale * dS (pse_type 1)"""
+
+NEUTRAL = {
+    "pse_type": 1,
+    "softmax_layout": "",
+    "inner_precise": 0,
+    **dict.fromkeys(("query_rope", "key_rope", "sink", "prefix", "pse", "drop_mask", "atten_mask", "padding_mask")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "q_start_idx", "kv_start_idx", "softmax_in")),
+    **{"seed": 0, "offset": 0, "Dr": None},
+}
+SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "T1": 8, "T2": 12}
+SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
+DENSE_LAYOUTS = ("BSND", "BSH", "SBH", "BNSD")
+
+
+def lengths(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths per sequence, the axes B, S1 and S2 where rows are packed, and the form of pse."""
+    found: dict[str, Any] = {}
+    if names["input_layout"] == "TND":
+        q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
+        found = {"B": len(q_len), "S1": int(q_len.max()), "S2": int(kv_len.max())}
+    else:
+        q_len = np.full(names["B"], names["S1"], np.int64)
+        kv_len = np.full(names["B"], names["S2"], np.int64)
+    found |= {"q_len": q_len, "kv_len": kv_len}
+    return found | {"pse_form": _pse_form({**names, **found})}
+
+
+def _pse_form(names: dict[str, Any]) -> str:
+    """The Form.bias of an external pse; "" if it fits none."""
+    pse, batches = names["pse"], (1, names["B"])
+    if pse is None or names["pse_type"] in (2, 3):
+        return "none"
+    heads, s1, s2 = names["N1"], names["S1"], names["S2"]
+    own = pse.dim() == 4 and pse.shape[0] in batches and pse.shape[1] == heads and pse.shape[3] == s2
+    if names["input_layout"] != "TND":
+        if own and pse.shape[2] in (1, s1):
+            return "broadcast"
+        return "aligned" if own and pse.shape[2] == TABLE_ROWS <= s1 else ""
+    if own and pse.shape[2] == TABLE_ROWS:
+        return "aligned"
+    if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
+        return "blocks"
+    return "row_blocks" if pse.numel() == heads * int(names["kv_len"].sum()) else ""
+
+
+SCORE_V1 = Op(
+    "aclnnFlashAttentionScore",
+    "Attention for training, forward, padded layouts.",
+    "CANN, aclnnFlashAttentionScore",
+    (QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT)
+    + (INNER_PRECISE, SPARSE_MODE, *STATS_OUT, OUT),
+    RULES + GIVEN_DROPOUT,
+    formula=FORWARD_FORMULA,
+    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
+    layouts=DENSE_LAYOUTS,
+    neutral=NEUTRAL,
+    derive=lengths,
+    functions=FUNCTIONS,
+    sizes=SIZES,
+    samples=SAMPLES,
+)
+EXTENDED: dict[str, tuple[Param, ...]] = {"sparse_mode": (PSE_TYPE,)}
+SCORE_V2 = SCORE_V1.version(
+    "aclnnFlashAttentionScoreV2",
+    "FlashAttentionScore with pse_type and start indices.",
+    after={"prefix": (Q_START, KV_START), **EXTENDED},
+    source="CANN, aclnnFlashAttentionScoreV2",
+    rulings=(*SCORE_V1.rulings, 21, 22),
+)
+SCORE_V3 = SCORE_V2.version(
+    "aclnnFlashAttentionScoreV3",
+    "FlashAttentionScoreV2 with sinks.",
+    after={"atten_mask": (SINK,)},
+    source="CANN, aclnnFlashAttentionScoreV3",
+)
+VARLEN_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionVarLenScore",
+    "Attention for training, forward, packed sequences.",
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    source="CANN, aclnnFlashAttentionVarLenScore",
+    rulings=(*SCORE_V1.rulings, 6, 7),
+    layouts=("TND",),
+)
+VARLEN_V2 = VARLEN_V1.version(
+    "aclnnFlashAttentionVarLenScoreV2",
+    "VarLenScore with pse_type and start indices.",
+    after={"actual_seq_kvlen": (Q_START, KV_START), **EXTENDED},
+    source="CANN, aclnnFlashAttentionVarLenScoreV2",
+    rulings=(*VARLEN_V1.rulings, 21, 22),
+)
+VARLEN_V3 = VARLEN_V2.version(
+    "aclnnFlashAttentionVarLenScoreV3",
+    "VarLenScoreV2 with rope parts of query and key.",
+    after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,)},
+    source="CANN, aclnnFlashAttentionVarLenScoreV3",
+)
+VARLEN_V4 = VARLEN_V1.version(
+    "aclnnFlashAttentionVarLenScoreV4",
+    "VarLenScore with a choice of the statistics' order.",
+    after={"sparse_mode": (STATS_LAYOUT,)},
+    source="CANN, aclnnFlashAttentionVarLenScoreV4",
+)
+VARLEN_V5 = VARLEN_V3.version(
+    "aclnnFlashAttentionVarLenScoreV5",
+    "VarLenScoreV3 with sinks and a choice of the statistics' order.",
+    after={"atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
+    source="CANN, aclnnFlashAttentionVarLenScoreV5",
+)
+GRAD_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionScoreGrad",
+    "Gradients of FlashAttentionScore.",
+    after={"value": (DY,), "atten_mask": (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN), "sparse_mode": (DQ, DK, DV, DPSE)},
+    without=("softmax_max", "softmax_sum", "softmax_out", "attention_out"),
+    source="CANN, aclnnFlashAttentionScoreGrad",
+    formula=BACKWARD_FORMULA,
+)
+GRAD_V2 = GRAD_V1.version(
+    "aclnnFlashAttentionScoreGradV2",
+    "FlashAttentionScoreGrad with pse_type and start indices.",
+    after={"prefix": (Q_START, KV_START), **EXTENDED},
+    source="CANN, aclnnFlashAttentionScoreGradV2",
+    rulings=SCORE_V2.rulings,
+)
+GRAD_V3 = GRAD_V2.version(
+    "aclnnFlashAttentionScoreGradV3",
+    "FlashAttentionScoreGradV2 with sinks.",
+    after={"attention_in": (SINK,), "dpse": (DSINK,)},
+    source="CANN, aclnnFlashAttentionScoreGradV3",
+)
+UNPADDING_V1 = GRAD_V1.version(
+    "aclnnFlashAttentionUnpaddingScoreGrad",
+    "Gradients of FlashAttentionVarLenScore.",
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    source="CANN, aclnnFlashAttentionUnpaddingScoreGrad",
+    rulings=VARLEN_V1.rulings,
+    layouts=("TND",),
+)
+UNPADDING_V2 = UNPADDING_V1.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV2",
+    "UnpaddingScoreGrad with pse_type and start indices.",
+    after={"actual_seq_kvlen": (Q_START, KV_START), **EXTENDED},
+    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV2",
+    rulings=VARLEN_V2.rulings,
+)
+UNPADDING_V3 = UNPADDING_V2.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV3",
+    "UnpaddingScoreGradV2 with rope parts of query and key.",
+    after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,), "dq": (DQ_ROPE,), "dk": (DK_ROPE,)},
+    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV3",
+)
+UNPADDING_V4 = UNPADDING_V1.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV4",
+    "UnpaddingScoreGrad with a choice of the statistics' order.",
+    after={"dpse": (STATS_LAYOUT,)},
+    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV4",
+)
+UNPADDING_V5 = UNPADDING_V3.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV5",
+    "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
+    after={"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
+    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV5",
+)
+
+# torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
+
+
+def _spelled(param: Param, spelled: str) -> Param:
+    return replace(param, spelled=spelled)
+
+
+_TOCKENS = (_spelled(PRE, "pre_tockens"), _spelled(NEXT, "next_tockens"))
+_LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
+_STARTS = (PSE_TYPE, Q_START, KV_START)
+_DRAW = (_spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
+_SAVED = tuple(replace(p, optional=False) for p in (MAX_IN, SUM_IN)) + (SOFTMAX_IN, ATTENTION_IN)
+_MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
+_ROPES = (QUERY_ROPE, KEY_ROPE)
+_SCALE_VALUE = _spelled(SCALE, "scale_value")
+_FORWARD_OUT = (OUT, *STATS_OUT)
+_QKV = (QUERY, KEY, VALUE)
+
+TORCH_V1 = Op(
+    "npu_fusion_attention",
+    "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
+    "Ascend op-plugin, npu_fusion_attention",
+    (*_QKV, HEAD_NUM, LAYOUT, *_MASKS, SCALE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, *_LENGTHS)
+    + (TORCH_STATS_LAYOUT, SINK, *_DRAW, *_FORWARD_OUT),
+    RULES + DRAWN_DROPOUT,
+    formula=FORWARD_FORMULA,
+    rulings=(*SCORE_V1.rulings, 6, 7),
+    layouts=(*DENSE_LAYOUTS, "TND"),
+    neutral=NEUTRAL,
+    derive=lengths,
+    functions=FUNCTIONS,
+    sizes=SIZES,
+    samples=SAMPLES,
+)
+TORCH_V2 = replace(
+    TORCH_V1,
+    name="npu_fusion_attention_v2",
+    summary="npu_fusion_attention with rope parts, pse_type and start indices.",
+    source="Ascend op-plugin, npu_fusion_attention_v2",
+    params=(*_QKV, HEAD_NUM, LAYOUT, *_MASKS, *_ROPES, SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, *_LENGTHS, *_STARTS)
+    + (TORCH_STATS_LAYOUT, SINK, *_DRAW, *_FORWARD_OUT),
+    rulings=(*TORCH_V1.rulings, 21, 22),
+)
+TORCH_V3 = replace(
+    TORCH_V1,
+    name="npu_fusion_attention_v3",
+    summary="npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
+    source="Ascend op-plugin, npu_fusion_attention_v3",
+    params=(*_QKV, HEAD_NUM, LAYOUT, *_MASKS, SCALE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, *_LENGTHS)
+    + (TORCH_STATS_LAYOUT, SINK, *_FORWARD_OUT),
+)
+_GRAD_HEAD = (*_QKV, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
+TORCH_GRAD_V1 = replace(
+    TORCH_V1,
+    name="npu_fusion_attention_grad",
+    summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
+    source="Ascend op-plugin, npu_fusion_attention_grad",
+    formula=BACKWARD_FORMULA,
+    params=(*_GRAD_HEAD, _SCALE_VALUE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, SEED, OFFSET, NUMELS, *_LENGTHS)
+    + (TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DSINK),
+)
+TORCH_GRAD_V2 = replace(
+    TORCH_GRAD_V1,
+    name="npu_fusion_attention_grad_v2",
+    summary="Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
+    source="Ascend op-plugin, npu_fusion_attention_grad_v2",
+    params=(*_GRAD_HEAD, *_ROPES, _SCALE_VALUE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, SEED, OFFSET, NUMELS, *_LENGTHS)
+    + (*_STARTS, TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DQ_ROPE, DK_ROPE, DSINK),
+    rulings=TORCH_V2.rulings,
+)
+TORCH_GRAD_V3 = replace(
+    TORCH_GRAD_V1,
+    name="npu_fusion_attention_grad_v3",
+    summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
+    source="Ascend op-plugin, npu_fusion_attention_grad_v3",
+    params=(*_GRAD_HEAD, _SCALE_VALUE, KEEP_PROB, *_TOCKENS, INNER_PRECISE)
+    + (Tensor("seed", "As returned.", True, dtypes="int64"), Tensor("offset", "As returned.", True, dtypes="int64"))
+    + (*_LENGTHS, TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DSINK),
+)
+
+RECORDS = (
+    (SCORE_V1, SCORE_V2, SCORE_V3, VARLEN_V1, VARLEN_V2, VARLEN_V3, VARLEN_V4, VARLEN_V5)
+    + (GRAD_V1, GRAD_V2, GRAD_V3, UNPADDING_V1, UNPADDING_V2, UNPADDING_V3, UNPADDING_V4, UNPADDING_V5)
+    + (TORCH_V1, TORCH_V2, TORCH_V3, TORCH_GRAD_V1, TORCH_GRAD_V2, TORCH_GRAD_V3)
+)

@@ -1,0 +1,132 @@
+"""The questions that the rules of training attention ask of a call; each answers True, or says what came instead.
+
+Pure functions of lengths, windows and masks. Refuses to know levels, codes and wording (flash_rules.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.bias import TABLE_ROWS
+from fusion_attention.lower import broken_end, lengths_of, mode_band
+from fusion_attention.mask import tokens
+
+TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
+
+
+def rising(ends: np.ndarray) -> bool | str:
+    """Whether cumulative ends never fall, but for a tail of zeros."""
+    item = broken_end(ends)
+    return item < 0 or f"item {item}: {ends[item]} after {ends[item - 1] if item else 0}"
+
+
+def last_end(ends: np.ndarray) -> int:
+    """The number of tokens that cumulative ends cover."""
+    return int(lengths_of(ends).sum())
+
+
+def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
+    """Whether a window (upper left: mode 0; lower right: mode 4) can meet the score matrix."""
+    shift = keys - rows if mode == 4 else 0
+    left, right = tokens(pre) - shift, tokens(next_) + shift
+    measured = f"pre_tokens={pre}, next_tokens={next_} (from the upper left corner: {left} and {right})"
+    if left < 0 and right < 0:
+        return measured + ", both negative"
+    if left < 0 and (right < -left or -left >= keys):
+        return measured + f", the left edge beyond the right one or beyond the {keys} keys"
+    if right < 0 and (left < -right or -right >= rows):
+        return measured + f", the right edge beyond the left one or above the {rows} rows"
+    return True
+
+
+def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
+    """Whether a packed call's mode and window leave every row of every item a key, as the chip demands."""
+    pre, next_ = tokens(pre), tokens(next_)
+    items = np.flatnonzero(q_len)
+    cut = items[-1 if mode == 7 else 0] if len(items) else -1
+    broken: list[tuple[Any, str]] = []
+    if mode == 0:
+        broken = [(next_ < 0 or (pre < 0 and next_ < -pre), "next_tokens >= max(0, -pre_tokens)")]
+        broken += [((q_len > 0) & (kv_len + pre < q_len), "kv_len + pre_tokens >= q_len")]
+    elif mode in (3, 7):
+        broken = [(q_len > kv_len, "q_len <= kv_len")]
+    elif mode == 4:
+        broken = [(pre < 0 or (next_ < 0 and pre + next_ < 0), "pre_tokens >= max(0, -next_tokens)")]
+        broken += [((q_len > 0) & (q_len - next_ > kv_len), "q_len - next_tokens <= kv_len")]
+    if mode in (7, 8) and cut >= 0:
+        broken += [(pre < kv_len[cut], f"pre_tokens >= kv_len of item {cut}")]
+        broken += [(q_len[cut] - next_ > kv_len[cut], f"q_len - next_tokens <= kv_len for item {cut}")]
+        broken += [(mode == 7 and next_ > 0, "next_tokens <= 0")]
+    for found, rule in broken:
+        if np.any(found):
+            item = f"item {int(np.argmax(found))}: " if np.ndim(found) else ""
+            return f"{item}pre_tokens={pre}, next_tokens={next_} break {rule}"
+    return True
+
+
+def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
+    """Whether there is one prefix per sequence, between max(0, kv_len - q_len) and kv_len."""
+    if prefix is None or len(prefix) != len(q_len):
+        return f"{'None' if prefix is None else f'{len(prefix)} values'} for {len(q_len)} sequences"
+    low = np.maximum(kv_len - q_len, 0)
+    bad = np.flatnonzero((prefix < low) | (prefix > kv_len))
+    return len(bad) == 0 or f"prefix[{bad[0]}]={prefix[bad[0]]}, outside [{low[bad[0]]}, {kv_len[bad[0]]}]"
+
+
+def table_reaches(
+    mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
+) -> bool | str:
+    """Whether no rebuilt row of a compressed pse sees a key beyond its diagonal, for which the table has no value."""
+    lo, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
+    for b in np.flatnonzero(q_len > TABLE_ROWS):
+        rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
+        if hi[b] <= diagonal + 1 and prefixes[b] <= diagonal + 1:
+            continue
+        matrix = mask if mask is not None and mode in (0, 1, 5) and mask.shape[-2:] == (q_len[b], kv_len[b]) else None
+        if matrix is None or bool((matrix[..., :rows, :] == 0).triu(diagonal + 1).any()):
+            return f"sequence {b}: keys beyond the diagonal are visible to rows before the last {TABLE_ROWS}"
+    return True
+
+
+def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
+    """Whether a compressed mask has the one documented content."""
+    matrix = mask.reshape(mask.shape[-2:]) != 0
+    triangle = torch.ones(TRIANGLE, dtype=torch.bool, device=mask.device).triu(1)
+    if mode == 6:
+        rest = torch.zeros(PREFIX_TRIANGLE[0] - TRIANGLE[0], TRIANGLE[1], dtype=torch.bool, device=mask.device)
+        rest[:, TRIANGLE[1] // 2 :] = True
+        triangle = torch.cat((triangle, rest))
+    return torch.equal(matrix, triangle)
+
+
+def window_holds_mask(mask: torch.Tensor, pre: int, next_: int) -> bool | str:
+    """Whether every key that a mode-0 mask leaves lies inside the window (each matrix of the mask apart)."""
+    pre, next_ = tokens(pre), tokens(next_)
+    row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
+    key = torch.arange(mask.shape[-1], device=mask.device)
+    outside = ((mask == 0) & ((key < row - pre) | (key > row + next_))).nonzero()
+    return len(outside) == 0 or f"a visible element outside the window at {outside[0].tolist()}"
+
+
+def is_shifted(table: torch.Tensor) -> bool:
+    """Whether the rows of a compressed pse are one row shifted by one column each (equal along diagonals)."""
+    return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        rising,
+        last_end,
+        dense_window,
+        packed_window,
+        prefix_fits,
+        table_reaches,
+        is_compressed_mask,
+        window_holds_mask,
+        is_shifted,
+    )
+} | {"float32": lambda t: t.dtype == torch.float32}

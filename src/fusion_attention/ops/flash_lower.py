@@ -1,0 +1,95 @@
+"""From a bound call of training attention down to a Call: the last place that knows its words.
+
+Forward and gradient records lower alike; what a record lacks has its neutral value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fusion_attention.contract import Bound
+from fusion_attention.lower import Call, Form, band_empties_rows, mode_band
+from fusion_attention.ops.flash_checks import prefix_fits
+from fusion_attention.problem import Extents, Problem
+
+BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
+
+
+def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Call:
+    """The Call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset)."""
+    n = bound.names
+    extents = _extents(n)
+    form = _form(n)
+    problem = _problem(n, form, extents)
+    pse = n["pse"]
+    slopes = pse if n["pse_type"] in BIAS_KINDS else None
+    extras = (n["query_rope"], n["key_rope"], None if slopes is not None else pse, slopes)
+    blocked = n["atten_mask"] if problem.has_blocked else None
+    tensors = (n["query"], n["key"], n["value"], (*extras, blocked, n["drop_mask"], n["sink"]))
+    return Call(problem, form, extents, *tensors, seed, offset)
+
+
+def _blocks(n: dict[str, Any]) -> bool:
+    """Whether the mask itself removes keys: compressed masks only stand for their formula."""
+    return n["atten_mask"] is not None and n["sparse_mode"] in (0, 1, 5)
+
+
+def _form(n: dict[str, Any]) -> Form:
+    layout, mask = n["input_layout"], n["atten_mask"]
+    blocked = "none"
+    if _blocks(n):
+        # A matrix over all tokens and one over the longest lengths differ only where there are several sequences.
+        corner = tuple(mask.shape[-2:]) == (n["S1"], n["S2"])
+        blocked = "broadcast" if corner or layout != "TND" else "diagonal"
+    bias = "none" if n["pse"] is None or n["pse_type"] in BIAS_KINDS else n["pse_form"]
+    return Form(layout, bias, blocked, "token" if n["softmax_layout"] else "item")
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
+    prefix = n["prefix"]
+    if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:
+        prefix = None
+    band = mode_band(mode, n["atten_mask"] is not None, n["pre_tokens"], n["next_tokens"], prefix, q_len, kv_len)
+    return Extents(q_len, kv_len, *band, _distance_shift(n, q_len))
+
+
+def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
+    """Origin of computed biases: kv_start - q_start, where both are given; in mode 8 only the cut sequence has one."""
+    shift = np.zeros_like(q_len)
+    starts = (n["q_start_idx"], n["kv_start_idx"])
+    if all(s is not None and len(s) for s in starts):
+        distance = int(starts[1][0] - starts[0][0])
+        if n["sparse_mode"] == 8:
+            shift[np.flatnonzero(q_len)[:1]] = distance
+        else:
+            shift[:] = distance
+    return shift
+
+
+def _problem(n: dict[str, Any], form: Form, extents: Extents) -> Problem:
+    bias = BIAS_KINDS.get(n["pse_type"]) or {"none": "none", "aligned": "table"}.get(form.bias, "matrix")
+    # The chip finds rows that the band alone empties and then zeroes all empty rows of a padded call; in a packed
+    # call only such rows are zero. Where it finds none, a row emptied by the mask is the mean of its V rows.
+    zero = n["inner_precise"] == 2 or (not form.packed and band_empties_rows(extents))
+    dropout = "none"
+    if n["keep_prob"] < 1:
+        dropout = "philox" if n["drop_mask"] is None else "bits"
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=n["Dr"] or 0,
+        dtype=str(n["query"].dtype).removeprefix("torch."),
+        scale=float(n["scale"]),
+        bias=bias,
+        bias_scaled=bias in ("matrix", "table") and n["pse_type"] == 1,
+        has_blocked=_blocks(n),
+        has_sink=n["sink"] is not None,
+        dropout=dropout,
+        keep_prob=float(n["keep_prob"]) if dropout != "none" else 1.0,
+        empty_rows="zero" if zero else "mean_in_band",
+    )

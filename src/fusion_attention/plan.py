@@ -1,0 +1,101 @@
+"""Plan and run: the choice of a back end, its work list for given lengths, and the caches of both.
+
+plan() may take its time and is cached; run() only computes. Refuses to know where a call came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import BackendError
+from fusion_attention.problem import Extents, Grads, Operands, Problem
+
+# In the order in which "auto" tries them. golden is asked for by name, never chosen.
+AUTO = ("cpu",)
+BACKENDS = (*AUTO, "golden")
+_PLANS: OrderedDict[Any, Plan] = OrderedDict()
+_PLANS_KEPT = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One problem on given lengths, ready to run any number of times.
+
+    Attributes:
+        backend: the name of the back end that was chosen.
+        workspace_bytes: memory that a run takes besides operands and results.
+    """
+
+    problem: Problem
+    extents: Extents
+    backend: str
+    backward: bool
+    schedule: Any
+    workspace_bytes: int
+
+    def run(self, operands: Operands, grads: Grads | None = None) -> None:
+        """Computes into operands.out and operands.stats, or (a backward plan) into grads."""
+        module = _load(self.backend)
+        if self.backward:
+            module.attention_backward(self.problem, self.extents, self.schedule, operands, grads)
+        else:
+            module.attention_forward(self.problem, self.extents, self.schedule, operands)
+
+
+def _load(name: str) -> ModuleType:
+    # Only what is chosen is imported: a machine without one back end's needs loads everything else.
+    return importlib.import_module(f"fusion_attention.backends.{name}")
+
+
+def choose(problem: Problem, device: torch.device, backend: str) -> str:
+    """The back end that computes: the named one, or the first of AUTO without a reason against.
+
+    Raises:
+        ValueError: an unknown name.
+        BackendError: none fits; the message lists every reason of every back end asked.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    asked = AUTO if backend == "auto" else (backend,)
+    reasons = {name: _load(name).reasons_against(problem, device) for name in asked}
+    for name, against in reasons.items():
+        if not against:
+            return name
+    listed = "; ".join(f"{name}: {reason}" for name, against in reasons.items() for reason in against)
+    raise BackendError(f"fusion_attention: no back end computes this call. {listed}")
+
+
+def plan(
+    problem: Problem, extents: Extents, device: torch.device, backend: str = "auto", *, backward: bool = False
+) -> Plan:
+    """A plan for a problem on given lengths; the last ones are kept and found again.
+
+    Args:
+        problem: what is computed.
+        extents: lengths and bands of the sequences.
+        device: where the operands lie.
+        backend: "auto", or a name in BACKENDS.
+        backward: plan the gradients instead.
+
+    Raises:
+        ValueError, BackendError: as choose().
+    """
+    key = (problem, extents.key, device, backend, backward)
+    found = _PLANS.get(key)
+    if found is None:
+        name = choose(problem, device, backend)
+        module = _load(name)
+        schedule = module.schedule(problem, extents, backward)
+        found = Plan(problem, extents, name, backward, schedule, module.workspace_bytes(problem, extents, backward))
+        _PLANS[key] = found
+        while len(_PLANS) > _PLANS_KEPT:
+            _PLANS.popitem(last=False)
+    else:
+        _PLANS.move_to_end(key)
+    return found

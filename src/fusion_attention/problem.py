@@ -1,0 +1,199 @@
+"""The waist: what is computed (Problem), on which lengths (Extents), with which memory (Operands, Grads).
+
+Everything above speaks some interface's words and ends here; everything below knows only this. Validates nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from fusion_attention.kv import MatrixView, RowView
+
+T = TypeVar("T")
+
+EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Softmax attention with everything that changes a kernel, and nothing that changes from call to call.
+
+        s   = scale * (q . k + q_rope . k_rope) + bias'         bias' = scale * bias if bias_scaled else bias
+        out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
+
+    over the keys that a row sees. A row whose every score is -inf, or that sees no key, is an empty row.
+
+    Args:
+        heads_q, heads_kv: query heads and key/value heads; group = heads_q / heads_kv query heads share one.
+        dim_qk, dim_v, dim_rope: elements per row; dim_rope 0 without rope operands.
+        dtype: of q, k, v and out: "float32", "float16" or "bfloat16".
+        scale: factor on the dot products.
+        bias: "none", "matrix", "table" (last 1024 rows stored), "slopes" or "slopes_sqrt" (distances computed).
+        bias_scaled: the bias is multiplied by scale too.
+        has_blocked: a matrix removes keys (true = not seen) beside the band.
+        has_sink: one more logit per query head joins the denominator.
+        dropout: "none", "bits" (given) or "philox" (drawn).
+        keep_prob: share of kept probabilities, and the divisor.
+        empty_rows: what an empty row of a sequence with keys returns: "zero"; "mean" of all its V rows; or
+            "mean_in_band", the mean only where the band leaves keys and `blocked` takes them all, else zero.
+    """
+
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    dim_rope: int = 0
+    dtype: str = "float32"
+    scale: float = 1.0
+    bias: str = "none"
+    bias_scaled: bool = False
+    has_blocked: bool = False
+    has_sink: bool = False
+    dropout: str = "none"
+    keep_prob: float = 1.0
+    empty_rows: str = "zero"
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def flops(self, extents: Extents, backward: bool = False) -> int:
+        """Multiply-adds counted twice, over visible pairs of the band only: two matmuls forward, five backward."""
+        qk, v = self.dim_qk + self.dim_rope, self.dim_v
+        return 2 * self.heads_q * extents.visible_pairs * (3 * qk + 2 * v if backward else qk + v)
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+
+def to_text(record: Any) -> str:
+    """A frozen dataclass of plain values as one line: the fields that differ from their defaults."""
+    values = ((f.name, getattr(record, f.name), f.default) for f in fields(record))
+    return ",".join(f"{name}={value!r}" for name, value, default in values if value != default)
+
+
+@functools.lru_cache(maxsize=1024)
+def from_text(record: type[T], text: str) -> T:
+    """What to_text() wrote."""
+    call = ast.parse(f"f({text})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    return record(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+
+
+@dataclass(frozen=True, eq=False)
+class Extents:
+    """Lengths and bands per sequence: host int64 arrays, all of one length.
+
+    Row i of sequence b sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix goes only with
+    lo = -INFINITE. shift is the distance origin of computed biases: |j - i + shift|.
+    """
+
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    prefix: np.ndarray
+    shift: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.q_len)
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """What a cache of plans compares."""
+        return b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
+
+    @functools.cached_property
+    def q_start(self) -> np.ndarray:
+        """Packed: the first token of each sequence."""
+        return np.concatenate(([0], np.cumsum(self.q_len)[:-1])).astype(np.int64)
+
+    @functools.cached_property
+    def kv_start(self) -> np.ndarray:
+        """Packed: the first key token of each sequence."""
+        return np.concatenate(([0], np.cumsum(self.kv_len)[:-1])).astype(np.int64)
+
+    def row_interval(self, b: int, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none."""
+        first = np.maximum(row + self.lo[b], 0)
+        end = np.minimum(np.maximum(row + self.hi[b], self.prefix[b]), self.kv_len[b])
+        return first, end
+
+    @functools.cached_property
+    def visible_pairs(self) -> int:
+        """How many (row, key) pairs the bands leave, over all sequences."""
+        total = 0
+        for b in range(len(self)):
+            first, end = self.row_interval(b, np.arange(self.q_len[b]))
+            total += int(np.maximum(end - first, 0).sum())
+        return total
+
+    def to_tensor(self) -> torch.Tensor:
+        """int64 [6, sequences], the form in which lengths cross an operator's boundary."""
+        return torch.from_numpy(np.stack([getattr(self, name) for name in EXTENT_ROWS]).astype(np.int64))
+
+    @classmethod
+    def from_tensor(cls, rows: torch.Tensor) -> Extents:
+        """What to_tensor() wrote."""
+        return cls(*rows.numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class Stats:
+    """Softmax statistics, one float32 per row and head (RowViews with dim 1).
+
+    An empty row has max = -inf, and sum = 0 (zero form) or the sequence's kv_len (mean form).
+    """
+
+    max: RowView
+    sum: RowView
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The memory of one call: inputs, and out and stats, which forward writes and backward reads."""
+
+    q: RowView
+    k: RowView
+    v: RowView
+    out: RowView
+    stats: Stats
+    q_rope: RowView | None = None
+    k_rope: RowView | None = None
+    bias: MatrixView | None = None
+    slopes: torch.Tensor | None = None  # float32 [sequences, heads_q]
+    blocked: MatrixView | None = None  # true (non-zero) = not seen
+    drop_bits: MatrixView | None = None  # addresses count bits
+    seed: int = 0
+    offset: int = 0
+    sink: torch.Tensor | None = None  # float32 [heads_q]
+
+
+@dataclass(frozen=True, eq=False)
+class Grads:
+    """What backward reads (dout) and writes; a gradient nobody asked for is None.
+
+    dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias.
+    """
+
+    dout: RowView
+    dq: RowView
+    dk: RowView
+    dv: RowView
+    dq_rope: RowView | None = None
+    dk_rope: RowView | None = None
+    dbias: MatrixView | None = None
+    dsink: torch.Tensor | None = None  # float32 [heads_q], overwritten

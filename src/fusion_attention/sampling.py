@@ -1,0 +1,141 @@
+"""Calls made from records: legal ones, and for every rule one that breaks just that rule.
+
+Knows what a record says and nothing about any operator; tests and fuzzers of every interface start here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, size_of, to_array
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A call that breaks one rule, and the failure that must be reported, alone.
+
+    Attributes:
+        id: names rule and record; args: the call, by canonical name.
+        param: the parameter blamed, as the record spells it; code: the failure's; level: the rule's.
+        expected: the wording that the failure carries ("" where a stage, not a rule, words it).
+    """
+
+    id: str
+    args: dict[str, Any] = field(repr=False, compare=False)
+    param: str
+    code: int
+    level: str = "meaning"
+    expected: str = ""
+
+
+def sample(op: Op, **settings: Any) -> dict[str, Any]:
+    """A legal call of a record: arguments by canonical name, the same every time.
+
+    Args:
+        op: the record.
+        settings: attributes, arrays and tensors by canonical name, sizes by axis word. A tensor is given by its axis
+            words ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (its own shape), or as it is; an optional
+            tensor is left out unless given. Settings under a layout's name hold in that layout only.
+
+    Example:
+        >>> from fusion_attention.ops import RECORDS
+        >>> list(sample(RECORDS["attention"], layout="BNSD", B=3)["q"].shape)
+        [3, 4, 4, 8]
+    """
+    layout = settings.get(op.layout_attr, op.layouts[0] if op.layouts else "")
+    settings = {**op.samples.get(layout, {}), **settings.get(layout, {}), **settings}
+    sizes = {**op.sizes, **{axis: size for axis, size in settings.items() if axis in op.sizes}}
+    sizes |= _derived_sizes(op, layout, settings)
+    args: dict[str, Any] = {}
+    generator = torch.Generator().manual_seed(7)
+    for p in op.params:
+        wanted = settings.get(p.name)
+        if p.name == op.layout_attr:
+            args[p.name] = layout
+        elif isinstance(p, Attr):
+            default = sizes[p.axis] if p.axis and p.default is REQUIRED else p.default
+            args[p.name] = settings.get(p.name, default)
+        elif isinstance(p, Tensor) and isinstance(wanted, (str, tuple, bool)):
+            args[p.name] = _tensor(p, wanted, layout, sizes, args, generator)
+        elif isinstance(p, Tensor) and p.name not in settings and not (p.optional or p.output):
+            args[p.name] = _tensor(p, True, layout, sizes, args, generator)
+        else:
+            args[p.name] = wanted
+    return args
+
+
+def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
+    """Axes that the record derives from arrays; where a setting takes the arrays away, those of a plain sample."""
+    own = op.samples.get(layout, {})
+    arrays = {p.name: p for p in op.params if isinstance(p, Array)}
+    values = {name: value if (value := settings.get(name)) is not None else own.get(name) for name in arrays}
+    if not any(name in arrays for name in own):
+        return {}
+    names = {**op.neutral, op.layout_attr: layout, **{n: None if v is None else to_array(v) for n, v in values.items()}}
+    return {name: value for name, value in op.derive(names).items() if isinstance(value, int)}
+
+
+def _tensor(
+    p: Tensor, wanted: Any, layout: str, sizes: dict[str, int], args: dict[str, Any], generator: torch.Generator
+) -> torch.Tensor:
+    words, dtype = wanted if isinstance(wanted, tuple) else (wanted, "")
+    shape = tuple(int(size_of(word, sizes) or 0) for word in (p.words(layout) if words is True else words.split()))
+    first = next((value for value in args.values() if isinstance(value, torch.Tensor)), None)
+    own = p.dtypes.split()[0] if p.dtypes and p.dtypes[0] != "=" else ""
+    own = own or ("float32" if first is None else str(first.dtype).removeprefix("torch."))
+    if not dtype and p.make:
+        return p.make(shape)
+    if dtype == "zeros":
+        return torch.zeros(shape, dtype=getattr(torch, own))
+    return torch.randn(shape, generator=generator).to(getattr(torch, dtype or own))
+
+
+def spoils(op: Op) -> Iterator[Spoiled]:
+    """A call for every way to break a record: each declared rule, and each presence, type, rank, axis and domain."""
+    for rule in op.asked:
+        layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
+        shown = op.by_name[rule.param].shown
+        args = sample(op, **{op.layout_attr: layouts[0], **rule.given, **rule.spoil})
+        yield Spoiled(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, rule.expected)
+    for p in op.params:
+        for name, args, code in _stage_spoils(op, p):
+            yield Spoiled(f"{op.name}-{p.name}-{name}", args, p.shown, code)
+
+
+def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(what is wrong, call, code) for the stages that a parameter's declaration alone decides."""
+    legal = sample(op)
+    present = legal[p.name] is not None
+    if isinstance(p, Attr):
+        if p.default is REQUIRED:
+            yield "missing", {**legal, p.name: None}, NULL_POINTER
+        yield "type", {**legal, p.name: object()}, INVALID
+        if p.domain:
+            yield "domain", {**legal, p.name: p.bad}, p.code
+        return
+    yield "type", {**legal, p.name: "a string"}, INVALID
+    if isinstance(p, Array) or p.output or not present:
+        return
+    assert isinstance(p, Tensor)
+    if not p.optional:
+        yield "missing", {**legal, p.name: None}, NULL_POINTER
+    if p.dtypes and p.name != _first_tensor(op):
+        yield "dtype", {**legal, p.name: legal[p.name].to(torch.complex64)}, INVALID
+    layout = str(legal.get(op.layout_attr, ""))
+    words = p.words(layout)
+    if words:
+        yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID
+    # Only an axis that an earlier tensor has shown can disagree with it.
+    earlier = op.tensors()[: op.tensors().index(p)]
+    if words and any(words[0] in q.words(layout) for q in earlier if legal[q.name] is not None):
+        longer = torch.cat((legal[p.name], legal[p.name][:1]))
+        yield "axes", {**legal, p.name: longer}, INVALID
+
+
+def _first_tensor(op: Op) -> str:
+    """The tensor whose dtype the others have: it is never the odd one."""
+    return next(p.name for p in op.params if isinstance(p, Tensor))

@@ -1,0 +1,182 @@
+"""The demo's encoder and its verdict, on a handful of sentences."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+from typer.testing import CliRunner
+
+from fusion_attention.cli import app, demo
+from fusion_attention.cli.encoder import (
+    DemoUnavailable,
+    Encoder,
+    encode_packed,
+    encode_padded,
+    load_encoder,
+    model_folder,
+    packed_batches,
+    padded_batches,
+    padded_tokens,
+)
+from fusion_attention.npu import npu_fusion_attention
+
+SENTENCES = [
+    "Return True.",
+    "",
+    "Parse a string into a date, and say which part of it was not understood.",
+    "Two sockets that are connected to each other; a write to one is a read from the other.",
+    "Read the file line by line. " * 40,
+    "Deprecated.",
+    "A dictionary that counts how often it saw each key, missing keys being zero.",
+]
+BUDGET = 100
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return load_encoder(model_folder())
+
+
+@pytest.fixture(scope="module")
+def tokens(encoder: Encoder) -> list[list[int]]:
+    return encoder.tokenize(SENTENCES)
+
+
+@pytest.fixture(scope="module")
+def padded(encoder: Encoder, tokens: list[list[int]]) -> torch.Tensor:
+    return encode_padded(encoder, tokens, padded_batches([len(ids) for ids in tokens], BUDGET, by_length=True))
+
+
+def swapped_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+    """Right shape and finite, and wrong: heads in reverse order."""
+    return (npu_fusion_attention(*args, **kwargs)[0].flip(1),)
+
+
+def nan_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+    return (torch.full_like(args[0], float("nan")),)
+
+
+def slightly_wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+    """So little that neighbours stay."""
+    return (npu_fusion_attention(*args, **kwargs)[0] * 1.001,)
+
+
+def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
+    """Exit code and text of the job, at a fixed width."""
+    console = Console(file=io.StringIO(), width=100)
+    settings = demo.Settings(len(SENTENCES), 0, 1, BUDGET)
+    code = demo.run(
+        encoder,
+        SENTENCES,
+        attention,
+        settings,
+        console,
+        backend="test",
+        progress=Progress(console=console, disable=True),
+    )
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_packed_equals_padded(encoder: Encoder, tokens: list[list[int]], padded: torch.Tensor) -> None:
+    packed = encode_packed(encoder, tokens, BUDGET, npu_fusion_attention)
+    assert len(tokens[1]) == 2  # The empty sentence is its two special tokens.
+    assert len(tokens[4]) == encoder.max_tokens == 256
+    assert float((packed - padded).abs().max()) <= demo.TOLERANCE
+    torch.testing.assert_close(packed.norm(dim=-1), torch.ones(len(tokens)))
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_neither_budget_nor_order_matters(
+    encoder: Encoder, tokens: list[list[int]], padded: torch.Tensor, budget: int
+) -> None:
+    order = [3, 6, 0, 5, 2, 4, 1]
+    packed = encode_packed(encoder, [tokens[i] for i in order], budget, npu_fusion_attention)
+    assert float((packed - padded[order]).abs().max()) <= demo.TOLERANCE
+
+
+def test_no_sentences(encoder: Encoder) -> None:
+    assert encoder.tokenize([]) == []
+    assert encode_packed(encoder, [], BUDGET, npu_fusion_attention).shape == (0, 384)
+    assert encode_padded(encoder, [], []).shape == (0, 384)
+
+
+def test_batches_hold_every_sentence_within_the_budget() -> None:
+    lengths = [3, 250, 7, 7, 90, 4, 120]
+    packed = list(packed_batches(lengths, 100))
+    assert [list(batch) for batch in packed] == [[0], [1], [2, 3], [4, 5], [6]]
+    for by_length in (True, False):
+        batches = padded_batches(lengths, 100, by_length=by_length)
+        assert sorted(i for batch in batches for i in batch) == list(range(7))
+        assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= 100 for b in batches)
+    assert padded_batches(lengths, 100, by_length=True) == [[0, 5, 2, 3], [4], [6], [1]]
+    assert padded_tokens(lengths, [[0, 5, 2, 3], [4]]) == 4 * 7 + 90
+
+
+def test_agreeing_encoders_pass(encoder: Encoder) -> None:
+    code, text = verdict(encoder, npu_fusion_attention)
+    assert code == 0
+    assert "Both encoders agree." in text
+    assert "back end: test" in text
+    assert "the same 3 nearest for 7 of 7 sentences" in text
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        (swapped_attention, "nearest neighbours differ for"),
+        (nan_attention, "embeddings differ by inf, more than 2e-05; nearest neighbours differ for 7 of 7"),
+        (slightly_wrong_attention, "more than 2e-05"),
+    ],
+)
+def test_wrong_attention_fails(encoder: Encoder, attention: Any, said: str) -> None:
+    code, text = verdict(encoder, attention)
+    assert code == 1
+    assert "FAILED: embeddings differ by" in text
+    assert said in " ".join(text.split())
+
+
+def test_equally_near_neighbours_may_swap() -> None:
+    padded = torch.tensor([[-torch.inf, 0.5, 0.500001], [0.5, -torch.inf, 0.1], [0.500001, 0.1, -torch.inf]])
+    packed = torch.tensor([[-torch.inf, 0.500001, 0.5], [0.1, -torch.inf, 0.5], [0.500001, 0.1, -torch.inf]])
+    assert demo.rankings_agree(padded, packed).tolist() == [True, False, True]
+
+
+def test_missing_package_is_one_sentence() -> None:
+    with pytest.raises(DemoUnavailable) as caught:
+        model_folder("no_such_model")
+    assert str(caught.value) == (
+        'The demo needs the package no-such-model, which is not installed: pip install "fusion-attention[demo]"'
+    )
+
+
+def test_texts_and_the_draw(encoder: Encoder, tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text('"""  Second\n  module. """\ndef f():\n    """same TEXT"""\n')
+    (tmp_path / "a.py").write_text(
+        '"""First module."""\nclass C:\n    """Same text"""\n    def g(self):\n        """***"""\n'
+    )
+    (tmp_path / "broken.py").write_text("def (:")
+    texts = demo.library_texts(tmp_path)
+    assert texts == ["First module.", "Same text", "Second module."]
+    drawn = demo.draw_sentences(encoder, [*texts, "a b", "A  B", " ".join("xyz")], 4, seed=3)
+    assert drawn == demo.draw_sentences(encoder, [*texts, "a b", "A  B", " ".join("xyz")], 4, seed=3)
+    assert len(set(drawn)) == 4
+    assert {"x y z", "A  B"} & set(drawn)
+    with pytest.raises(DemoUnavailable, match="has 3 different docstrings, fewer than the 4 asked for"):
+        demo.draw_sentences(encoder, texts, 4, seed=0)
+
+
+@pytest.mark.parametrize(
+    "option", ["--sentences=199", "--sentences=many", "--seed=-1", "--runs=0", "--tokens-per-batch=63"]
+)
+def test_bad_options_are_named(option: str) -> None:
+    outcome = CliRunner().invoke(app, ["demo", option])
+    assert outcome.exit_code == 2
+    # Where typer takes CI for a terminal, it colours its text.
+    assert option.split("=")[0] in Text.from_ansi(outcome.output).plain
