@@ -29,7 +29,7 @@ FLOORS = {
     "plan": 5,
     "ops": 4, "backends": 4,
     "lower": 3, "tiles": 3,
-    "problem": 2,
+    "problem": 2, "sampling": 2, "pages": 2,
     "contract": 1, "mask": 1, "kv": 1, "bias": 1, "dropout": 1,
     "_native": 0,
 }  # fmt: skip

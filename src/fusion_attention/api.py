@@ -9,8 +9,8 @@ import torch
 
 from fusion_attention import autograd
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
+from fusion_attention.dropout import draw_seed
 from fusion_attention.mask import Band
-from fusion_attention.npu import draw_seed
 from fusion_attention.ops import attention as record
 
 __all__ = ["BackendError", "Band", "ContractError", "ContractWarning", "attention"]

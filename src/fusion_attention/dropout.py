@@ -67,3 +67,8 @@ def keep_from_philox(
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     kept = (halves < threshold(keep_prob)).reshape(heads, rows.stop - rows.start, (last - first) * KEYS_PER_DRAW)
     return kept[..., keys.start - first * KEYS_PER_DRAW : keys.stop - first * KEYS_PER_DRAW]
+
+
+def draw_seed() -> int:
+    """A seed for one call, from torch's default generator (torch.manual_seed makes it repeatable); never 0."""
+    return int(torch.randint(1, 2**63 - 1, ()))

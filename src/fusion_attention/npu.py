@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention import autograd
 from fusion_attention.contract import Op, bind
+from fusion_attention.dropout import draw_seed
 from fusion_attention.lower import from_lanes, to_lanes
 from fusion_attention.ops import flash
 from fusion_attention.ops.flash_lower import lower
@@ -28,11 +29,6 @@ __all__ = [
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 UNLIMITED = flash.UNLIMITED
-
-
-def draw_seed() -> int:
-    """A seed for one call, from torch's default generator (torch.manual_seed makes it repeatable)."""
-    return int(torch.randint(1, 2**63 - 1, ()))
 
 
 def _canonical(op: Op, given: dict[str, Any]) -> dict[str, Any]:

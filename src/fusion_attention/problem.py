@@ -119,12 +119,12 @@ class Extents:
     @functools.cached_property
     def q_start(self) -> np.ndarray:
         """Packed: the first token of each sequence."""
-        return np.concatenate(([0], np.cumsum(self.q_len)[:-1])).astype(np.int64)
+        return np.cumsum(self.q_len) - self.q_len
 
     @functools.cached_property
     def kv_start(self) -> np.ndarray:
         """Packed: the first key token of each sequence."""
-        return np.concatenate(([0], np.cumsum(self.kv_len)[:-1])).astype(np.int64)
+        return np.cumsum(self.kv_len) - self.kv_len
 
     def row_interval(self, b: int, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none."""
@@ -184,7 +184,7 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class Grads:
-    """What backward reads (dout) and writes; a gradient nobody asked for is None.
+    """What backward reads (dout) and writes; what the problem has no operand for is None.
 
     dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias.
     """
