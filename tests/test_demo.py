@@ -69,8 +69,8 @@ def slightly_wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
 
 
 def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
-    """Exit code and text of the job, at a fixed width."""
-    console = Console(file=io.StringIO(), width=100)
+    """Exit code and text of the job, at a width where no row wraps."""
+    console = Console(file=io.StringIO(), width=160)
     settings = demo.Settings(len(SENTENCES), 0, 1, BUDGET)
     code = demo.run(
         encoder,

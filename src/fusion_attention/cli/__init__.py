@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 # Under other names: the modules of these names stay reachable as attributes of the package.
@@ -21,6 +24,10 @@ app.command("ops")(ops_command)
 
 def main() -> None:
     """Entry point of the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A screen that cannot show a character shows "?"; no reason to stop.
+            stream.reconfigure(errors="replace")
     app()
 
 

@@ -35,6 +35,9 @@ from fusion_attention.cli.encoder import (
     padded_batches,
     padded_tokens,
 )
+from fusion_attention.npu import npu_fusion_attention
+from fusion_attention.plan import choose
+from fusion_attention.problem import Problem
 
 # Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
 TOLERANCE = 2e-5
@@ -224,17 +227,18 @@ def summary_table(
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
     """A few queries with their nearest sentences, and the cosine by either encoder."""
     table = Table(title="Nearest neighbours", title_justify="left")
-    table.add_column("query, and its nearest sentences", no_wrap=True, overflow="ellipsis", ratio=1)
+    # The sentences give way on a narrow screen: their column may wrap, their text may not.
+    table.add_column("query, and its nearest sentences", ratio=1)
     for encoder in ("padded", "packed"):
         table.add_column(encoder, justify="right", no_wrap=True, min_width=6)
     nearest, expected = neighbours(packed), neighbours(padded)
     shown = random.Random(seed).sample(range(len(sentences)), min(QUERIES, len(sentences)))
     for query in shown:
         verdict = Text("agree", "green") if agree[query] else Text("DIFFER", "bold red")
-        table.add_row(Text(_cut(sentences[query], 200), "bold"), "", verdict)
+        table.add_row(_line(sentences[query], "bold"), "", verdict)
         for rank, (other, wanted) in enumerate(zip(nearest[query].tolist(), expected[query].tolist(), strict=True), 1):
             mine = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
-            table.add_row(Text(f"{rank}. {_cut(sentences[other], 200)}"), mine, f"{packed[query, other]:.4f}")
+            table.add_row(_line(f"{rank}. {sentences[other]}"), mine, f"{packed[query, other]:.4f}")
         table.add_section()
     return table
 
@@ -283,9 +287,6 @@ def run(
 
 def chosen_backend(encoder: Encoder) -> str:
     """The back end that the library chooses by itself for this encoder's attention on the CPU."""
-    from fusion_attention.plan import choose
-    from fusion_attention.problem import Problem
-
     heads = int(encoder.model.config.num_attention_heads)
     dim = encoder.width // heads
     problem = Problem(heads_q=heads, heads_kv=heads, dim_qk=dim, dim_v=dim, scale=dim**-0.5)
@@ -304,8 +305,6 @@ def demo(
 
     Fails if the embeddings differ by more than 2e-5 or if nearest neighbours differ. Needs no network.
     """
-    from fusion_attention.npu import npu_fusion_attention
-
     settings = Settings(sentences, seed, runs, tokens_per_batch)
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -333,6 +332,11 @@ def demo(
             progress=progress,
         )
     raise typer.Exit(code)
+
+
+def _line(text: str, style: str = "") -> Text:
+    """A text on one line, cut where the screen ends."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
 def _cut(text: str, limit: int) -> str:

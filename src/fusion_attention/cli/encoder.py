@@ -76,7 +76,8 @@ def load_encoder(folder: Path) -> Encoder:
         from transformers import AutoTokenizer, BertModel
         from transformers.utils import logging
     except ImportError as error:
-        raise DemoUnavailable(f"The demo needs the package transformers, which is not installed: {INSTALL}") from error
+        text = f"The demo needs the package transformers, which cannot be imported ({error}): {INSTALL}"
+        raise DemoUnavailable(text) from error
     was_verbose, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

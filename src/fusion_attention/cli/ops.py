@@ -93,7 +93,7 @@ def _check(folder: Path, expected: Mapping[str, str]) -> None:
     for line in found:
         typer.echo(line, err=True)
     if found:
-        typer.echo(f"{len(found)} of {len(expected)} pages differ: fusion-attention ops --write {folder}", err=True)
+        typer.echo(f"{len(found)} pages differ from the records: fusion-attention ops --write {folder}", err=True)
         raise typer.Exit(1)
     typer.echo(f"{len(expected)} pages in {folder} are as generated")
 
@@ -102,10 +102,9 @@ def _print_page(name: str, records: Mapping[str, Op]) -> None:
     from fusion_attention.contract import render
 
     if name not in records:
-        lower = {known.lower(): known for known in records}
-        close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; `fusion-attention ops` lists them."
-        raise typer.BadParameter(f"no operator {name!r}{hint}", param_hint="NAME")
+        close = _close_names(name, list(records))
+        hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists them."
+        raise typer.BadParameter(f"no operator {name!r}; {hint}", param_hint="NAME")
     page, console = render(records[name]), Console()
     if console.is_terminal:
         console.print(Markdown(page))
@@ -113,9 +112,16 @@ def _print_page(name: str, records: Mapping[str, Op]) -> None:
         typer.echo(page)  # The source itself, for a file or a pager.
 
 
+def _close_names(name: str, names: list[str]) -> list[str]:
+    """Up to three names that contain what was asked for, else the most similar ones."""
+    within = sorted((known for known in names if name.lower() in known.lower()), key=len)[:3]
+    lower = {known.lower(): known for known in names}
+    return within or [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
+
+
 def _listing(records: Mapping[str, Op]) -> Table:
     table = Table(caption="fusion-attention ops NAME prints an operator's page.", caption_justify="left")
-    table.add_column("operator", style="bold", overflow="fold")
+    table.add_column("operator", style="bold", no_wrap=True)
     table.add_column("what it computes")
     table.add_column("layouts")
     for name, record in sorted(records.items()):

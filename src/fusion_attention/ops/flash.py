@@ -73,7 +73,7 @@ NEXT = Attr("next_tokens", "Window to the right (modes 0, 4, 7, 8).", default=UN
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 LAYOUT = Attr("input_layout", "Axis order of query, key, value and the output.", type=str, code=INVALID)
 INNER_PRECISE = Attr("inner_precise", "2: rows that see no key return zeros.", default=0)
-SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/ops/sparse_modes.md).", default=0)
+SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/sparse_modes.md).", default=0)
 PSE_TYPE = Attr(
     "pse_type", "1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.", default=1, domain="0 <= pse_type <= 3", bad=4
 )

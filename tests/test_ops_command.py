@@ -1,0 +1,72 @@
+"""`fusion-attention ops`: the list, a page, and the pages of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+from typer.testing import CliRunner
+
+from fusion_attention.cli import app
+from fusion_attention.contract import render
+from fusion_attention.ops import RECORDS
+
+NAME = "npu_fusion_attention"
+
+
+def invoke(*arguments: Any) -> tuple[int, str]:
+    """Exit code and text, without colours and line ends."""
+    # Forced colour would make a terminal of the pipe, and a page is drawn on a terminal.
+    runner = CliRunner(env={"FORCE_COLOR": None})
+    outcome = runner.invoke(app, ["ops", *map(str, arguments)], terminal_width=200)
+    return outcome.exit_code, " ".join(Text.from_ansi(outcome.output).plain.split())
+
+
+def test_list_names_every_operator() -> None:
+    code, text = invoke()
+    assert code == 0
+    assert all(name in text for name in RECORDS)
+
+
+def test_page() -> None:
+    assert invoke(NAME) == (0, " ".join(render(RECORDS[NAME]).split()))
+
+
+def test_unknown_operator_suggests() -> None:
+    code, text = invoke("fusion_attention_v2")
+    assert code == 2
+    assert "no operator 'fusion_attention_v2'" in text
+    assert f"{NAME}_v2" in text
+
+
+def test_write_then_check(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "pages"
+    assert invoke("--write", folder)[0] == 0
+    assert {path.stem for path in folder.iterdir()} == {*RECORDS, "index"}
+    assert f"[{NAME}]({NAME}.md)" in (folder / "index.md").read_text(encoding="utf-8")
+    assert invoke("--check", folder)[0] == 0
+
+
+def test_check_names_each_wrong_page(tmp_path: Path) -> None:
+    invoke("--write", tmp_path)
+    (tmp_path / f"{NAME}.md").write_text("old", encoding="utf-8")
+    (tmp_path / "index.md").unlink()
+    (tmp_path / "gone.md").write_text("", encoding="utf-8")
+    code, text = invoke("--check", tmp_path)
+    assert code == 1
+    for line in (f"stale: {tmp_path / NAME}.md", f"missing: {tmp_path / 'index.md'}", f"extra: {tmp_path / 'gone.md'}"):
+        assert line in text
+    assert "3 pages differ" in text
+
+
+def test_check_of_an_absent_folder_fails(tmp_path: Path) -> None:
+    code, text = invoke("--check", tmp_path / "absent")
+    assert code == 1
+    assert text.count("missing:") == len(RECORDS) + 1
+
+
+def test_options_exclude_each_other(tmp_path: Path) -> None:
+    code, text = invoke(NAME, "--check", tmp_path)
+    assert code == 2
+    assert "exclude each other" in text
