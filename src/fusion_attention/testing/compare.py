@@ -1,0 +1,65 @@
+"""Whether a result is as good as can be asked: its error against golden, measured by the error of a plain program."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from fusion_attention.testing.cases import Case, Results, Tensor
+
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def epsilon(dtype: torch.dtype, golden: Tensor, kv_len: int) -> Tensor:
+    """What no implementation can be asked to resolve: a number, or (low dtypes) one per row of the last axis."""
+    size = golden.abs().masked_fill(~golden.isfinite() | (golden.abs() >= FLT_MAX), 0)
+    if dtype in (torch.float32, torch.float64):
+        return 2.0**-24 * math.sqrt(kv_len) * size.amax()
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(size.amax(-1, keepdim=True).clamp(min=info.smallest_normal))[1] - 1
+    return torch.ldexp(torch.tensor(info.eps / 2, dtype=torch.float64), exponent)
+
+
+def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int) -> None:
+    """Asserts that ours is about as near to golden as plain is.
+
+    error(ours) <= error(plain) * 2 in mean and RMS, * 10 in its largest element, each plus epsilon(); places that are
+    not finite, or as large as FLT_MAX, must be golden's exactly.
+
+    Raises:
+        AssertionError: naming the output, the coordinates and the three values.
+    """
+    assert ours.shape == golden.shape == plain.shape, f"{name}: shapes {ours.shape}, {golden.shape}, {plain.shape}"
+    if not golden.numel():
+        return
+    mine, measure = ours.double(), plain.double()
+    special = ~golden.isfinite() | (golden.abs() >= FLT_MAX)
+
+    def report(wrong: Tensor, what: str) -> str:
+        at = tuple(np.unravel_index(int(wrong.reshape(-1).int().argmax()), tuple(wrong.shape)))
+        at = tuple(int(n) for n in at)
+        return f"{name}{list(at)}: {what}: ours {mine[at]:.9g}, golden {golden[at]:.9g}, plain {measure[at]:.9g}"
+
+    strange = ~mine.isfinite() | (mine.abs() >= FLT_MAX)
+    same = (strange == special) & ((mine == golden) | (mine.isnan() & golden.isnan()) | ~special)
+    assert same.all(), report(~same, "a value that is not finite, or should not be")
+    error, allowed = ((t - golden).masked_fill(special, 0).abs() for t in (mine, measure))
+    eps = epsilon(ours.dtype, golden, kv_len).expand_as(error)
+    worst = error == error.amax()
+    limits = (
+        ("mean error", error.mean(), 2 * allowed.mean() + eps.mean()),
+        ("RMS error", error.square().mean().sqrt(), 2 * allowed.square().mean().sqrt() + eps.square().mean().sqrt()),
+    )
+    for what, found, limit in limits:
+        assert found <= limit, report(worst, f"{what} {found:.3g} > {limit:.3g}, worst element")
+    far = error > 10 * allowed.amax() + eps
+    assert not far.any(), report(far, f"error {error[far].amax():.3g}, plain's largest {allowed.amax():.3g}")
+
+
+def check(case: Case, ours: Results, golden: Results, plain: Results) -> None:
+    """compare() for every output of a case."""
+    assert ours.keys() == golden.keys() == plain.keys(), f"{case.id}: {[*ours]}, {[*golden]}, {[*plain]}"
+    for name in golden:
+        compare(f"{case.id}: {name}", ours[name], golden[name], plain[name], max(case.kv_len, default=0))

@@ -1,0 +1,172 @@
+"""The formulas a second time, from the case alone, by dense matrices: the measure of error, and a witness of golden.
+
+Knows neither the lowering nor any back end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import dropout
+from fusion_attention.testing.cases import (
+    OFFSET,
+    SEED,
+    Case,
+    Results,
+    Tensor,
+    drop_shape,
+    in_band,
+    part,
+    seen,
+    stats_part,
+)
+
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
+    """[heads_q, rows, keys]: which element of pse, counted row-major, each score of sequence b reads."""
+    heads, rows, keys = case.heads_q, case.q_len[b], case.kv_len[b]
+    places = torch.arange(pse.numel())
+    if case.pse.endswith("blocks"):
+        sizes = [heads * n * (m if case.pse == "blocks" else 1) for n, m in zip(case.kv_len, case.q_len, strict=True)]
+        first = sum(sizes[:b])
+        return places[first : first + sizes[b]].view(heads, -1, keys).expand(heads, rows, keys)
+    places = places.view(pse.shape)[b if pse.shape[0] > 1 else 0]
+    if case.pse.endswith("table"):
+        i, j = torch.arange(rows)[:, None], torch.arange(keys)
+        stored = torch.where(i >= rows - 1024, i - (rows - 1024), i % 1024)
+        column = pse.shape[3] - keys + j + (rows - 1024 + stored) - i
+        return places[:, stored, column.clamp(max=pse.shape[3] - 1)]  # what is clamped is never visible
+    return places[:, :rows].expand(heads, rows, -1)[..., :keys]
+
+
+def _bias(case: Case, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor | float:
+    """What pse adds to the scores of sequence b."""
+    pse = args["pse"]
+    if pse is None:
+        return 0.0
+    if case.pse_type in (0, 1):
+        value = pse.reshape(-1)[_pse_places(case, pse, b)].to(wide)
+        return value * case.scale if case.pse_type == 1 else value
+    slope = (pse[b if pse.shape[0] > 1 else 0] if pse.dim() == 2 else pse).to(wide)[:, None, None]
+    first = next((s for s, length in enumerate(case.q_len) if length), 0)
+    start = (0, 0) if case.starts is None or (case.sparse_mode == 8 and b != first) else case.starts
+    row, key = torch.arange(case.q_len[b])[:, None] + start[0], torch.arange(case.kv_len[b]) + start[1]
+    distance = (key - row).abs().to(wide)
+    return -slope * (distance if case.pse_type == 2 else distance.sqrt())
+
+
+def _kept(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
+    """1 where dropout keeps a probability of sequence b, 0 where it drops."""
+    rows, keys = case.q_len[b], case.kv_len[b]
+    if case.dropout == "none":
+        return 1.0
+    if case.dropout == "philox":
+        drawn = (slice(0, rows), slice(0, keys))
+        return dropout.keep_from_philox(SEED, OFFSET, case.keep_prob, b * case.heads_q, case.heads_q, *drawn).int()
+    bits = np.unpackbits(args["drop_mask"].numpy(), bitorder="little")
+    first, shape = sum(math.prod(drop_shape(case, c)) for c in range(b)), drop_shape(case, b)
+    return torch.from_numpy(bits[first : first + math.prod(shape)].reshape(shape).astype(np.int32))[:, :rows, :keys]
+
+
+def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(exponentials, max, sum, whether each row's scores have a gradient) of sequence b, with CANN's empty rows."""
+    visible, keys = seen(case, args, b), case.kv_len[b]
+    scores = scores.masked_fill(~visible, -math.inf)
+    if case.sink:
+        scores = torch.cat((scores, args["sink"].to(scores)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+    if not keys:
+        nothing = torch.zeros(*scores.shape[:2], 1, dtype=scores.dtype)
+        return scores[..., :0], nothing, nothing, nothing.bool()
+    top = scores.amax(-1, keepdim=True)
+    empty = ~visible.any(-1, keepdim=True)
+    found = (torch.finfo(torch.float32).min, FLT_MAX) if not case.sink else (0.0, 1.0)
+    weights = (scores - top.masked_fill(top == -math.inf, 0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    if not case.sink:
+        some = [in_band(case, s).any(-1, keepdim=True) for s in range(len(case.q_len)) if case.kv_len[s]]
+        zero = case.inner_precise == 2 or not case.npu or (not case.packed and not all(t.all() for t in some))
+        mean = empty & in_band(case, b).any(-1, keepdim=True) & (not zero)
+        top, total = top.masked_fill(empty, found[0]), total.masked_fill(empty, found[1]).masked_fill(mean, keys)
+        weights = weights.masked_fill(mean, 1.0)
+    return weights[..., :keys], top, total, ~empty
+
+
+def _results(case: Case, args: Mapping[str, Any], wide: torch.dtype, low: torch.dtype) -> Results:
+    """Zeros of every output's shape; what sequences add up in is kept wide."""
+    stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
+    stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
+    like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
+    results = {name: torch.zeros(args[of].shape, dtype=low) for name, of in like.items() if args[of] is not None}
+    results |= {name: torch.zeros(stats, dtype=wide) for name in ("max", "sum")}
+    if case.pse_type in (0, 1) and args["pse"] is not None:
+        results["dpse"] = torch.zeros(args["pse"].shape, dtype=wide)
+    return results | ({"dsink": torch.zeros(case.heads_q, dtype=wide)} if case.sink else {})
+
+
+def plain(case: Case, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
+    """The formulas by dense matrices, sequence by sequence: what a straightforward program in `wide` would give.
+
+    With wide=float32 it is the measure of error: P and dS are rounded once for bfloat16, results once. With float64
+    nothing is rounded, and it is a witness of golden and of the lowering.
+    """
+    own_dtype: torch.dtype = getattr(torch, case.dtype)
+    low = own_dtype if wide == torch.float32 else wide
+    results = _results(case, args, wide, low)
+    for b in range(len(case.q_len)):
+        _plain_sequence(case, args, b, wide, low, results)
+    return results | {"dpse": results["dpse"].to(low)} if "dpse" in results else results
+
+
+def _plain_sequence(
+    case: Case, args: Mapping[str, Any], b: int, wide: torch.dtype, low: torch.dtype, results: Results
+) -> None:
+    group, scale = case.heads_q // case.heads_kv, case.scale
+
+    def rows(name: str) -> Tensor:
+        return part(case, args[name], "q", case.heads_q, b).to(wide)
+
+    def keys(name: str) -> Tensor:
+        return part(case, args[name], "kv", case.heads_kv, b).to(wide).repeat_interleave(group, 0)
+
+    def narrow(weights: Tensor) -> Tensor:
+        return weights.to(low).to(wide) if low == torch.bfloat16 else weights
+
+    def store_keys(name: str, by_head: Tensor) -> None:
+        total = by_head.unflatten(0, (case.heads_kv, group)).sum(1)
+        part(case, results[name], "kv", case.heads_kv, b).copy_(total)
+
+    q, k, v, dy = rows("query"), keys("key"), keys("value"), rows("dy")
+    if case.dim_rope:
+        q, k = torch.cat((q, rows("query_rope")), -1), torch.cat((k, keys("key_rope")), -1)
+    kept = _kept(case, args, b)
+    weights, top, total, alive = _softmax(case, args, b, scale * (q @ k.mT) + _bias(case, args, b, wide))
+    divisor = total.masked_fill(total == 0, 1)
+    out = ((narrow(weights * kept) @ v) / case.keep_prob / divisor).to(low)
+    part(case, results["out"], "q", case.heads_q, b).copy_(out)
+    for name, value in (("max", top), ("sum", total)):
+        stats_part(case, results[name], b).copy_(value)
+
+    p = weights / divisor
+    delta = (dy * out.to(wide)).sum(-1, keepdim=True)
+    ds = (p * ((dy @ v.mT) * kept / case.keep_prob - delta)).masked_fill(~alive, 0)
+    dq, dk = scale * (narrow(ds) @ k), scale * (narrow(ds).mT @ q)
+    for name, tail, side in (("dq", slice(0, case.dim_qk), "q"), ("dq_rope", slice(case.dim_qk, None), "q")):
+        if name in results:
+            part(case, results[name], side, case.heads_q, b).copy_(dq[..., tail])
+    store_keys("dk", dk[..., : case.dim_qk])
+    store_keys("dv", narrow(p * kept).mT @ dy / case.keep_prob)
+    if case.dim_rope:
+        store_keys("dk_rope", dk[..., case.dim_qk :])
+    if "dpse" in results:
+        places = _pse_places(case, args["pse"], b)
+        added = ds * scale if case.pse_type == 1 else ds
+        results["dpse"].view(-1).index_add_(0, places.reshape(-1), added.reshape(-1))
+    if case.sink and case.kv_len[b]:
+        results["dsink"] -= (delta * (args["sink"].to(wide)[:, None, None] - top).exp() / total).sum((1, 2))
