@@ -135,7 +135,9 @@ def reason_against(importer: str, imported: str) -> str | None:
 
 
 def test_every_module_has_a_floor() -> None:
-    strangers = [name for name in modules() if name not in (FACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)]
+    strangers = [
+        name for name in modules() if name not in (FACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
+    ]
     assert not strangers, f"no floor in tests/test_house.py (and docs/design.md) for: {strangers}"
 
 

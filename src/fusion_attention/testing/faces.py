@@ -1,4 +1,4 @@
-"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's outputs."""
+"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(call: Call, dy: Tensor, backend: str) -> Results:
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
     """run() in float64 by the golden back end, on the same lowered call, promoted."""
     call = lowered(case, args)
+    problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)
-    tensors = {"q": call.q.double(), "k": call.k.double(), "v": call.v.double(), "extras": extras}
-    wide = replace(call, problem=replace(call.problem, dtype="float64"), **tensors)
+    wide = replace(call, problem=problem, q=call.q.double(), k=call.k.double(), v=call.v.double(), extras=extras)
     return run(wide, args["dy"].double(), "golden")
