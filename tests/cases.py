@@ -1,8 +1,16 @@
-"""The cases of training attention: every mode x layout x dtype, and one family per thing that a call may bring."""
+"""The cases of training attention: every mode x layout x dtype, one family per thing that a call may bring; and what
+their tests share.
+"""
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from fusion_attention.testing import Case
+import torch
+
+from fusion_attention.testing import Case, arguments, lowered, run
+
+Args = dict[str, Any]
 
 DENSE, LAYOUTS = ("BSND", "BSH", "SBH", "BNSD"), ("BSND", "BSH", "SBH", "BNSD", "TND")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -85,7 +93,18 @@ BIASES = [
     Case(layout="SBH", pse="row", pse_type=0, mask="head", **BITS),
     *(replace(PACKED, pse=kind, pse_type=t) for kind in ("blocks", "row_blocks") for t in (0, 1)),
     *(replace(PACKED, pse=kind, dtype="bfloat16", **CAUSAL) for kind in ("table", "shared_table", "blocks")),
-    replace(PACKED, pse="shared_table", pse_type=0, sparse_mode=2, mask="compressed", q_len=(3, 1030), kv_len=(5, 1040)),
+    Case(
+        "TND",
+        "float32",
+        (3, 1030),
+        (5, 1040),
+        heads_q=1,
+        heads_kv=1,
+        dim_qk=4,
+        pse="shared_table",
+        pse_type=0,
+        **CAUSAL,
+    ),
     replace(PACKED, pse="row_blocks", q_len=(0, 3, 2), kv_len=(4, 0, 5)),
     Case(pse="table", q_len=(1026,), kv_len=(1026,), heads_q=2, heads_kv=1, dim_qk=4, dim_v=4, **CAUSAL),
     Case(pse="shared_table", q_len=(1024,) * 2, kv_len=(1024,) * 2, heads_q=1, heads_kv=1, dtype="float16"),
@@ -157,16 +176,32 @@ BLANK = [
     replace(PACKED, q_len=(6, 3, 2), kv_len=(4, 3, 0), **CAUSAL),
 ]
 
-FAMILIES = {
-    "modes": MODES,
-    "shapes": SHAPES,
-    "lengths": LENGTHS,
-    "empty": EMPTY,
-    "biases": BIASES,
-    "dropout": DROPOUT,
-    "sinks": SINKS_AND_ROPE,
-    "windows": WINDOWS,
-    "prefixes": PREFIXES,
-    "blank": BLANK,
-}
-CASES = list(dict.fromkeys(case for family in FAMILIES.values() for case in family))
+FAMILIES = (MODES, SHAPES, LENGTHS, EMPTY, BIASES, DROPOUT, SINKS_AND_ROPE, WINDOWS, PREFIXES, BLANK)
+CASES = list(dict.fromkeys(case for family in FAMILIES for case in family))
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+FLOATS = ("query", "key", "value", "query_rope", "key_rope", "pse", "sink", "dy")
+
+
+@cache
+def operands(case: Case) -> Args:
+    return arguments(case)
+
+
+def compute(case: Case, args: Args) -> dict[str, torch.Tensor]:
+    return run(lowered(case, args), args["dy"], "cpu")
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.dtype == want.dtype, what
+    assert got.shape == want.shape, what
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    assert torch.equal(got.contiguous().view(size), want.contiguous().view(size)), what
+
+
+def all_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        same_bits(got[name], value, name)

@@ -9,7 +9,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
-from fusion_attention.contract import render
+from fusion_attention.pages import render
 from fusion_attention.ops import RECORDS
 
 NAME = "npu_fusion_attention"

@@ -117,6 +117,17 @@ class Extents:
         return b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
 
     @functools.cached_property
+    def memo(self) -> dict[Any, Any]:
+        """For what depends on these lengths alone, and on how tensors lie."""
+        return {}
+
+    @functools.cached_property
+    def keyless(self) -> list[int]:
+        """The sequences that have rows but no keys."""
+        found: list[int] = np.flatnonzero((self.kv_len == 0) & (self.q_len > 0)).tolist()
+        return found
+
+    @functools.cached_property
     def q_start(self) -> np.ndarray:
         """Packed: the first token of each sequence."""
         return np.cumsum(self.q_len) - self.q_len

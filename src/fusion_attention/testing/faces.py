@@ -20,7 +20,7 @@ from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefi
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
     """The same call as arguments of fusion_attention.attention(); None where that face has no words for it."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
-    slopes = case.pse.startswith("slopes")
+    slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
         return None
     if case.pse != "none" and not slopes and (not matrix or case.packed or (case.pse_type == 1 and case.scale != 1)):
