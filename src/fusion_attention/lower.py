@@ -15,7 +15,7 @@ import torch
 
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band, tokens
-from fusion_attention.problem import Extents, Operands, Problem, Stats, from_text, to_text
+from fusion_attention.problem import Extents, Operands, Problem, Stats
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
 LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
@@ -54,14 +54,6 @@ class Form:
     def packed(self) -> bool:
         """Sequences lie end to end on one axis."""
         return LAYOUTS[self.layout][0] is None
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    @staticmethod
-    def parse(text: str) -> Form:
-        """What str() wrote."""
-        return from_text(Form, text)
 
 
 @dataclass(frozen=True, eq=False)
