@@ -101,6 +101,8 @@ nb::dict cpu_features() {
 
 }  // namespace
 
+void bind_forward(nb::module_ &m);  // bind_forward.cpp
+
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
     fusion::built_variants();  // ask the CPU once, now
@@ -111,4 +113,5 @@ NB_MODULE(_native, m) {
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
+    bind_forward(m);
 }

@@ -4,45 +4,50 @@
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
-#include "variant.h"
+#include "forward.h"
 
-#include <cstring>
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
+namespace fusion {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int lanes = 16;
-#elif defined(__AVX__)
-constexpr int lanes = 8;
-#else
-constexpr int lanes = 4;  // SSE2, NEON, or what the compiler makes of four floats
-#endif
-
-typedef float Vec __attribute__((vector_size(lanes * sizeof(float))));
-
-inline Vec load(const float *from) {
-    Vec out;
-    std::memcpy(&out, from, sizeof out);  // an unaligned vector load
-    return out;
+template <class Format> std::size_t packed_bytes(const Problem &problem, const Sequence &seq) {
+    char *const nowhere = nullptr;
+    return Packed<Format>(Sizes<Format>(problem), seq, nowhere).bytes(nowhere);
 }
 
-inline float widen(std::uint16_t bits) {
-    const std::uint32_t word = static_cast<std::uint32_t>(bits) << 16;
+template <class Format> std::size_t scratch_bytes(const Problem &problem) {
+    return Scratch<Format>(Sizes<Format>(problem), nullptr).bytes;
+}
+
+void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
+    switch (job.problem->dtype) {
+    case Dtype::float32: return pack_panels<Single, float>(job, unit, first, end);
+    case Dtype::float16: return pack_panels<Single, Half>(job, unit, first, end);
+    case Dtype::bfloat16: return pack_panels<Single, Brain>(job, unit, first, end);
+    }
+}
+
+std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, void *scratch) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return attend<Single, Half>(job, unit, head, tile, scratch);
+    case Dtype::bfloat16: return attend<Single, Brain>(job, unit, head, tile, scratch);
+    default: return attend<Single, float>(job, unit, head, tile, scratch);
+    }
+}
+
+// The probe: proof that this variant's instructions run here and mean what they should.
+
+inline float float_of(std::uint16_t brain) {
+    const std::uint32_t word = static_cast<std::uint32_t>(brain) << 16;
     float out;
     std::memcpy(&out, &word, sizeof out);
     return out;
 }
 
 float dot(const float *x, const float *y, std::size_t n) {
-    Vec sum = {};
+    Floats sum = {};
     std::size_t i = 0;
-    for (; i + lanes <= n; i += lanes) sum += load(x + i) * load(y + i);
-    float total = 0.0f;
-    for (int lane = 0; lane < lanes; ++lane) total += sum[lane];
+    for (; i + lanes <= n; i += lanes) sum += load<Floats>(x + i) * load<Floats>(y + i);
+    float total = sum_of(sum);
     for (; i < n; ++i) total += x[i] * y[i];
     return total;
 }
@@ -61,12 +66,25 @@ float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
     _mm512_store_ps(parts, sum);
     for (float part : parts) total += part;
 #endif
-    for (; i < n; ++i) total += widen(x[i]) * widen(y[i]);
+    for (; i < n; ++i) total += float_of(x[i]) * float_of(y[i]);
     return total;
 }
 
-constexpr fusion::Variant variant = {FUSION_VARIANT_NAME, lanes, dot, dot_bf16};
+constexpr Variant variant = {
+    FUSION_VARIANT_NAME,
+    lanes,
+    panel,
+    {packed_bytes<Single>, scratch_bytes<Single>, pack_single, attend_single},
+#if defined(__AVX512BF16__)
+    {packed_bytes<Pair>, scratch_bytes<Pair>, pack_panels<Pair, Brain>, attend<Pair, Brain>},
+#else
+    {},
+#endif
+    dot,
+    dot_bf16,
+};
 
 }  // namespace
+}  // namespace fusion
 
-extern "C" const fusion::Variant *FUSION_VARIANT_ENTRY() { return &variant; }
+extern "C" const fusion::Variant *FUSION_VARIANT_ENTRY() { return &fusion::variant; }

@@ -5,17 +5,35 @@
 
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "problem.h"
 
 namespace fusion {
 
+// The kernels of one operand format. Sizes are bytes and multiples of 64.
+struct Kernels {
+    std::size_t (*packed_bytes)(const Problem &, const Sequence &);
+    std::size_t (*scratch_bytes)(const Problem &);
+    // Packs panels [first, end) of a unit, counted from its sequence's key_begin.
+    void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
+    // Computes one tile of one query head; returns how many of its rows are empty.
+    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, void *scratch);
+};
+
 struct Variant {
     const char *name;
-    int lanes;  // floats per vector register, as compiled
+    int lanes;             // floats per vector register, as compiled
+    std::int64_t panel;    // keys of a panel: what key ranges are rounded to
+    Kernels as_float;      // float32, float16, and bfloat16 where there is nothing better
+    Kernels as_pairs;      // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     float (*dot)(const float *x, const float *y, std::size_t n);
     float (*dot_bf16)(const std::uint16_t *x, const std::uint16_t *y, std::size_t n);
+
+    const Kernels &kernels(Dtype dtype) const {
+        return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;
+    }
 };
+
+constexpr std::int64_t tile_rows = 96;  // query rows of a tile, at most
 
 }  // namespace fusion
 

@@ -1,7 +1,7 @@
 """The native CPU core: which instruction-set variants it holds, and proof that each of them runs."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 class _CpuFeatures(TypedDict):
     built: list[str]
@@ -16,3 +16,32 @@ class _Probe(TypedDict):
 
 def cpu_features() -> _CpuFeatures: ...
 def variant_probe(variant: str, *, within: Sequence[str] | None = None) -> _Probe: ...
+
+TILE_ROWS: int
+
+class ForwardPlan:
+    def __init__(
+        self, problem: tuple[Any, ...], extents: tuple[Any, ...], tiles: tuple[Any, ...], variant: str | None = None
+    ) -> None: ...
+    def workspace_bytes(self, threads: int) -> int: ...
+    @property
+    def variant(self) -> str: ...
+    def run(
+        self,
+        threads: int,
+        q: tuple[Any, ...],
+        k: tuple[Any, ...],
+        v: tuple[Any, ...],
+        out: tuple[Any, ...],
+        max: tuple[Any, ...],
+        sum: tuple[Any, ...],
+        q_rope: tuple[Any, ...] | None,
+        k_rope: tuple[Any, ...] | None,
+        bias: tuple[Any, ...] | None,
+        slopes: int,
+        blocked: tuple[Any, ...] | None,
+        drop_bits: tuple[Any, ...] | None,
+        seed: int,
+        offset: int,
+        sink: int,
+    ) -> int: ...

@@ -1,4 +1,4 @@
-"""The CPU back end: blocked torch with float32 accumulation, over the bands' own tiles.
+"""The CPU back end: forward by the native core, backward by blocked torch, over the bands' own tiles.
 
 Knows which problems it can compute and forwards to the verbs. Refuses to know any interface's words; validates nothing.
 """

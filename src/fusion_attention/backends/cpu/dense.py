@@ -1,6 +1,6 @@
-"""The two verbs of softmax attention, one tile of query rows at a time: online softmax forward, five matmuls back.
+"""The two verbs of softmax attention: forward by the native core, backward in blocked torch with five matmuls.
 
-Rows that see nothing are no branch of the loops: they come out as 0 and get their mean form afterwards. Refuses to
+Rows that see nothing are no branch of the kernel: they come out as 0 and get their mean form afterwards. Refuses to
 know where rows lie and what masks are made of.
 """
 
@@ -11,30 +11,21 @@ import math
 import torch
 
 from fusion_attention.backends.cpu import panels
+from fusion_attention.backends.cpu.means import add_means
+from fusion_attention.backends.cpu.native import run_forward
 from fusion_attention.backends.cpu.rows import RowTile, row_tiles, steps
 from fusion_attention.backends.cpu.tiling import Schedule
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 
-@torch.no_grad()
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    for b in range(len(extents)):
-        for tile in row_tiles(problem, extents, schedule, operands, b):
-            out, peak, total = _forward_tile(tile, schedule.keys)
-            empty = peak == -math.inf
-            if empty.any():
-                out.masked_fill_(empty, 0.0)  # 0 / 0, or 0 * NaN
-                if problem.empty_rows != "zero":
-                    out, total = _with_means(tile, schedule.keys, empty, out, total)
-            tile.store(operands.out, out)
-            tile.store(operands.stats.max, peak)
-            tile.store(operands.stats.sum, total)
-
-
-def _safe(peak: torch.Tensor) -> torch.Tensor:
-    """A maximum that can be subtracted: 0 where no key was seen yet, so that exp(-inf - 0) = 0."""
-    return peak.masked_fill(peak == -math.inf, 0.0)
+    assert schedule.native is not None
+    if len(extents) == 0:
+        return
+    empty_rows = run_forward(schedule.native, problem, operands)
+    if empty_rows and problem.empty_rows != "zero":
+        add_means(problem, extents, schedule, operands)
 
 
 def _live(tile: RowTile, panel: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor | None:
@@ -48,56 +39,6 @@ def _live(tile: RowTile, panel: torch.Tensor, *masks: torch.Tensor | None) -> to
 
 def _seen(unseen: torch.Tensor | None) -> torch.Tensor | None:
     return None if unseen is None else ~unseen
-
-
-def _forward_tile(tile: RowTile, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, max, sum) of the tile's rows: [heads_kv, group * rows, dim_v] and twice [..., 1]."""
-    ops = tile.operands
-    q = tile.load(ops.q, ops.q_rope)
-    acc = q.new_zeros((*q.shape[:2], tile.problem.dim_v))
-    peak = q.new_full((*q.shape[:2], 1), -math.inf)
-    total = torch.zeros_like(peak)
-    for keys in steps(tile.begin, tile.end, size):
-        s, unseen = tile.scores(q, tile.load_keys(ops.k, ops.k_rope, keys), keys)
-        before, peak = peak, torch.maximum(peak, s.amax(-1, keepdim=True))
-        safe = _safe(peak)
-        p = s.sub_(safe).exp_()
-        fade = before.sub_(safe).exp_()
-        total.mul_(fade).add_(p.sum(-1, keepdim=True))
-        kept = tile.kept(keys)
-        if kept is not None:
-            tile.by_head(p).masked_fill_(~kept, 0.0)
-        v = tile.load_keys(ops.v, None, keys)
-        part = panels.multiply(tile.narrow(p), v, _live(tile, v, _seen(unseen), kept))
-        acc = part if keys.start == tile.begin else acc.mul_(fade).add_(part)
-    if ops.sink is not None and tile.problem.has_sink:
-        sink = tile.fold(ops.sink[:, None, None].expand(-1, tile.rows.stop - tile.rows.start, 1))
-        before, peak = peak, torch.maximum(peak, sink)
-        safe = _safe(peak)
-        fade = before.sub_(safe).exp_()
-        total.mul_(fade).add_((sink - safe).exp_())
-        acc.mul_(fade)
-    return acc.div_(total * tile.problem.keep_prob), peak, total
-
-
-def _with_means(
-    tile: RowTile, size: int, empty: torch.Tensor, out: torch.Tensor, total: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and sum with empty rows replaced by (1/n) sum_j M_j v_j and n, where the problem wants that."""
-    n = tile.kv_len
-    if tile.problem.empty_rows == "mean_in_band":
-        empty = empty & tile.fold(tile.sees_band())
-    if n == 0 or not empty.any():
-        return out, total
-    mean = out.new_zeros((out.shape[0], 1, out.shape[2]))
-    for keys in steps(0, n, size):
-        v = tile.load_keys(tile.operands.v, None, keys)
-        kept = tile.kept(keys)
-        if kept is None:
-            mean = mean + v.sum(1, keepdim=True)
-        else:
-            mean = mean + panels.multiply(tile.fold(kept).float(), v, _live(tile, v, kept))
-    return torch.where(empty, mean / (n * tile.problem.keep_prob), out), total.masked_fill(empty, float(n))
 
 
 @torch.no_grad()

@@ -1,0 +1,60 @@
+// Scratch memory that outlives a call: the last returned buffer is kept for the next taker.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <utility>
+
+namespace fusion {
+
+class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
+public:
+    explicit Lease(std::size_t bytes) {
+        {
+            const std::lock_guard<std::mutex> lock(kept().mutex);
+            std::swap(data_, kept().data);
+            std::swap(bytes_, kept().bytes);
+        }
+        if (bytes_ >= bytes) return;
+        std::free(data_);
+        // Large buffers begin where huge pages do: panels are read in long streams.
+        constexpr std::size_t huge = std::size_t{2} << 20;
+        const std::size_t alignment = bytes >= huge ? huge : 64;
+        bytes_ = (bytes + alignment - 1) / alignment * alignment;
+        data_ = static_cast<char *>(std::aligned_alloc(alignment, bytes_));
+        if (!data_) throw std::bad_alloc();
+    }
+    ~Lease() {
+        {
+            const std::lock_guard<std::mutex> lock(kept().mutex);
+            if (bytes_ > kept().bytes) {
+                std::swap(data_, kept().data);
+                std::swap(bytes_, kept().bytes);
+            }
+        }
+        std::free(data_);
+    }
+    Lease(const Lease &) = delete;
+    Lease &operator=(const Lease &) = delete;
+
+    char *data() const { return data_; }
+
+private:
+    struct Kept {
+        std::mutex mutex;
+        char *data = nullptr;
+        std::size_t bytes = 0;
+    };
+    static Kept &kept() {
+        static Kept *const one = new Kept;  // never destroyed: a thread may still run when the process ends
+        return *one;
+    }
+
+    char *data_ = nullptr;
+    std::size_t bytes_ = 0;
+};
+
+}  // namespace fusion

@@ -1,0 +1,347 @@
+// One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
+//
+// A tile meets its keys in steps of `step_keys`. Within a step, blocks of `block_rows` rows carry their scores through a
+// strip of cache [block_rows][step_keys] to the weights that multiply V. Which of the stages between the two products
+// run is decided once per block, outside every inner loop. Start reading at attend().
+
+#pragma once
+
+#include "bias.h"
+#include "masks.h"
+#include "pack.h"
+
+namespace fusion {
+namespace {
+
+constexpr std::int64_t step_keys = 256;
+constexpr float log2_e = 1.44269504f;
+
+static_assert(tile_rows % block_rows == 0 && step_keys % (8 * lanes) == 0 && block_rows % 3 == 0);
+
+template <class Format> struct Scratch {  // one thread's
+    using Word = typename Format::Word;
+    Word *q;          // [tile_rows][words]
+    float *out;       // [tile_rows][columns], not yet divided by the sum
+    float *sum;       // [tile_rows][lanes], one sum per lane
+    float *peak;      // [tile_rows], the largest score so far
+    float *scores;    // [block_rows][step_keys]
+    Word *weights;    // [block_rows][step_keys / depth]; in the scores' place where they have the same size
+    std::uint8_t *seen, *keep;  // [block_rows][step_keys / 8]
+    std::size_t bytes;
+
+    Scratch(const Sizes<Format> &sizes, void *memory) {
+        char *at = static_cast<char *>(memory), *const start = at;
+        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
+            at += round_up<std::size_t>(count * sizeof *part, 64);
+        };
+        take(q, tile_rows * sizes.words);
+        take(out, tile_rows * sizes.columns);
+        take(sum, tile_rows * lanes);
+        take(peak, tile_rows);
+        take(scores, block_rows * step_keys);
+        if constexpr (Format::depth == 1) {
+            weights = scores;
+        } else {
+            take(weights, block_rows * step_keys / Format::depth);
+        }
+        take(seen, block_rows * step_keys / 8);
+        take(keep, block_rows * step_keys / 8);
+        bytes = at - start;
+    }
+};
+
+template <class Format> struct Work {  // a tile and all that it needs
+    const Problem &p;
+    const Operands &o;
+    const Sequence &seq;
+    const Sizes<Format> sizes;
+    const Packed<Format> packed;
+    const Scratch<Format> s;
+    const Unit &unit;
+    const Tile &tile;
+    const std::int64_t head;
+    const bool dressed;  // scores are scaled and biased in a pass of their own
+    const float natural; // what a score is multiplied by to give the problem's score
+    const float factor;  // and to give it as a power of two
+
+    Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, seq, unit_.packed),
+          s(sizes, scratch), unit(unit_), tile(tile_), head(head_),
+          // The largest product belongs to the largest score only under a positive scale.
+          dressed(p.bias != Bias::none || !(p.scale > 1e-30)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
+          factor(natural * log2_e) {}
+};
+
+struct Block {  // rows [row, row + rows) of the tile and keys [first, first + count) of the sequence
+    std::int64_t row, rows, first, count;
+    bool hidden;  // some row does not see some key
+};
+
+// ---------------------------------------------------------------------------------------------------------- products
+
+template <class Format, int M>
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b) {
+    const auto *q = w.s.q + b.row * w.sizes.words;
+    const auto *k = w.packed.k + (b.first - w.packed.first_key) * w.sizes.words;
+    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * w.sizes.words) {
+        multiply<Format, M, panel_vectors, false>(q, w.sizes.words, k, w.sizes.words, w.s.scores + c, step_keys, nullptr);
+    }
+}
+
+template <class Format, int M, int N>
+FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
+    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes);
+    multiply<Format, M, N, true>(w.s.weights, step_keys / Format::depth, v, b.count / Format::depth,
+                                 w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+}
+
+template <class Format, int M>
+__attribute__((noinline)) void value_rows(const Work<Format> &w, const Block &b, const float *fade) {
+    std::int64_t d = 0;
+    for (; d + panel <= w.sizes.columns; d += panel) value_columns<Format, M, panel_vectors>(w, b, fade, d);
+    const std::int64_t vectors = (w.sizes.columns - d) / lanes;
+    if (vectors == 1) value_columns<Format, M, 1>(w, b, fade, d);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) value_columns<Format, M, 2>(w, b, fade, d);
+        if (vectors == 3) value_columns<Format, M, 3>(w, b, fade, d);
+    }
+}
+
+// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
+template <class Format> void score_block(const Work<Format> &w, const Block &b) {
+    constexpr int third = block_rows / 3;
+    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b);
+    if (b.rows > third) return score_rows<Format, 2 * third>(w, b);
+    score_rows<Format, third>(w, b);
+}
+
+template <class Format> void value_block(const Work<Format> &w, const Block &b, const float *fade) {
+    constexpr int third = block_rows / 3;
+    if (b.rows > 2 * third) return value_rows<Format, block_rows>(w, b, fade);
+    if (b.rows > third) return value_rows<Format, 2 * third>(w, b, fade);
+    value_rows<Format, third>(w, b, fade);
+}
+
+// ------------------------------------------------------------------------------------------- between the two products
+
+// Which keys each row sees, as bits; the scores of all others become -inf, whatever their product was.
+template <class Format> void hide(const Work<Format> &w, const Block &b) {
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::int64_t row = w.tile.row0 + b.row + i;
+        std::uint8_t *seen = w.s.seen + i * (step_keys / 8);
+        set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
+        if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
+        float *scores = w.s.scores + i * step_keys;
+        for (std::int64_t c = 0; c < b.count; c += lanes) {
+            store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
+        }
+    }
+}
+
+template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
+    const Philox philox(w.p, w.o);
+    const auto stream = static_cast<std::uint32_t>(w.tile.seq * w.p.heads_q + w.head);
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::int64_t row = w.tile.row0 + b.row + i;
+        std::uint8_t *keep = w.s.keep + i * (step_keys / 8);
+        if (w.p.dropout == Dropout::philox) {
+            philox.draw(keep, stream, row, b.first, b.count);
+        } else {
+            copy_keep_bits(keep, w.o.drop_bits, w.seq, w.tile.seq, w.head, row, b.first, b.count);
+        }
+    }
+}
+
+// Updates the rows' peaks and gives the factors by which what was summed before shrinks.
+template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, float *fade) {
+    constexpr int padded = round_up(block_rows, lanes);
+    alignas(64) float before[padded] = {}, now[padded] = {};
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const float *scores = w.s.scores + i * step_keys;
+        Floats one = all(-infinity), other = one;
+        for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
+            one = larger(one, load<Floats>(scores + c));
+            other = larger(other, load<Floats>(scores + c + lanes));
+        }
+        const float found = largest_of(larger(one, other));
+        before[i] = w.s.peak[b.row + i];
+        now[i] = found > before[i] ? found : before[i];
+        w.s.peak[b.row + i] = now[i];
+    }
+    for (int i = 0; i < padded; i += lanes) {
+        const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
+        store(fade + i, from == to ? all(1.0f) : exp2<true>((from - to) * w.factor));  // equal infinities: no difference
+    }
+}
+
+// Weights of one row, 2^((scores - peak) * factor), added to `sum`; those that dropout takes are stored as zeros. The
+// difference first: rounding score * factor and peak * factor apart would cost digits where scores are large.
+template <class Format, bool Drops>
+FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float peak, Floats sum,
+                           const std::uint8_t *keep, typename Format::Word *weights) {
+    Floats other = {};
+    for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+        Floats low = exp2<Format::precise>((load<Floats>(scores + c) - peak) * factor);
+        Floats high = exp2<Format::precise>((load<Floats>(scores + c + lanes) - peak) * factor);
+        sum += low;
+        other += high;
+        if constexpr (Drops) {
+            low = pick(lane_bits(keep, c), low, Floats{});
+            high = pick(lane_bits(keep, c + lanes), high, Floats{});
+        }
+        Format::put(weights, c, low, high);
+    }
+    return sum + other;
+}
+
+// A row whose peak is +inf has no finite softmax: it only remains to find out whether a NaN is among its scores.
+inline bool has_nan(const float *scores, std::int64_t count) {
+    for (std::int64_t c = 0; c < count; ++c) {
+        if (scores[c] != scores[c]) return true;
+    }
+    return false;
+}
+
+template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
+    const bool drops = w.p.dropout != Dropout::none;
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const float *scores = w.s.scores + i * step_keys, peak = w.s.peak[b.row + i];
+        auto *weights = w.s.weights + i * (step_keys / Format::depth);
+        float *sums = w.s.sum + (b.row + i) * lanes;
+        Floats sum = load<Floats>(sums) * fade[i];
+        if (peak == infinity) {
+            if (has_nan(scores, b.count)) sum = all(__builtin_nanf(""));
+            std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
+        } else {
+            const float from = peak == -infinity ? 0.0f : peak;  // 2^(-inf - 0) = 0
+            const std::uint8_t *keep = w.s.keep + i * (step_keys / 8);
+            sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
+                        : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
+        }
+        store(sums, sum);
+    }
+}
+
+// The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key.
+template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
+    const auto bit = [](const std::uint8_t *bits, std::int64_t i, std::int64_t c)
+                         __attribute__((always_inline)) { return bits[i * (step_keys / 8) + c / 8] >> (c % 8) & 1; };
+    const std::int64_t end = least(b.first + b.count, w.seq.kv_len);
+    for (std::int64_t key = b.first; key < end; ++key) {
+        if (!w.packed.wild[(key - w.packed.first_key) / panel]) continue;
+        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, key);
+        const std::int64_t c = key - b.first;
+        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+            const Floats value = load_floats(v + d, w.p.dim_v - d);
+            const Words wild = not_finite(bits_of(value));
+            if (!any(wild)) continue;
+            for (std::int64_t i = 0; i < b.rows; ++i) {
+                if (b.hidden && !bit(w.s.seen, i, c)) continue;
+                if (w.p.dropout != Dropout::none && !bit(w.s.keep, i, c)) continue;
+                const float weight = Format::get(w.s.weights + i * (step_keys / Format::depth), c);
+                float *out = w.s.out + (b.row + i) * w.sizes.columns + d;
+                store(out, load<Floats>(out) + floats_of(bits_of(value * weight) & wild));
+            }
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ from end to end
+
+// The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
+template <class Format>
+Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
+    const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
+    const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
+    const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
+    const std::int64_t first = most(begin, some_begin / panel * panel);
+    const std::int64_t last = least(end, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
+    const bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
+    return {row, rows, first, some_end > some_begin && last > first ? last - first : 0, hidden};
+}
+
+template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b) {
+    alignas(64) float fade[round_up(block_rows, lanes)];
+    score_block(w, b);
+    if (w.dressed) {
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * step_keys};
+            add_bias(row, w.p, w.o, w.seq);
+        }
+    }
+    if (b.hidden) hide(w, b);
+    raise_peaks(w, b, fade);
+    if (w.p.dropout != Dropout::none) draw_kept(w, b);
+    weigh_block(w, b, fade);
+    value_block(w, b, fade);
+    const std::uint8_t *wild = w.packed.wild + (b.first - w.packed.first_key) / panel;
+    bool some = false;
+    for (std::int64_t i = 0; i < b.count / panel; ++i) some |= wild[i] != 0;
+    if (some) add_wild<Format, T>(w, b);
+}
+
+template <class Format, class T> void load_rows(const Work<Format> &w) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, words = w.sizes.words;
+    for (std::int64_t i = 0; i < rows; ++i) {
+        const std::int64_t row = w.tile.row0 + i;
+        auto *q = w.s.q + i * words;
+        pack_query<Format>(row_of<const T>(w.o.q, w.tile.seq, w.head, row), w.p.dim_qk, w.sizes.main_words, q);
+        if (!w.p.dim_rope) continue;
+        pack_query<Format>(row_of<const T>(w.o.q_rope, w.tile.seq, w.head, row), w.p.dim_rope, words - w.sizes.main_words,
+                           q + w.sizes.main_words);
+    }
+    const std::int64_t padded = round_up<std::int64_t>(rows, block_rows);
+    std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
+    std::memset(w.s.out, 0, padded * w.sizes.columns * sizeof *w.s.out);
+    std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
+    for (std::int64_t i = 0; i < padded; ++i) w.s.peak[i] = -infinity;
+}
+
+// Divides, and writes out and statistics; returns how many rows are empty.
+template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
+    std::int64_t empty = 0;
+    for (std::int64_t i = 0; i < w.tile.row1 - w.tile.row0; ++i) {
+        const std::int64_t row = w.tile.row0 + i;
+        const float nan = __builtin_nanf("");
+        float sum = sum_of(load<Floats>(w.s.sum + i * lanes)), peak = w.s.peak[i] * w.natural, share = 1.0f;
+        if (w.p.has_sink && sum == sum) {
+            const float sink = w.o.sink[w.head], top = sink > peak ? sink : peak;
+            share = peak == top ? 1.0f : __builtin_expf(peak - top);
+            sum = sum * share + (sink == top ? 1.0f : __builtin_expf(sink - top));
+            if (sink == -infinity && top == -infinity) sum = 0.0f;
+            peak = top;
+        }
+        if (sum != sum) peak = nan;
+        if (peak == infinity) sum = nan;
+        const bool none = peak == -infinity;
+        const float factor = share / (sum * static_cast<float>(w.p.keep_prob));
+        T *out = row_of<T>(w.o.out, w.tile.seq, w.head, row);
+        const float *from = w.s.out + i * w.sizes.columns;
+        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+            store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * factor, w.p.dim_v - d);
+        }
+        *row_of<float>(w.o.max, w.tile.seq, w.head, row) = peak;
+        *row_of<float>(w.o.sum, w.tile.seq, w.head, row) = none ? 0.0f : sum;
+        empty += none;
+    }
+    return empty;
+}
+
+template <class Format, class T>
+std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, void *scratch) {
+    const Work<Format> w(job, unit, head, tile, scratch);
+    load_rows<Format, T>(w);
+    const std::int64_t rows = tile.row1 - tile.row0;
+    const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
+    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step_keys) {
+        for (std::int64_t row = 0; row < rows; row += block_rows) {
+            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step_keys);
+            if (b.count) attend_block<Format, T>(w, b);
+        }
+    }
+    return store_rows<Format, T>(w);
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,80 @@
+// What the core computes and where it lies in memory: plain data, shared by the baseline code and every variant.
+// No functions: each variant compiles its own (rows.h).
+//
+// Lengths, strides and addresses have been checked when they arrive here; kernels validate nothing.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fusion {
+
+enum class Dtype : int { float32, float16, bfloat16 };
+enum class Bias : int { none, matrix, table, slopes, slopes_sqrt };
+enum class Dropout : int { none, bits, philox };
+
+constexpr std::int64_t table_rows = 1024;  // of a Bias::table, the last rows of each sequence
+
+struct Problem {
+    std::int64_t heads_q, heads_kv, dim_qk, dim_v, dim_rope;
+    Dtype dtype;
+    double scale;
+    Bias bias;
+    bool bias_scaled, has_blocked, has_sink;
+    Dropout dropout;
+    double keep_prob;
+    std::int64_t keep_below;  // a 16-bit draw below this is kept
+};
+
+// Rows of neighbouring elements: (sequence b, head h, token t) starts at element
+// address[b] + h * stride_head[b] + t * stride_token.
+struct Rows {
+    void *base = nullptr;
+    const std::int64_t *address = nullptr;
+    const std::int64_t *stride_head = nullptr;
+    std::int64_t stride_token = 0;
+};
+
+// A value per (head, row, key) of each sequence, or a bit: (b, h, i, j) lies at address[b] + h * stride_head[b] +
+// i * stride_row[b] + j * stride_key. Broadcast axes have stride 0; stride_key is 0 or 1.
+struct Matrix {
+    const void *base = nullptr;
+    const std::int64_t *address = nullptr;
+    const std::int64_t *stride_head = nullptr;
+    const std::int64_t *stride_row = nullptr;
+    std::int64_t stride_key = 0;
+    Dtype dtype = Dtype::float32;
+};
+
+struct Operands {
+    Rows q, k, v, out, max, sum, q_rope, k_rope;
+    Matrix bias, blocked, drop_bits;
+    const float *slopes = nullptr;  // [sequences, heads_q]
+    const float *sink = nullptr;    // [heads_q]
+    std::uint64_t seed = 0;
+    std::uint32_t offset = 0;
+};
+
+// Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).
+struct Sequence {
+    std::int64_t q_len, kv_len, lo, hi, prefix, shift;
+    std::int64_t key_begin, key_end;  // the keys that any row sees, rounded outwards to whole panels
+};
+
+struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)
+    std::int64_t seq, row0, row1, begin, end;
+};
+
+struct Unit {  // the keys and values of one sequence and key/value head, packed once for all that read them
+    std::int64_t seq, head;
+    char *packed;
+};
+
+struct Job {
+    const Problem *problem;
+    const Operands *operands;
+    const Sequence *sequences;
+};
+
+}  // namespace fusion

@@ -1,0 +1,348 @@
+// The vector layer: the widest vectors of the instruction set this is compiled for, as GCC and Clang vector types.
+//
+// Intrinsics appear only where the portable form is much slower. Everything is local to the including file and inlined.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FUSION_INLINE inline __attribute__((always_inline))
+#define FUSION_UNROLL _Pragma("GCC unroll 32")
+
+namespace fusion {
+namespace {
+
+// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file.
+#if defined(__AVX512F__)
+constexpr int lanes = 16, block_rows = 12, panel_vectors = 2;
+#elif defined(__AVX__)
+constexpr int lanes = 8, block_rows = 6, panel_vectors = 2;
+#elif defined(__aarch64__)
+constexpr int lanes = 4, block_rows = 6, panel_vectors = 4;
+#else
+constexpr int lanes = 4, block_rows = 6, panel_vectors = 2;
+#endif
+constexpr int panel = panel_vectors * lanes;
+
+typedef float Floats __attribute__((vector_size(lanes * 4)));
+typedef std::int32_t Ints __attribute__((vector_size(lanes * 4)));
+typedef std::uint32_t Words __attribute__((vector_size(lanes * 4)));
+typedef std::uint16_t Halves __attribute__((vector_size(lanes * 2)));
+typedef std::uint8_t Bytes __attribute__((vector_size(lanes)));
+
+struct Half {  // IEEE binary16
+    std::uint16_t bits;
+};
+struct Brain {  // bfloat16
+    std::uint16_t bits;
+};
+
+constexpr float infinity = __builtin_inff();
+
+template <class T> FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
+template <class T> FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }
+
+template <class V> FUSION_INLINE V load(const void *from) {  // unaligned
+    V out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+template <class V> FUSION_INLINE void store(void *to, V value) { std::memcpy(to, &value, sizeof value); }
+
+FUSION_INLINE Floats all(float x) { return x - Floats{}; }
+FUSION_INLINE Words all(std::uint32_t x) { return x + Words{}; }
+FUSION_INLINE Ints all(std::int32_t x) { return x + Ints{}; }
+FUSION_INLINE Words bits_of(Floats x) { return (Words)x; }
+FUSION_INLINE Floats floats_of(Words x) { return (Floats)x; }
+
+FUSION_INLINE Ints lane_numbers() {
+    Ints out;
+    for (int i = 0; i < lanes; ++i) out[i] = i;
+    return out;
+}
+
+// Where a is NaN the result is b: `larger(constant, x)` keeps a NaN in x.
+FUSION_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+FUSION_INLINE float sum_of(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float part[lanes];
+    store(part, x);
+    for (int n = lanes / 2; n; n /= 2) {
+        for (int i = 0; i < n; ++i) part[i] += part[i + n];
+    }
+    return part[0];
+#endif
+}
+
+FUSION_INLINE float largest_of(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float part[lanes];
+    store(part, x);
+    for (int n = lanes / 2; n; n /= 2) {
+        for (int i = 0; i < n; ++i) part[i] = part[i] > part[i + n] ? part[i] : part[i + n];
+    }
+    return part[0];
+#endif
+}
+
+FUSION_INLINE bool any(Words x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
+    std::uint32_t joined = 0;
+    for (int i = 0; i < lanes; ++i) joined |= x[i];
+    return joined != 0;
+#endif
+}
+
+// Lane i is yes[i] where bit i is set, else no[i].
+FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_mask_blend_ps((__mmask16)bits, (__m512)no, (__m512)yes);
+#else
+    const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
+    return (all(bits) & own) != 0 ? yes : no;
+#endif
+}
+
+// The lanes' bits of a row of bits, from bit `at` on, a multiple of lanes.
+FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) {
+    if constexpr (lanes == 16) return row[at / 8] | row[at / 8 + 1] << 8;
+    return row[at / 8] >> (at % 8);
+}
+
+FUSION_INLINE Floats root(Floats x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX__)
+    return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE__)
+    return (Floats)_mm_sqrt_ps((__m128)x);
+#else
+    for (int i = 0; i < lanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
+// 2^x for x <= 127, to a relative error of 1e-7 (precise) or 2e-7; 0 below the normal numbers, NaN where x is.
+template <bool Precise> FUSION_INLINE Floats exp2(Floats x) {
+#if defined(__AVX512F__)
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512 whole = _mm512_roundscale_ps((__m512)x, nearest);
+    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, nearest);  // 0 for an infinity
+#else
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
+    x = larger(all(-150.0f), x);
+    const Floats shifted = x + magic;
+    const Floats r = x - (shifted - magic);
+#endif
+    Floats p;  // minimax polynomials of the relative error on [-0.5, 0.5] that are exact at 0
+    if constexpr (Precise) {
+        p = all(1.535336196e-4f);
+        p = p * r + all(1.339887385e-3f);
+        p = p * r + all(9.618436918e-3f);
+        p = p * r + all(5.550332367e-2f);
+        p = p * r + all(2.402264774e-1f);
+        p = p * r + all(6.931471825e-1f);
+    } else {
+        p = all(1.326472731e-3f);
+        p = p * r + all(9.671512991e-3f);
+        p = p * r + all(5.550733581e-2f);
+        p = p * r + all(2.402224243e-1f);
+        p = p * r + all(6.931470037e-1f);
+    }
+    p = p * r + all(1.0f);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)p, whole);
+#else
+    const Ints n = (Ints)shifted - (Ints)magic;
+    return x < all(-126.5f) ? Floats{} : p * (Floats)((n + 127) << 23);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- conversions
+
+FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
+
+FUSION_INLINE Floats to_floats(Half, Halves x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)x);
+#else
+    const Words wide = widen(x);
+    const Words magnitude = (wide & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    Floats out = floats_of(magnitude + (112u << 23));
+    out = exponent == 0x0f800000 ? floats_of(magnitude + (224u << 23)) : out;                              // inf, NaN
+    out = exponent == 0 ? floats_of(magnitude + (113u << 23)) - floats_of(all(113u << 23)) : out;  // subnormal
+    return floats_of(bits_of(out) | (wide & 0x8000) << 16);
+#endif
+}
+
+FUSION_INLINE Floats to_floats(Brain, Halves x) { return floats_of(widen(x) << 16); }
+
+#if !defined(__F16C__)
+FUSION_INLINE std::uint16_t half_of(float value) {
+    std::uint32_t x, out;
+    std::memcpy(&x, &value, 4);
+    const std::uint32_t sign = x & 0x80000000u;
+    x ^= sign;
+    if (x >= 143u << 23) {
+        out = x > 255u << 23 ? 0x7e00 : 0x7c00;  // NaN, or too large
+    } else if (x < 113u << 23) {                 // subnormal: an addition rounds it to the last bit
+        const std::uint32_t magic = 126u << 23;
+        float a, b;
+        std::memcpy(&a, &x, 4);
+        std::memcpy(&b, &magic, 4);
+        a += b;
+        std::memcpy(&x, &a, 4);
+        out = x - magic;
+    } else {
+        out = (x - (112u << 23) + 0xfff + (x >> 13 & 1)) >> 13;
+    }
+    return static_cast<std::uint16_t>(out | sign >> 16);
+}
+#endif
+
+FUSION_INLINE Halves from_floats(Half, Floats x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    Halves out;
+    for (int i = 0; i < lanes; ++i) out[i] = half_of(x[i]);
+    return out;
+#endif
+}
+
+FUSION_INLINE Halves from_floats(Brain, Floats x) {
+    const Words bits = bits_of(x);
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
+    const Words quiet = bits >> 16 | 0x40;
+    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
+}
+
+// The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.
+FUSION_INLINE Floats load_floats(const float *from, std::int64_t n) {
+    if (n >= lanes) return load<Floats>(from);
+    Floats out = {};
+    if (n > 0) std::memcpy(&out, from, n * 4);
+    return out;
+}
+template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t n) {
+    if (n >= lanes) return to_floats(T{}, load<Halves>(from));
+    Halves out = {};
+    if (n > 0) std::memcpy(&out, from, n * 2);
+    return to_floats(T{}, out);
+}
+
+FUSION_INLINE void store_floats(float *to, Floats x, std::int64_t n) {
+    std::memcpy(to, &x, n >= lanes ? sizeof x : n * 4);
+}
+template <class T> FUSION_INLINE void store_floats(T *to, Floats x, std::int64_t n) {
+    const Halves out = from_floats(T{}, x);
+    std::memcpy(to, &out, n >= lanes ? sizeof out : n * 2);
+}
+
+// --------------------------------------------------------------------------------------------------------- transpose
+
+template <int... I> FUSION_INLINE Words interleave_low(Words a, Words b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 2 + I % 2 * lanes)...);
+}
+template <int... I> FUSION_INLINE Words interleave_high(Words a, Words b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 2 + lanes / 2 + I % 2 * lanes)...);
+}
+
+FUSION_INLINE void transpose(Words (&r)[lanes]) {
+    using Lanes = std::make_integer_sequence<int, lanes>;
+    FUSION_UNROLL for (int stage = 1; stage < lanes; stage *= 2) {
+        Words t[lanes];
+        FUSION_UNROLL for (int i = 0; i < lanes / 2; ++i) {
+            t[2 * i] = interleave_low(r[i], r[i + lanes / 2], Lanes{});
+            t[2 * i + 1] = interleave_high(r[i], r[i + lanes / 2], Lanes{});
+        }
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) r[i] = t[i];
+    }
+}
+
+// ------------------------------------------------------------------------------------------ what a product multiplies
+
+// One element per word, multiplied as float32.
+struct Single {
+    using Word = float;
+    static constexpr int depth = 1;  // elements per word
+    static constexpr bool precise = true;
+
+    static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return sum + all(a) * floats_of(b); }
+    static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
+        store(row + at, low);
+        store(row + at + lanes, high);
+    }
+    static FUSION_INLINE float get(const Word *row, std::int64_t at) { return row[at]; }
+};
+
+#if defined(__AVX512BF16__)
+// Two neighbouring bfloat16 per word; products and sums in float32.
+struct Pair {
+    using Word = std::uint32_t;
+    static constexpr int depth = 2;
+    static constexpr bool precise = false;  // the probabilities keep eight bits
+
+    static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)all(a));
+    }
+    static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
+        store(row + at / 2, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+    static FUSION_INLINE float get(const Word *row, std::int64_t at) {
+        const std::uint32_t bits = (row[at / 2] >> (at % 2 * 16)) << 16;
+        float out;
+        std::memcpy(&out, &bits, 4);
+        return out;
+    }
+};
+#endif
+
+// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors]; with Add, fade[i] * C[i] is added to it, so that
+// every key tile is summed from zero (one accumulator carried through all keys would lose bits).
+template <class Format, int M, int N, bool Add>
+FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
+                            std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
+    Floats sum[M][N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
+    }
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+        Words right[N];
+        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) {
+                sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+            }
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) {
+            float *at = c + i * c_stride + j * lanes;
+            if constexpr (Add) sum[i][j] += load<Floats>(at) * all(fade[i]);
+            store(at, sum[i][j]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace fusion
