@@ -301,6 +301,11 @@ TEXTS = [
         "query: expected axis 2 to be N1=3 as in head_num, got 4",
     ),
     (
+        "npu_fusion_attention",
+        {"input_layout": "BSH", "D": 0},
+        "query: expected axis 2 to be a positive multiple of N1=4 as in head_num, got 0",
+    ),
+    (
         "npu_fusion_attention_grad",
         {"scale": float("nan")},
         "scale_value: expected a finite scale_value, got nan (of float32)",

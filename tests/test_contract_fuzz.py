@@ -149,6 +149,9 @@ def try_call(op: Op, args: Args) -> None:
             run_golden(bound)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real")  # a change on purpose
+
+
 def fuzz(op: Op, examples: int) -> None:
     @settings(
         max_examples=examples,

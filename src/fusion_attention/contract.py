@@ -383,11 +383,12 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
         rest = "*".join(f for f in factors if f != unknown[0])
         known = size_of(rest, names) if rest else 1
         if rest and (not known or not size or size % known):
-            return f"a multiple of {rest}={known}" + _origins(rest, origin, param)
+            return f"a positive multiple of {rest}={known}" + _origins(rest, origin, param)
         names[unknown[0]], origin[unknown[0]] = size // (known or 1), param
         return ""
     known = size_of(word, names)
-    return "" if known == size else f"{word}={known}" + _origins(word, origin, param)
+    # Two unknown factors: the tensor that would have shown one of them has failed.
+    return "" if known in (size, None) else f"{word}={known}" + _origins(word, origin, param)
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:

@@ -46,6 +46,6 @@ def share(a: Tensor, b: Tensor) -> bool:
     """Whether two windows have an element in common; interleaved ones may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
-        return bool(np.shares_memory(first, second, max_work=_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(first, second, max_work=_WORK))
     except Exception:  # Too hard to tell; the class that says so moved between versions of numpy.
         return True
