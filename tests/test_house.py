@@ -124,7 +124,8 @@ def reason_against(importer: str, imported: str) -> str | None:
         allowed = importer.split(".")[0] in MAY_IMPORT_TESTING
         return None if allowed else "only tests, benchmarks and cli import testing"
     if importer == FACE:
-        return None if inside(imported, "api") else "the package's __init__ re-exports api and nothing else"
+        named = imported in ("api", "capture")
+        return None if named else "the package's __init__ re-exports api and capture, and nothing else"
     if imported == FACE:
         return None if floor(importer) == 7 else "only the top floor may see the package's face"
     if floor(imported) > floor(importer):

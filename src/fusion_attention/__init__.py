@@ -1,16 +1,7 @@
 """fusion_attention: CANN's fused attention operators, with the same meaning, on any machine."""
 
-from fusion_attention.api import (
-    BackendError,
-    Band,
-    CaptureError,
-    ContractError,
-    ContractWarning,
-    Replay,
-    attention,
-    capture,
-    replay,
-)
+from fusion_attention.api import BackendError, Band, ContractError, ContractWarning, attention
+from fusion_attention.capture import CaptureError, Replay, capture, replay
 
 __all__ = [
     "BackendError",

@@ -1,4 +1,4 @@
-"""The pythonic face: attention(), its Band, captures, and the errors a caller may want to catch."""
+"""The pythonic face: attention(), its Band, and the errors a caller may want to catch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention import autograd, operators
-from fusion_attention.capture import CaptureError, Replay, capture, replay
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.mask import Band
@@ -18,13 +17,9 @@ from fusion_attention.ops.flash import UNLIMITED
 __all__ = [
     "BackendError",
     "Band",
-    "CaptureError",
     "ContractError",
     "ContractWarning",
-    "Replay",
     "attention",
-    "capture",
-    "replay",
 ]
 
 Tensor = torch.Tensor

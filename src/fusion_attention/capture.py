@@ -19,7 +19,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from fusion_attention import autograd, operators
+from fusion_attention import api, autograd, operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, bind
 from fusion_attention.dropout import draw_seed
 from fusion_attention.lower import from_lanes, to_lanes
@@ -134,7 +134,6 @@ def _plain(value: Any) -> Any:
 
 def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """(module, attribute, what wraps it): everything that capture() changes while it records."""
-    from fusion_attention import api  # which re-exports this module
 
     def forward(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any]) -> Any:
