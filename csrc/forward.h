@@ -76,27 +76,41 @@ template <class Format> struct Work {  // a tile and all that it needs
           factor(natural * log2_e) {}
 };
 
-struct Block {  // rows [row, row + rows) of the tile and keys [first, first + count) of the sequence
-    std::int64_t row, rows, first, count;
+// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from first,
+// some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin, full_end).
+struct Block {
+    std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
     bool hidden;  // some row does not see some key
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
 
+// A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
 __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b) {
-    const auto *q = w.s.q + b.row * w.sizes.words;
-    const auto *k = w.packed.k + (b.first - w.packed.first_key) * w.sizes.words;
-    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * w.sizes.words) {
-        multiply<Format, M, panel_vectors, false>(q, w.sizes.words, k, w.sizes.words, w.s.scores + c, Format::step_keys, nullptr);
+    const std::int64_t words = w.sizes.words;
+    const auto *q = w.s.q + b.row * words;
+    const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
+    float *scores = w.s.scores;
+    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
+        if (panel_vectors == 2 && b.some_begin >= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, Format::step_keys,
+                                                         nullptr);
+        } else if (panel_vectors == 2 && b.some_end <= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, Format::step_keys, nullptr);
+        } else {
+            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, Format::step_keys,
+                                                                     nullptr);
+        }
     }
 }
 
 template <class Format, int M, int N>
 FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
-    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes);
-    multiply<Format, M, N, true>(w.s.weights, Format::step_keys / Format::depth, v, b.count / Format::depth,
-                                 w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+    const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
+    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
+    multiply<Format, M, N, N, true>(w.s.weights + begin, Format::step_keys / Format::depth, v, end - begin,
+                                    w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
 }
 
 template <class Format, int M>
@@ -137,6 +151,7 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
         if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
         float *scores = w.s.scores + i * Format::step_keys;
         for (std::int64_t c = 0; c < b.count; c += lanes) {
+            if (!w.p.has_blocked && b.full_begin <= c && c + lanes <= b.full_end) continue;
             store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
         }
     }
@@ -259,12 +274,12 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
 template <class Format>
 Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
     const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
-    const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
-    const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
-    const std::int64_t first = most(begin, some_begin / panel * panel);
-    const std::int64_t last = least(end, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
-    const bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
-    return {row, rows, first, some_end > some_begin && last > first ? last - first : 0, hidden};
+    const std::int64_t some_begin = most(begin, first_key(w.seq, top)), some_end = least(end, end_key(w.seq, bottom));
+    if (some_end <= some_begin) return {};
+    const std::int64_t first = some_begin / panel * panel, count = round_up<std::int64_t>(some_end, panel) - first;
+    const std::int64_t full_begin = first_key(w.seq, bottom) - first, full_end = end_key(w.seq, top) - first;
+    const bool hidden = w.p.has_blocked || full_begin > 0 || full_end < count;
+    return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
 }
 
 template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b) {

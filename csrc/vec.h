@@ -119,7 +119,11 @@ FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
 
 // The lanes' bits of a row of bits, from bit `at` on, a multiple of lanes.
 FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) {
-    if constexpr (lanes == 16) return row[at / 8] | row[at / 8 + 1] << 8;
+    if constexpr (lanes == 16) {
+        std::uint16_t bits;
+        std::memcpy(&bits, row + at / 8, 2);  // x86 alone has 16 lanes: the low byte comes first
+        return bits;
+    }
     return row[at / 8] >> (at % 8);
 }
 
@@ -221,10 +225,14 @@ FUSION_INLINE Halves from_floats(Half, Floats x) {
 }
 
 FUSION_INLINE Halves from_floats(Brain, Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
     const Words bits = bits_of(x);
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
     const Words quiet = bits >> 16 | 0x40;
     return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
+#endif
 }
 
 // The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.
@@ -310,9 +318,10 @@ struct Pair {
 };
 #endif
 
-// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors]; with Add, fade[i] * C[i] is added to it, so that
-// every key tile is summed from zero (one accumulator carried through all keys would lose bits).
-template <class Format, int M, int N, bool Add>
+// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add,
+// fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
+// would lose bits).
+template <class Format, int M, int N, int Stride, bool Add>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                             std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
     Floats sum[M][N];
@@ -320,7 +329,7 @@ FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_strid
         FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
     }
 #pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+    for (std::int64_t k = 0; k < depth; ++k, b += Stride * lanes) {
         Words right[N];
         FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
