@@ -250,11 +250,13 @@ template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t 
 }
 
 FUSION_INLINE void store_floats(float *to, Floats x, std::int64_t n) {
-    std::memcpy(to, &x, n >= lanes ? sizeof x : n * 4);
+    if (n >= lanes) return store(to, x);
+    std::memcpy(to, &x, n * 4);
 }
 template <class T> FUSION_INLINE void store_floats(T *to, Floats x, std::int64_t n) {
     const Halves out = from_floats(T{}, x);
-    std::memcpy(to, &out, n >= lanes ? sizeof out : n * 2);
+    if (n >= lanes) return store(to, out);
+    std::memcpy(to, &out, n * 2);
 }
 
 // --------------------------------------------------------------------------------------------------------- transpose
