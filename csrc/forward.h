@@ -1,7 +1,7 @@
 // One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
 //
-// A tile meets its keys in steps of Format::step_keys. Within a step, blocks of `block_rows` rows carry their scores through a
-// strip of cache [block_rows][step] to the weights that multiply V. Which of the stages between the two products
+// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through a
+// strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
 // run is decided once per block, outside every inner loop. Start reading at attend().
 
 #pragma once
@@ -14,21 +14,28 @@ namespace fusion {
 namespace {
 
 constexpr float log2_e = 1.44269504f;
+constexpr std::int64_t most_step = 512;                // keys that a tile meets at a time, at most,
+constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 
-static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0);
+static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
+
+// A function of the problem alone, since it decides in which order weights are summed.
+template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
+    std::int64_t keys = most_step;
+    while (keys > 128 && keys * (sizes.words + sizes.columns / Format::depth) * 4 > step_bytes) keys /= 2;
+    return keys;
+}
 
 template <class Format> struct Scratch {  // one thread's
     using Word = typename Format::Word;
-    static constexpr std::int64_t step_keys = Format::step_keys;
-    static_assert(step_keys % (8 * lanes) == 0 && step_keys % 64 == 0);
     Word *q;          // [tile_rows][words]
     float *out;       // [tile_rows][columns], not yet divided by the sum
     float *sum;       // [tile_rows][lanes], one sum per lane
     float *peak;      // [tile_rows], the largest score so far
     float *shift;     // [tile_rows], the same as a power of two, rounded: weights are 2^(score * factor - shift)
-    float *scores;    // [block_rows][step_keys]
-    Word *weights;    // [block_rows][step_keys / depth]; in the scores' place where they have the same size
-    std::uint8_t *seen, *keep;  // [block_rows][step_keys / 8]
+    float *scores;    // [block_rows][most_step]
+    Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
+    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
@@ -42,14 +49,14 @@ template <class Format> struct Scratch {  // one thread's
         take(sum, tile_rows * lanes);
         take(peak, tile_rows);
         take(shift, tile_rows);
-        take(scores, block_rows * step_keys);
+        take(scores, block_rows * most_step);
         if constexpr (Format::depth == 1) {
             weights = scores;
         } else {
-            take(weights, block_rows * step_keys / Format::depth);
+            take(weights, block_rows * most_step / Format::depth);
         }
-        take(seen, block_rows * step_keys / 8);
-        take(keep, block_rows * step_keys / 8);
+        take(seen, block_rows * most_step / 8);
+        take(keep, block_rows * most_step / 8);
         bytes = at - start;
     }
 };
@@ -94,12 +101,12 @@ __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b)
     float *scores = w.s.scores;
     for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
         if (panel_vectors == 2 && b.some_begin >= c + lanes) {
-            multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, Format::step_keys,
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
                                                          nullptr);
         } else if (panel_vectors == 2 && b.some_end <= c + lanes) {
-            multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, Format::step_keys, nullptr);
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
         } else {
-            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, Format::step_keys,
+            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, most_step,
                                                                      nullptr);
         }
     }
@@ -109,7 +116,7 @@ template <class Format, int M, int N>
 FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
     const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
     const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
-    multiply<Format, M, N, N, true>(w.s.weights + begin, Format::step_keys / Format::depth, v, end - begin,
+    multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
                                     w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
 }
 
@@ -146,10 +153,10 @@ template <class Format> void value_block(const Work<Format> &w, const Block &b, 
 template <class Format> void hide(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *seen = w.s.seen + i * (Format::step_keys / 8);
+        std::uint8_t *seen = w.s.seen + i * (most_step / 8);
         set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
         if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
-        float *scores = w.s.scores + i * Format::step_keys;
+        float *scores = w.s.scores + i * most_step;
         for (std::int64_t c = 0; c < b.count; c += lanes) {
             if (!w.p.has_blocked && b.full_begin <= c && c + lanes <= b.full_end) continue;
             store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
@@ -162,7 +169,7 @@ template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
     const auto stream = static_cast<std::uint32_t>(w.tile.seq * w.p.heads_q + w.head);
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *keep = w.s.keep + i * (Format::step_keys / 8);
+        std::uint8_t *keep = w.s.keep + i * (most_step / 8);
         if (w.p.dropout == Dropout::philox) {
             philox.draw(keep, stream, row, b.first, b.count);
         } else {
@@ -176,7 +183,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float before[padded] = {}, now[padded] = {};
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * Format::step_keys;
+        const float *scores = w.s.scores + i * most_step;
         Floats one = all(-infinity), other = one;
         for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
             one = larger(one, load<Floats>(scores + c));
@@ -227,8 +234,8 @@ inline bool has_nan(const float *scores, std::int64_t count) {
 template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
     const bool drops = w.p.dropout != Dropout::none;
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * Format::step_keys, shift = w.s.shift[b.row + i];
-        auto *weights = w.s.weights + i * (Format::step_keys / Format::depth);
+        const float *scores = w.s.scores + i * most_step, shift = w.s.shift[b.row + i];
+        auto *weights = w.s.weights + i * (most_step / Format::depth);
         float *sums = w.s.sum + (b.row + i) * lanes;
         Floats sum = load<Floats>(sums) * fade[i];
         if (shift == infinity) {
@@ -236,7 +243,7 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
             std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
         } else {
             const float from = shift == -infinity ? 0.0f : shift;  // 2^(-inf - 0) = 0
-            const std::uint8_t *keep = w.s.keep + i * (Format::step_keys / 8);
+            const std::uint8_t *keep = w.s.keep + i * (most_step / 8);
             sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
                         : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
         }
@@ -247,7 +254,7 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key.
 template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
     const auto bit = [](const std::uint8_t *bits, std::int64_t i, std::int64_t c)
-                         __attribute__((always_inline)) { return bits[i * (Format::step_keys / 8) + c / 8] >> (c % 8) & 1; };
+                         __attribute__((always_inline)) { return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1; };
     const std::int64_t end = least(b.first + b.count, w.seq.kv_len);
     for (std::int64_t key = b.first; key < end; ++key) {
         if (!w.packed.wild[(key - w.packed.first_key) / panel]) continue;
@@ -260,7 +267,7 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
             for (std::int64_t i = 0; i < b.rows; ++i) {
                 if (b.hidden && !bit(w.s.seen, i, c)) continue;
                 if (w.p.dropout != Dropout::none && !bit(w.s.keep, i, c)) continue;
-                const float weight = Format::get(w.s.weights + i * (Format::step_keys / Format::depth), c);
+                const float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
                 float *out = w.s.out + (b.row + i) * w.sizes.columns + d;
                 store(out, load<Floats>(out) + floats_of(bits_of(value * weight) & wild));
             }
@@ -287,7 +294,7 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
     score_block(w, b);
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * Format::step_keys};
+            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
             add_bias(row, w.p, w.o, w.seq);
         }
     }
@@ -360,9 +367,10 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
-    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += Format::step_keys) {
+    const std::int64_t step = step_keys(w.sizes);
+    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
-            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + Format::step_keys);
+            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (b.count) attend_block<Format, T>(w, b);
         }
     }

@@ -287,7 +287,6 @@ struct Single {
     using Word = float;
     static constexpr int depth = 1;  // elements per word
     static constexpr bool precise = true;
-    static constexpr std::int64_t step_keys = 256;  // the keys between two updates of the output; measured
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return sum + all(a) * floats_of(b); }
     static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
@@ -303,7 +302,6 @@ struct Pair {
     using Word = std::uint32_t;
     static constexpr int depth = 2;
     static constexpr bool precise = false;  // the probabilities keep eight bits
-    static constexpr std::int64_t step_keys = 512;
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)all(a));
