@@ -16,7 +16,10 @@ struct Row {  // one row of scores
 };
 
 template <class T>
-void add_stored(const Row &r, const T *values, std::int64_t stride_key, std::int64_t readable, float scale, float factor) {
+void add_stored(const Row &r, const T *values, std::int64_t stride_row, std::int64_t stride_key, std::int64_t readable,
+                float scale, float factor) {
+    // The next block reads the same columns further down: streams too short for the hardware to follow.
+    if (stride_key) prefetch(values + block_rows * stride_row, least(r.count, readable));
     for (std::int64_t c = 0; c < r.count; c += lanes) {
         const Floats value = stride_key ? load_floats(values + c, readable - c) : all(load_floats(values, 1)[0]);
         store(r.scores + c, load<Floats>(r.scores + c) * all(scale) + value * all(factor));
@@ -34,7 +37,7 @@ template <class T> void add_row(const Row &r, const Matrix &m, const Sequence &s
     }
     const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, row);
     const std::int64_t from = r.first + shift;
-    add_stored(r, values + (m.stride_key ? from : 0), m.stride_key, seq.kv_len - from, scale, factor);
+    add_stored(r, values + (m.stride_key ? from : 0), m.stride_row[r.seq], m.stride_key, seq.kv_len - from, scale, factor);
 }
 
 template <bool Root> void add_distances(const Row &r, float slope, std::int64_t shift, float scale) {

@@ -1,7 +1,7 @@
 // One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
 //
-// A tile meets its keys in steps of `step_keys`. Within a step, blocks of `block_rows` rows carry their scores through a
-// strip of cache [block_rows][step_keys] to the weights that multiply V. Which of the stages between the two products
+// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through a
+// strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
 // run is decided once per block, outside every inner loop. Start reading at attend().
 
 #pragma once
@@ -13,10 +13,18 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t step_keys = 256;
 constexpr float log2_e = 1.44269504f;
+constexpr std::int64_t most_step = 512;                // keys that a tile meets at a time, at most,
+constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 
-static_assert(tile_rows % block_rows == 0 && step_keys % (8 * lanes) == 0 && block_rows % 3 == 0);
+static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
+
+// A function of the problem alone, since it decides in which order weights are summed.
+template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
+    std::int64_t keys = most_step;
+    while (keys > 128 && keys * (sizes.words + sizes.columns / Format::depth) * 4 > step_bytes) keys /= 2;
+    return keys;
+}
 
 template <class Format> struct Scratch {  // one thread's
     using Word = typename Format::Word;
@@ -24,9 +32,10 @@ template <class Format> struct Scratch {  // one thread's
     float *out;       // [tile_rows][columns], not yet divided by the sum
     float *sum;       // [tile_rows][lanes], one sum per lane
     float *peak;      // [tile_rows], the largest score so far
-    float *scores;    // [block_rows][step_keys]
-    Word *weights;    // [block_rows][step_keys / depth]; in the scores' place where they have the same size
-    std::uint8_t *seen, *keep;  // [block_rows][step_keys / 8]
+    float *shift;     // [tile_rows], the same as a power of two, rounded: weights are 2^(score * factor - shift)
+    float *scores;    // [block_rows][most_step]
+    Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
+    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
@@ -39,14 +48,15 @@ template <class Format> struct Scratch {  // one thread's
         take(out, tile_rows * sizes.columns);
         take(sum, tile_rows * lanes);
         take(peak, tile_rows);
-        take(scores, block_rows * step_keys);
+        take(shift, tile_rows);
+        take(scores, block_rows * most_step);
         if constexpr (Format::depth == 1) {
             weights = scores;
         } else {
-            take(weights, block_rows * step_keys / Format::depth);
+            take(weights, block_rows * most_step / Format::depth);
         }
-        take(seen, block_rows * step_keys / 8);
-        take(keep, block_rows * step_keys / 8);
+        take(seen, block_rows * most_step / 8);
+        take(keep, block_rows * most_step / 8);
         bytes = at - start;
     }
 };
@@ -73,27 +83,41 @@ template <class Format> struct Work {  // a tile and all that it needs
           factor(natural * log2_e) {}
 };
 
-struct Block {  // rows [row, row + rows) of the tile and keys [first, first + count) of the sequence
-    std::int64_t row, rows, first, count;
+// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from first,
+// some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin, full_end).
+struct Block {
+    std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
     bool hidden;  // some row does not see some key
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
 
+// A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
 __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b) {
-    const auto *q = w.s.q + b.row * w.sizes.words;
-    const auto *k = w.packed.k + (b.first - w.packed.first_key) * w.sizes.words;
-    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * w.sizes.words) {
-        multiply<Format, M, panel_vectors, false>(q, w.sizes.words, k, w.sizes.words, w.s.scores + c, step_keys, nullptr);
+    const std::int64_t words = w.sizes.words;
+    const auto *q = w.s.q + b.row * words;
+    const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
+    float *scores = w.s.scores;
+    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
+        if (panel_vectors == 2 && b.some_begin >= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
+                                                         nullptr);
+        } else if (panel_vectors == 2 && b.some_end <= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
+        } else {
+            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, most_step,
+                                                                     nullptr);
+        }
     }
 }
 
 template <class Format, int M, int N>
 FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
-    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes);
-    multiply<Format, M, N, true>(w.s.weights, step_keys / Format::depth, v, b.count / Format::depth,
-                                 w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+    const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
+    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
+    multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
+                                    w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
 }
 
 template <class Format, int M>
@@ -129,11 +153,12 @@ template <class Format> void value_block(const Work<Format> &w, const Block &b, 
 template <class Format> void hide(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *seen = w.s.seen + i * (step_keys / 8);
+        std::uint8_t *seen = w.s.seen + i * (most_step / 8);
         set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
         if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
-        float *scores = w.s.scores + i * step_keys;
+        float *scores = w.s.scores + i * most_step;
         for (std::int64_t c = 0; c < b.count; c += lanes) {
+            if (!w.p.has_blocked && b.full_begin <= c && c + lanes <= b.full_end) continue;
             store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
         }
     }
@@ -144,7 +169,7 @@ template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
     const auto stream = static_cast<std::uint32_t>(w.tile.seq * w.p.heads_q + w.head);
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *keep = w.s.keep + i * (step_keys / 8);
+        std::uint8_t *keep = w.s.keep + i * (most_step / 8);
         if (w.p.dropout == Dropout::philox) {
             philox.draw(keep, stream, row, b.first, b.count);
         } else {
@@ -158,32 +183,35 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float before[padded] = {}, now[padded] = {};
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * step_keys;
+        const float *scores = w.s.scores + i * most_step;
         Floats one = all(-infinity), other = one;
         for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
             one = larger(one, load<Floats>(scores + c));
             other = larger(other, load<Floats>(scores + c + lanes));
         }
         const float found = largest_of(larger(one, other));
-        before[i] = w.s.peak[b.row + i];
-        now[i] = found > before[i] ? found : before[i];
-        w.s.peak[b.row + i] = now[i];
+        float &peak = w.s.peak[b.row + i], &shift = w.s.shift[b.row + i];
+        before[i] = shift;
+        if (found > peak) {
+            peak = found;
+            shift = found * w.factor;
+        }
+        now[i] = shift;
     }
     for (int i = 0; i < padded; i += lanes) {
         const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
-        store(fade + i, from == to ? all(1.0f) : exp2<true>((from - to) * w.factor));  // equal infinities: no difference
+        store(fade + i, from == to ? all(1.0f) : exp2<true>(from - to));  // equal infinities: no difference
     }
 }
 
-// Weights of one row, 2^((scores - peak) * factor), added to `sum`; those that dropout takes are stored as zeros. The
-// difference first: rounding score * factor and peak * factor apart would cost digits where scores are large.
+// Weights of one row, 2^(scores * factor - shift), added to `sum`; those that dropout takes are stored as zeros.
 template <class Format, bool Drops>
-FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float peak, Floats sum,
+FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float shift, Floats sum,
                            const std::uint8_t *keep, typename Format::Word *weights) {
     Floats other = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        Floats low = exp2<Format::precise>((load<Floats>(scores + c) - peak) * factor);
-        Floats high = exp2<Format::precise>((load<Floats>(scores + c + lanes) - peak) * factor);
+        Floats low = exp2<Format::precise>(load<Floats>(scores + c) * factor - shift);
+        Floats high = exp2<Format::precise>(load<Floats>(scores + c + lanes) * factor - shift);
         sum += low;
         other += high;
         if constexpr (Drops) {
@@ -206,16 +234,16 @@ inline bool has_nan(const float *scores, std::int64_t count) {
 template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
     const bool drops = w.p.dropout != Dropout::none;
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * step_keys, peak = w.s.peak[b.row + i];
-        auto *weights = w.s.weights + i * (step_keys / Format::depth);
+        const float *scores = w.s.scores + i * most_step, shift = w.s.shift[b.row + i];
+        auto *weights = w.s.weights + i * (most_step / Format::depth);
         float *sums = w.s.sum + (b.row + i) * lanes;
         Floats sum = load<Floats>(sums) * fade[i];
-        if (peak == infinity) {
+        if (shift == infinity) {
             if (has_nan(scores, b.count)) sum = all(__builtin_nanf(""));
             std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
         } else {
-            const float from = peak == -infinity ? 0.0f : peak;  // 2^(-inf - 0) = 0
-            const std::uint8_t *keep = w.s.keep + i * (step_keys / 8);
+            const float from = shift == -infinity ? 0.0f : shift;  // 2^(-inf - 0) = 0
+            const std::uint8_t *keep = w.s.keep + i * (most_step / 8);
             sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
                         : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
         }
@@ -226,7 +254,7 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key.
 template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
     const auto bit = [](const std::uint8_t *bits, std::int64_t i, std::int64_t c)
-                         __attribute__((always_inline)) { return bits[i * (step_keys / 8) + c / 8] >> (c % 8) & 1; };
+                         __attribute__((always_inline)) { return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1; };
     const std::int64_t end = least(b.first + b.count, w.seq.kv_len);
     for (std::int64_t key = b.first; key < end; ++key) {
         if (!w.packed.wild[(key - w.packed.first_key) / panel]) continue;
@@ -239,7 +267,7 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
             for (std::int64_t i = 0; i < b.rows; ++i) {
                 if (b.hidden && !bit(w.s.seen, i, c)) continue;
                 if (w.p.dropout != Dropout::none && !bit(w.s.keep, i, c)) continue;
-                const float weight = Format::get(w.s.weights + i * (step_keys / Format::depth), c);
+                const float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
                 float *out = w.s.out + (b.row + i) * w.sizes.columns + d;
                 store(out, load<Floats>(out) + floats_of(bits_of(value * weight) & wild));
             }
@@ -253,12 +281,12 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
 template <class Format>
 Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
     const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
-    const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
-    const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
-    const std::int64_t first = most(begin, some_begin / panel * panel);
-    const std::int64_t last = least(end, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
-    const bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
-    return {row, rows, first, some_end > some_begin && last > first ? last - first : 0, hidden};
+    const std::int64_t some_begin = most(begin, first_key(w.seq, top)), some_end = least(end, end_key(w.seq, bottom));
+    if (some_end <= some_begin) return {};
+    const std::int64_t first = some_begin / panel * panel, count = round_up<std::int64_t>(some_end, panel) - first;
+    const std::int64_t full_begin = first_key(w.seq, bottom) - first, full_end = end_key(w.seq, top) - first;
+    const bool hidden = w.p.has_blocked || full_begin > 0 || full_end < count;
+    return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
 }
 
 template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b) {
@@ -266,7 +294,7 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
     score_block(w, b);
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * step_keys};
+            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
             add_bias(row, w.p, w.o, w.seq);
         }
     }
@@ -295,7 +323,7 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
     std::memset(w.s.out, 0, padded * w.sizes.columns * sizeof *w.s.out);
     std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
-    for (std::int64_t i = 0; i < padded; ++i) w.s.peak[i] = -infinity;
+    for (std::int64_t i = 0; i < padded; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
 }
 
 // Divides, and writes out and statistics; returns how many rows are empty.
@@ -304,11 +332,16 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
     for (std::int64_t i = 0; i < w.tile.row1 - w.tile.row0; ++i) {
         const std::int64_t row = w.tile.row0 + i;
         const float nan = __builtin_nanf("");
-        float sum = sum_of(load<Floats>(w.s.sum + i * lanes)), peak = w.s.peak[i] * w.natural, share = 1.0f;
+        float sum = sum_of(load<Floats>(w.s.sum + i * lanes)), peak = w.s.peak[i] * w.natural;
+        // All weights carry the shift's rounding error, as one factor.
+        const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
+        float share = rounding == rounding ? __builtin_exp2f(-rounding) : 1.0f;
+        sum *= share;
         if (w.p.has_sink && sum == sum) {
             const float sink = w.o.sink[w.head], top = sink > peak ? sink : peak;
-            share = peak == top ? 1.0f : __builtin_expf(peak - top);
-            sum = sum * share + (sink == top ? 1.0f : __builtin_expf(sink - top));
+            const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);
+            share *= fade;
+            sum = sum * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
             if (sink == -infinity && top == -infinity) sum = 0.0f;
             peak = top;
         }
@@ -334,9 +367,10 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
-    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step_keys) {
+    const std::int64_t step = step_keys(w.sizes);
+    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
-            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step_keys);
+            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (b.count) attend_block<Format, T>(w, b);
         }
     }

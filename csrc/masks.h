@@ -49,6 +49,7 @@ inline void clear_blocked(std::uint8_t *bits, const Matrix &blocked, const Seque
         if (*bytes) std::memset(bits, 0, round_up<std::int64_t>(count, 64) / 8);
         return;
     }
+    prefetch(bytes + first + block_rows * blocked.stride_row[b], count);  // the next block reads these columns there
     for (std::int64_t at = 0; at < count; at += 64) {
         const std::int64_t left = seq.kv_len - first - at;
         std::uint8_t rest[64] = {};

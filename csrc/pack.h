@@ -88,18 +88,24 @@ void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int6
 
 FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) == 0x7f800000); }
 
+// The larger magnitude, as bits: from 0x7f800000 on it is no finite number.
+FUSION_INLINE Ints larger_magnitude(Ints a, Words bits) {
+    const Ints b = (Ints)(bits & 0x7fffffff);
+    return a > b ? a : b;
+}
+
 // A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
 template <class Format, class T, bool Tame>
-FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Ints &largest) {
     if constexpr (Format::depth == 1) {
         (void)stride, (void)second;
         const Words bits = bits_of(load_floats(row, n));
-        wild |= not_finite(bits);
+        largest = larger_magnitude(largest, bits);
         return Tame ? bits & ~not_finite(bits) : bits;
     } else {
         Words low = bits_of(load_floats(row, n)) >> 16;
         Words high = second ? bits_of(load_floats(row + stride, n)) : Words{};
-        wild |= not_finite(low << 16) | not_finite(high);
+        largest = larger_magnitude(larger_magnitude(largest, low << 16), high);
         if constexpr (Tame) {
             low &= ~not_finite(low << 16);
             high &= ~not_finite(high);
@@ -112,7 +118,7 @@ FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, 
 template <class Format, class T, bool Tame>
 bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
                  const Packed<Format> &to, std::int64_t key) {
-    Words wild = {};
+    Ints largest = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
         for (std::int64_t column = 0; column < sizes.columns; column += panel) {
@@ -120,13 +126,13 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
             auto *at = to.values(column, key + i, width);
             for (std::int64_t d = 0; d < width; d += lanes) {
                 const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
-                                                                            n - column - d, wild)
+                                                                            n - column - d, largest)
                                              : Words{};
                 store(at + d, words);
             }
         }
     }
-    return any(wild);
+    return any((Words)(largest >= 0x7f800000));
 }
 
 template <class Format, class T> void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {

@@ -119,7 +119,11 @@ FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
 
 // The lanes' bits of a row of bits, from bit `at` on, a multiple of lanes.
 FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) {
-    if constexpr (lanes == 16) return row[at / 8] | row[at / 8 + 1] << 8;
+    if constexpr (lanes == 16) {
+        std::uint16_t bits;
+        std::memcpy(&bits, row + at / 8, 2);  // x86 alone has 16 lanes: the low byte comes first
+        return bits;
+    }
     return row[at / 8] >> (at % 8);
 }
 
@@ -136,36 +140,28 @@ FUSION_INLINE Floats root(Floats x) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 1e-7 (precise) or 2e-7; 0 below the normal numbers, NaN where x is.
+// 2^x for x <= 127, to a relative error of 7e-8 (precise) or 2e-7; 0 below the normal numbers, NaN where x is.
 template <bool Precise> FUSION_INLINE Floats exp2(Floats x) {
+    // Minimax polynomials of the relative error that are exact at 0. AVX-512 has instructions for x - floor(x) and for
+    // p * 2^floor(x), also right for -inf; elsewhere adding `magic` rounds x to the nearest whole number.
 #if defined(__AVX512F__)
-    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512 whole = _mm512_roundscale_ps((__m512)x, nearest);
-    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, nearest);  // 0 for an infinity
+    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    constexpr float c[] = {1.0f,         6.931470633e-1f, 2.402293086e-1f, 5.548528209e-2f,
+                           9.675451554e-3f, 1.246784697e-3f, 2.161291486e-4f};
+    constexpr float d[] = {1.0f, 6.931512952e-1f, 2.401644439e-1f, 5.579991266e-2f, 9.017030708e-3f, 1.867130050e-3f};
 #else
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
     x = larger(all(-150.0f), x);
     const Floats shifted = x + magic;
     const Floats r = x - (shifted - magic);
+    constexpr float c[] = {1.0f,         6.931471825e-1f, 2.402264774e-1f, 5.550332367e-2f,
+                           9.618436918e-3f, 1.339887385e-3f, 1.535336196e-4f};
+    constexpr float d[] = {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f};
 #endif
-    Floats p;  // minimax polynomials of the relative error on [-0.5, 0.5] that are exact at 0
-    if constexpr (Precise) {
-        p = all(1.535336196e-4f);
-        p = p * r + all(1.339887385e-3f);
-        p = p * r + all(9.618436918e-3f);
-        p = p * r + all(5.550332367e-2f);
-        p = p * r + all(2.402264774e-1f);
-        p = p * r + all(6.931471825e-1f);
-    } else {
-        p = all(1.326472731e-3f);
-        p = p * r + all(9.671512991e-3f);
-        p = p * r + all(5.550733581e-2f);
-        p = p * r + all(2.402224243e-1f);
-        p = p * r + all(6.931470037e-1f);
-    }
-    p = p * r + all(1.0f);
+    Floats p = all(Precise ? c[6] : d[5]);
+    FUSION_UNROLL for (int i = Precise ? 5 : 4; i >= 0; --i) p = p * r + all(Precise ? c[i] : d[i]);
 #if defined(__AVX512F__)
-    return (Floats)_mm512_scalef_ps((__m512)p, whole);
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
     const Ints n = (Ints)shifted - (Ints)magic;
     return x < all(-126.5f) ? Floats{} : p * (Floats)((n + 127) << 23);
@@ -229,10 +225,14 @@ FUSION_INLINE Halves from_floats(Half, Floats x) {
 }
 
 FUSION_INLINE Halves from_floats(Brain, Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
     const Words bits = bits_of(x);
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
     const Words quiet = bits >> 16 | 0x40;
     return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
+#endif
 }
 
 // The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.
@@ -250,11 +250,13 @@ template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t 
 }
 
 FUSION_INLINE void store_floats(float *to, Floats x, std::int64_t n) {
-    std::memcpy(to, &x, n >= lanes ? sizeof x : n * 4);
+    if (n >= lanes) return store(to, x);
+    std::memcpy(to, &x, n * 4);
 }
 template <class T> FUSION_INLINE void store_floats(T *to, Floats x, std::int64_t n) {
     const Halves out = from_floats(T{}, x);
-    std::memcpy(to, &out, n >= lanes ? sizeof out : n * 2);
+    if (n >= lanes) return store(to, out);
+    std::memcpy(to, &out, n * 2);
 }
 
 // --------------------------------------------------------------------------------------------------------- transpose
@@ -316,9 +318,10 @@ struct Pair {
 };
 #endif
 
-// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors]; with Add, fade[i] * C[i] is added to it, so that
-// every key tile is summed from zero (one accumulator carried through all keys would lose bits).
-template <class Format, int M, int N, bool Add>
+// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add,
+// fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
+// would lose bits).
+template <class Format, int M, int N, int Stride, bool Add>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                             std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
     Floats sum[M][N];
@@ -326,7 +329,7 @@ FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_strid
         FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
     }
 #pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+    for (std::int64_t k = 0; k < depth; ++k, b += Stride * lanes) {
         Words right[N];
         FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
