@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,16 @@ from rich.table import Table
 
 from benchmarks import chart, dense
 from benchmarks.pair import Timing, measure
+from fusion_attention import _native
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.machine()}, {_native.cpu_features()['chosen']}"
 
 
 def show(timings: list[Timing], console: Console) -> None:
@@ -38,18 +49,23 @@ def show(timings: list[Timing], console: Console) -> None:
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    only: Annotated[str, typer.Option(help="Only rows whose group or name contains this.")] = "",
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(dense.GROUPS)}, or all.")] = "all",
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console()
-    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    chosen = [p for p in dense.pairs(quick, {}) if only in p.group or only in p.name]
+    if only not in ("all", *dense.GROUPS):
+        raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
+    peak = _native.machine_peak(torch.get_num_threads())
+    peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
+    console.print("measured peaks: " + ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) + " (GFLOP/s, GB/s)")
     turns = min(turns, 3) if quick else turns
-    timings = [measure(pair, turns) for pair in track(chosen, "Measuring", console=console, transient=True)]
+    pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
+    timings = [measure(pair, turns) for pair in pairs]
     show(timings, console)
     if output:
-        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
         text = json.dumps({**facts, "rows": [asdict(t) for t in timings]}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         chart.draw(timings, output.with_suffix(".png"))

@@ -146,10 +146,12 @@ def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
         yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, peaks.get(dtype, 0.0))
 
 
-def pairs(quick: bool, peaks: Peaks) -> Iterator[Pair]:
-    """All rows; quick: small sizes, for a look."""
+GROUPS = {"training": training, "masks": masks, "shapes": shapes, "packed": packed}
+
+
+def pairs(quick: bool, peaks: Peaks, only: str) -> Iterator[Pair]:
+    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
     size = 512 if quick else 2048
-    yield from training(size, peaks)
-    yield from masks(size, peaks)
-    yield from shapes(size, peaks)
-    yield from packed(32 if quick else 100, peaks)
+    for name, group in GROUPS.items():
+        if only in ("all", name):
+            yield from group((32 if quick else 100) if name == "packed" else size, peaks)

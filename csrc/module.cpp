@@ -102,6 +102,7 @@ nb::dict cpu_features() {
 }  // namespace
 
 void bind_forward(nb::module_ &m);  // bind_forward.cpp
+void bind_peak(nb::module_ &m);     // bind_peak.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
@@ -114,4 +115,5 @@ NB_MODULE(_native, m) {
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
     bind_forward(m);
+    bind_peak(m);
 }

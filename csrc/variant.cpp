@@ -5,6 +5,7 @@
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
 #include "forward.h"
+#include "peak.h"
 
 namespace fusion {
 namespace {
@@ -77,8 +78,12 @@ constexpr Variant variant = {
     {packed_bytes<Single>, scratch_bytes<Single>, pack_single, attend_single},
 #if defined(__AVX512BF16__)
     {packed_bytes<Pair>, scratch_bytes<Pair>, pack_panels<Pair, Brain>, attend<Pair, Brain>},
+    float_work,
+    pair_work,
 #else
     {},
+    float_work,
+    nullptr,
 #endif
     dot,
     dot_bf16,

@@ -25,6 +25,8 @@ struct Variant {
     std::int64_t panel;    // keys of a panel: what key ranges are rounded to
     Kernels as_float;      // float32, float16, and bfloat16 where there is nothing better
     Kernels as_pairs;      // bfloat16 by dot products of pairs; null pointers where the instruction is missing
+    double (*float_work)(std::int64_t turns, float *result);  // peak.h
+    double (*pair_work)(std::int64_t turns, float *result);
     float (*dot)(const float *x, const float *y, std::size_t n);
     float (*dot_bf16)(const std::uint16_t *x, const std::uint16_t *y, std::size_t n);
 
