@@ -59,10 +59,13 @@ def main(
     peak = _native.machine_peak(torch.get_num_threads())
     peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
-    console.print("measured peaks: " + ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) + " (GFLOP/s, GB/s)")
+    measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
+    console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
     pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
     timings = [measure(pair, turns) for pair in pairs]
+    groups = list(dict.fromkeys(t.group for t in timings))
+    timings.sort(key=lambda t: groups.index(t.group))
     show(timings, console)
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
