@@ -14,7 +14,6 @@ namespace fusion {
 namespace {
 
 constexpr std::int64_t step_keys = 256;
-constexpr float log2_e = 1.44269504f;
 
 static_assert(tile_rows % block_rows == 0 && step_keys % (8 * lanes) == 0 && block_rows % 3 == 0);
 
