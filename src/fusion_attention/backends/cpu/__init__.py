@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from fusion_attention._native import BackwardPlan, ForwardPlan
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
-from fusion_attention.backends.cpu.native import Plan, plan_backward, plan_forward, run_backward, run_forward
+from fusion_attention.backends.cpu.native import plan_backward, plan_forward, run_backward, run_forward
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 NAME = "cpu"
@@ -26,7 +27,9 @@ def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
     ]
 
 
-def schedule(problem: Problem, extents: Extents, backward: bool, variant: str | None = None) -> Plan:
+def schedule(
+    problem: Problem, extents: Extents, backward: bool, variant: str | None = None
+) -> ForwardPlan | BackwardPlan:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
@@ -40,7 +43,7 @@ def workspace_bytes(problem: Problem, extents: Extents, backward: bool) -> int:
     return schedule(problem, extents, backward).workspace_bytes(torch.get_num_threads())
 
 
-def attention_forward(problem: Problem, extents: Extents, schedule: Plan, operands: Operands) -> None:
+def attention_forward(problem: Problem, extents: Extents, schedule: ForwardPlan, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
         return
@@ -49,7 +52,9 @@ def attention_forward(problem: Problem, extents: Extents, schedule: Plan, operan
         add_means(problem, extents, operands)
 
 
-def attention_backward(problem: Problem, extents: Extents, schedule: Plan, operands: Operands, grads: Grads) -> None:
+def attention_backward(
+    problem: Problem, extents: Extents, schedule: BackwardPlan, operands: Operands, grads: Grads
+) -> None:
     """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out."""
     if len(extents) == 0:
         if grads.dsink is not None:

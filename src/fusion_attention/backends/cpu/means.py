@@ -44,9 +44,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
     """Adds to every key's dv what the rows in mean form give it."""
     p, heads = problem, problem.heads_q
     for b, rows in _tiles(extents):
-        peak, total = (
-            view.sequence(b, heads, rows.stop)[:, rows] for view in (operands.stats.max, operands.stats.sum)
-        )
+        peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in (operands.stats.max, operands.stats.sum))
         mean = (peak == -math.inf) & (total > 0)
         if not mean.any():
             continue

@@ -21,7 +21,6 @@ _DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 _Rows = tuple[int, np.ndarray, np.ndarray, int, int]
 _Matrix = tuple[int, np.ndarray, np.ndarray, np.ndarray, int, int]
-Plan = _native.ForwardPlan | _native.BackwardPlan
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
