@@ -203,7 +203,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
     }
     for (int i = 0; i < padded; i += lanes) {
         const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
-        Floats factor = from == to ? all(1.0f) : exp2<true>(from - to);  // equal infinities: no difference
+        Floats factor = from == to ? all(1.0f) : exp2(from - to);  // equal infinities: no difference
         if (wild) factor = from > all(-infinity) ? larger(all(least_weight), factor) : factor;
         store(fade + i, factor);
     }
@@ -215,8 +215,8 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
                            const std::uint8_t *keep, typename Format::Word *weights) {
     Floats other = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        Floats low = exp2<Format::precise>(load<Floats>(scores + c) * factor - shift);
-        Floats high = exp2<Format::precise>(load<Floats>(scores + c + lanes) * factor - shift);
+        Floats low = exp2(load<Floats>(scores + c) * factor - shift);
+        Floats high = exp2(load<Floats>(scores + c + lanes) * factor - shift);
         sum += low;
         other += high;
         if constexpr (Drops) {
