@@ -13,6 +13,7 @@
 namespace fusion {
 namespace {
 
+constexpr float least_weight = 1.17549435e-38f;
 constexpr std::int64_t most_step = 512;                // keys that a tile meets at a time, at most,
 constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 
@@ -34,7 +35,7 @@ template <class Format> struct Scratch {  // one thread's
     float *shift;     // [tile_rows], the same as a power of two, rounded: weights are 2^(score * factor - shift)
     float *scores;    // [block_rows][most_step]
     Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
-    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
+    std::uint8_t *seen, *keep, *nothing;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
@@ -56,6 +57,7 @@ template <class Format> struct Scratch {  // one thread's
         }
         take(seen, block_rows * most_step / 8);
         take(keep, block_rows * most_step / 8);
+        take(nothing, block_rows * most_step / 8);
         bytes = at - start;
     }
 };
@@ -177,8 +179,9 @@ template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
     }
 }
 
-// Updates the rows' peaks and gives the factors by which what was summed before shrinks.
-template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, float *fade) {
+// Updates the rows' peaks and gives the factors by which what was summed before shrinks. Where an infinity may be among
+// that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
+template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool wild, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float before[padded] = {}, now[padded] = {};
     for (std::int64_t i = 0; i < b.rows; ++i) {
@@ -199,7 +202,9 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
     }
     for (int i = 0; i < padded; i += lanes) {
         const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
-        store(fade + i, from == to ? all(1.0f) : exp2<true>(from - to));  // equal infinities: no difference
+        Floats factor = from == to ? all(1.0f) : exp2(from - to);  // equal infinities: no difference
+        if (wild) factor = from > all(-infinity) ? larger(all(least_weight), factor) : factor;
+        store(fade + i, factor);
     }
 }
 
@@ -209,8 +214,8 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
                            const std::uint8_t *keep, typename Format::Word *weights) {
     Floats other = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        Floats low = exp2<Format::precise>(load<Floats>(scores + c) * factor - shift);
-        Floats high = exp2<Format::precise>(load<Floats>(scores + c + lanes) * factor - shift);
+        Floats low = exp2(load<Floats>(scores + c) * factor - shift);
+        Floats high = exp2(load<Floats>(scores + c + lanes) * factor - shift);
         sum += low;
         other += high;
         if constexpr (Drops) {
@@ -250,23 +255,47 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
     }
 }
 
+// Bit c of row i of one of the scratch's fields of bits.
+FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t i, std::int64_t c) {
+    return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1;
+}
+
+template <class Format> FUSION_INLINE bool is_wild(const Work<Format> &w, std::int64_t key) {
+    return w.packed.wild[(key - w.packed.first_key) / panel];
+}
+
+template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
+    for (std::int64_t c = 0; c < b.count; c += panel) {
+        if (is_wild(w, b.first + c)) return true;
+    }
+    return false;
+}
+
+// Before weights take the scores' place: which of them are exactly 0, because the score is -inf.
+template <class Format> void note_nothing(const Work<Format> &w, const Block &b) {
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        std::uint8_t *bits = w.s.nothing + i * (most_step / 8);
+        std::memset(bits, 0, most_step / 8);
+        for (std::int64_t c = 0; c < b.count; ++c) {
+            if (w.s.scores[i * most_step + c] == -infinity) bits[c / 8] = static_cast<std::uint8_t>(bits[c / 8] | 1 << c % 8);
+        }
+    }
+}
+
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key.
 template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
-    const auto bit = [](const std::uint8_t *bits, std::int64_t i, std::int64_t c)
-                         __attribute__((always_inline)) { return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1; };
-    const std::int64_t end = least(b.first + b.count, w.seq.kv_len);
-    for (std::int64_t key = b.first; key < end; ++key) {
-        if (!w.packed.wild[(key - w.packed.first_key) / panel]) continue;
-        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, key);
-        const std::int64_t c = key - b.first;
+    for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
+        if (!is_wild(w, b.first + c)) continue;
+        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
             const Floats value = load_floats(v + d, w.p.dim_v - d);
             const Words wild = not_finite(bits_of(value));
             if (!any(wild)) continue;
             for (std::int64_t i = 0; i < b.rows; ++i) {
-                if (b.hidden && !bit(w.s.seen, i, c)) continue;
-                if (w.p.dropout != Dropout::none && !bit(w.s.keep, i, c)) continue;
-                const float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
+                if (b.hidden && !bit_of(w.s.seen, i, c)) continue;
+                if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
+                float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
+                if (weight == 0.0f && !bit_of(w.s.nothing, i, c)) weight = least_weight;  // too small for a float
                 float *out = w.s.out + (b.row + i) * w.sizes.columns + d;
                 store(out, load<Floats>(out) + floats_of(bits_of(value * weight) & wild));
             }
@@ -288,7 +317,7 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
     return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
 }
 
-template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b) {
+template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b, bool &met_wild) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     score_block(w, b);
     if (w.dressed) {
@@ -298,14 +327,14 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
         }
     }
     if (b.hidden) hide(w, b);
-    raise_peaks(w, b, fade);
+    raise_peaks(w, b, met_wild, fade);
     if (w.p.dropout != Dropout::none) draw_kept(w, b);
+    const bool wild = any_wild(w, b);
+    if (wild) note_nothing(w, b);
     weigh_block(w, b, fade);
     value_block(w, b, fade);
-    const std::uint8_t *wild = w.packed.wild + (b.first - w.packed.first_key) / panel;
-    bool some = false;
-    for (std::int64_t i = 0; i < b.count / panel; ++i) some |= wild[i] != 0;
-    if (some) add_wild<Format, T>(w, b);
+    if (wild) add_wild<Format, T>(w, b);
+    met_wild |= wild;
 }
 
 template <class Format, class T> void load_rows(const Work<Format> &w) {
@@ -367,10 +396,11 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
+    bool met_wild = false;
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
-            if (b.count) attend_block<Format, T>(w, b);
+            if (b.count) attend_block<Format, T>(w, b, met_wild);
         }
     }
     return store_rows<Format, T>(w);

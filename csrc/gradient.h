@@ -172,7 +172,7 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
                     const std::int64_t at = (i + e) * keys + c + u * lanes, bit = c + u * lanes;
                     // The product is rounded as the saved maximum was, so that their difference is exact.
                     const Floats score = rounded(load<Floats>(w.k.scores + at) * w.natural);
-                    Floats weight = exp2<Format::precise>((score - peak) * log2_e) * share;
+                    Floats weight = exp2((score - peak) * log2_e) * share;
                     Floats dprob = load<Floats>(w.k.dprobs + at), kept = weight;
                     if constexpr (Drops) {
                         const std::uint32_t bits = lane_bits(w.k.keep + (i + e) * (keys / 8), bit);

@@ -152,26 +152,23 @@ FUSION_INLINE Floats root(Floats x) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 7e-8 (precise) or 2e-7; 0 below the normal numbers, NaN where x is.
-template <bool Precise> FUSION_INLINE Floats exp2(Floats x) {
-    // Minimax polynomials of the relative error that are exact at 0. AVX-512 has instructions for x - floor(x) and for
+// 2^x for x <= 127, to a relative error of 2e-7; 0 below the normal numbers, NaN where x is.
+FUSION_INLINE Floats exp2(Floats x) {
+    // Minimax polynomials of the relative error that are exact at 0, the first also just below 1: the weight of a row's
+    // only key is 1. AVX-512 has instructions for x - floor(x) and for
     // p * 2^floor(x), also right for -inf; elsewhere adding `magic` rounds x to the nearest whole number.
 #if defined(__AVX512F__)
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    constexpr float c[] = {1.0f,         6.931470633e-1f, 2.402293086e-1f, 5.548528209e-2f,
-                           9.675451554e-3f, 1.246784697e-3f, 2.161291486e-4f};
-    constexpr float d[] = {1.0f, 6.931512952e-1f, 2.401644439e-1f, 5.579991266e-2f, 9.017030708e-3f, 1.867130050e-3f};
+    constexpr float c[] = {1.0f, 6.931517124e-1f, 2.401592880e-1f, 5.581867695e-2f, 8.990994655e-3f, 1.879318617e-3f};
 #else
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
     x = larger(all(-150.0f), x);
     const Floats shifted = x + magic;
     const Floats r = x - (shifted - magic);
-    constexpr float c[] = {1.0f,         6.931471825e-1f, 2.402264774e-1f, 5.550332367e-2f,
-                           9.618436918e-3f, 1.339887385e-3f, 1.535336196e-4f};
-    constexpr float d[] = {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f};
+    constexpr float c[] = {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f};
 #endif
-    Floats p = all(Precise ? c[6] : d[5]);
-    FUSION_UNROLL for (int i = Precise ? 5 : 4; i >= 0; --i) p = p * r + all(Precise ? c[i] : d[i]);
+    Floats p = all(c[5]);
+    FUSION_UNROLL for (int i = 4; i >= 0; --i) p = p * r + all(c[i]);
 #if defined(__AVX512F__)
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -298,7 +295,6 @@ FUSION_INLINE void transpose(Words (&r)[lanes]) {
 struct Single {
     using Word = float;
     static constexpr int depth = 1;  // elements per word
-    static constexpr bool precise = true;
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return sum + all(a) * floats_of(b); }
     static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
@@ -314,7 +310,6 @@ struct Single {
 struct Pair {
     using Word = std::uint32_t;
     static constexpr int depth = 2;
-    static constexpr bool precise = false;  // the probabilities keep eight bits
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)all(a));

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -243,6 +244,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
 
 # ----------------------------------------------------------------------------------------------------------- same bits
 
+PLAIN = Problem(4, 2, 40, 24, scale=0.2)
 LONG = ((200, 0, 3, 97), (311, 4, 0, 97))
 
 
@@ -306,6 +308,14 @@ def test_head_dims_up_to_the_limit(dim: int, dim_v: int, dtype: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- memory and threads
+
+
+def test_calls_from_two_threads_do_not_disturb_each_other() -> None:
+    calls = [converted(make(PLAIN, *LONG, seed=seed), torch.float32) for seed in range(2)]
+    want = [native(call)["out"] for call in calls]
+    with ThreadPoolExecutor(2) as pool:
+        for i, got in enumerate(pool.map(lambda i: native(calls[i % 2])["out"], range(40))):
+            assert all(torch.equal(a, b) for a, b in zip(got, want[i % 2], strict=True))
 
 
 def test_denormals_count_as_zero_inside_only() -> None:
