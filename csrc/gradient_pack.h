@@ -109,9 +109,9 @@ template <class Format> struct KeyPart {  // and one thread's scratch
 // -------------------------------------------------------------------------------------------------------------- rows
 
 template <class T> bool has_wild(const T *row, std::int64_t n) {
-    Words wild = {};
-    for (std::int64_t d = 0; d < n; d += lanes) wild |= not_finite(bits_of(load_floats(row + d, n - d)));
-    return any(wild);
+    Ints largest = {};
+    for (std::int64_t d = 0; d < n; d += lanes) largest = larger_magnitude(largest, bits_of(load_floats(row + d, n - d)));
+    return any_not_finite(largest);
 }
 
 template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
@@ -124,20 +124,20 @@ template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
 template <class Format, class T>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
-    Words wild = {};
+    Ints largest = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         for (std::int64_t at = 0; at < deep; at += lanes) {
             Words block[lanes];
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
                 const std::int64_t row = (at + i) * Format::depth;
                 const T *from = first + row * stride + d;
-                block[i] = row < rows ? value_words<Format, T, true>(from, stride, row + 1 < rows, n - d, wild) : Words{};
+                block[i] = row < rows ? value_words<Format, T, true>(from, stride, row + 1 < rows, n - d, largest) : Words{};
             }
             transpose(block);
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + (d + i) * deep + at, block[i]);
         }
     }
-    return any(wild);
+    return any_not_finite(largest);
 }
 
 template <class Format, class T>
@@ -211,18 +211,18 @@ bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std:
                     typename Format::Word *to) {
     const std::int64_t columns = round_up<std::int64_t>(n, lanes), stride = rows.stride_token;
     const T *row = row_of<const T>(rows, tile.seq, tile.head, tile.key0 + at);
-    Words wild = {};
+    Ints largest = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth, row += Format::depth * stride) {
         for (std::int64_t column = 0; column < columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, columns - column);
             auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
             for (std::int64_t d = column; d < column + width; d += lanes) {
-                store(words + d - column, i < here ? value_words<Format, T, true>(row + d, stride, i + 1 < here, n - d, wild)
+                store(words + d - column, i < here ? value_words<Format, T, true>(row + d, stride, i + 1 < here, n - d, largest)
                                                    : Words{});
             }
         }
     }
-    return any(wild);
+    return any_not_finite(largest);
 }
 
 template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {

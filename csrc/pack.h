@@ -94,6 +94,9 @@ FUSION_INLINE Ints larger_magnitude(Ints a, Words bits) {
     return a > b ? a : b;
 }
 
+// Whether the largest magnitude of some lane is that of an infinity or a NaN.
+FUSION_INLINE bool any_not_finite(Ints largest) { return any((Words)(largest >= 0x7f800000)); }
+
 // A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
 template <class Format, class T, bool Tame>
 FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Ints &largest) {
@@ -132,7 +135,7 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
             }
         }
     }
-    return any((Words)(largest >= 0x7f800000));
+    return any_not_finite(largest);
 }
 
 template <class Format, class T> void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
