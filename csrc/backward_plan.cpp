@@ -69,12 +69,11 @@ void BackwardPlan::cut_waves() {
         const std::size_t head_bytes = rows ? (rows - 1) * tile_bytes_ + kernels_.row_bytes(problem_, last) : 0;
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
             if (waves_.empty() || used + group * head_bytes > wave_bytes) {
-                waves_.push_back({units_.size(), units_.size(), 0, unit_of_tile_.size()});
+                waves_.push_back({units_.size(), units_.size(), 0});
                 used = 0;
             }
             Wave &wave = waves_.back();
             units_.push_back({static_cast<std::int64_t>(b), head, used, wave.row_tiles, rows, keys});
-            unit_of_tile_.insert(unit_of_tile_.end(), group * rows, wave.end - wave.first);
             wave.row_tiles += group * rows;
             ++wave.end;
             used += group * head_bytes;
@@ -92,6 +91,12 @@ int BackwardPlan::team_of(int threads) const {
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
     return units_.empty() ? 0 : packed_bytes_ + key_bytes_ * static_cast<std::size_t>(team_of(threads));
+}
+
+// The unit that a tile of rows of the wave belongs to.
+const BackwardPlan::PlannedUnit &BackwardPlan::unit_at(const Wave &wave, std::int64_t row_tile) const {
+    const auto before = [](std::int64_t tile, const PlannedUnit &unit) { return tile < unit.first_tile; };
+    return *(std::upper_bound(units_.begin() + wave.first, units_.begin() + wave.end, row_tile, before) - 1);
 }
 
 // A tile of rows of a unit, counted head after head.
@@ -184,10 +189,9 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
 // The three parts of a wave are called by every thread of a team.
 
 void BackwardPlan::pack(const Wave &wave, State &state) const {
-    const std::size_t *const unit_of = unit_of_tile_.data() + wave.first_tile;
 #pragma omp for schedule(dynamic, 1)
     for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-        const PlannedUnit &unit = units_[wave.first + unit_of[i]];
+        const PlannedUnit &unit = unit_at(wave, i);
         const RowTile rows = row_tile(unit, i - unit.first_tile, state.packed);
         std::int64_t first, end;
         meeting(sequences_[unit.seq], rows.row0, rows.row1, first, end);
@@ -197,7 +201,7 @@ void BackwardPlan::pack(const Wave &wave, State &state) const {
 #pragma omp single
     {
         for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-            const PlannedUnit &unit = units_[wave.first + unit_of[i]];
+            const PlannedUnit &unit = unit_at(wave, i);
             state.dsink[row_tile(unit, i - unit.first_tile, state.packed).head] += state.notes[i].dsink;
             state.means += state.notes[i].means;
         }
@@ -237,10 +241,9 @@ void BackwardPlan::run_item(const Item &item, State &state, void *scratch) const
 }
 
 void BackwardPlan::store(const Wave &wave, State &state) const {
-    const std::size_t *const unit_of = unit_of_tile_.data() + wave.first_tile;
 #pragma omp for schedule(dynamic, 1)
     for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-        const PlannedUnit &unit = units_[wave.first + unit_of[i]];
+        const PlannedUnit &unit = unit_at(wave, i);
         kernels_.store_rows(state.job, row_tile(unit, i - unit.first_tile, state.packed));
     }
 }

@@ -40,7 +40,6 @@ private:
     struct Wave {  // a range of units whose rows are packed together
         std::size_t first, end;
         std::int64_t row_tiles;
-        std::size_t first_tile;  // in unit_of_tile_
     };
     struct Item {  // a unit meets a tile of keys; rank: how many units of the wave come before it at such a tile
         std::size_t unit;
@@ -50,6 +49,7 @@ private:
 
     void check() const;
     void cut_waves();
+    const PlannedUnit &unit_at(const Wave &wave, std::int64_t row_tile) const;
     RowTile row_tile(const PlannedUnit &unit, std::int64_t index, char *packed) const;
     void meeting(const Sequence &seq, std::int64_t row0, std::int64_t row1, std::int64_t &first, std::int64_t &end) const;
     std::vector<Item> items_of(const Wave &wave, std::size_t abreast) const;
@@ -66,7 +66,6 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<PlannedUnit> units_;
     std::vector<Wave> waves_;
-    std::vector<std::size_t> unit_of_tile_;  // of every tile of rows, wave after wave
     std::size_t packed_bytes_ = 0, key_bytes_ = 0, tile_bytes_ = 0;
     std::int64_t most_row_tiles_ = 0, most_key_tiles_ = 0, most_items_ = 0;
 };
