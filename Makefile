@@ -19,7 +19,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-asan lint bench docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -33,6 +33,16 @@ test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
 	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+ASAN := .venv-asan
+# The sanitizers' libraries must be there before Python's own; leaks are Python's and torch's, which free nothing at exit;
+# a test asks for more memory than there is, and wants MemoryError.
+test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	test -d $(ASAN) || $(PYTHON) -m venv $(ASAN)
+	$(subst $(VENV)/,$(ASAN)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_SANITIZE=ON ".[test]"
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_cpu_backend.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.extra-lint ## style, format, types, and no stale generated page
 	$(BIN)/python -m ruff check .

@@ -1,9 +1,10 @@
-"""`python -m benchmarks`: every pair in turns, one table, and the same figures as JSON."""
+"""`python -m benchmarks`: every pair in turns, one table; on request the figures as JSON and as a chart."""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,28 +15,63 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import dense
-from benchmarks.pair import measure
+from benchmarks import chart, dense
+from benchmarks.pair import Timing, measure
+from fusion_attention import _native
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.machine()}, {_native.cpu_features()['chosen']}"
+
+
+def show(timings: list[Timing], console: Console) -> None:
+    """The table of all figures."""
+    table = Table(title="Medians of alternating runs; ratio = peer's time / ours")
+    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak"):
+        table.add_column(name, justify="left" if name in ("case", "peer") else "right", no_wrap=True)
+    group = ""
+    for t in timings:
+        if t.group != group:
+            group = t.group
+            table.add_section()
+            table.add_row(f"[bold]{group}")
+        share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+        figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+        table.add_row(t.name, t.peer_name, *figures)
+    console.print(table)
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(dense.GROUPS)}, or all.")] = "all",
+    output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
-    """Times this library beside torch's scaled_dot_product_attention, alternating in one process."""
+    """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console()
-    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    timings = [
-        measure(pair, 3 if quick else turns)
-        for pair in track(dense.pairs(quick), "Measuring", console=console, transient=True)
-    ]
-    table = Table("case", "ours ms", "SDPA ms", "SDPA / ours", "ours GFLOP/s", title="Median of alternating runs")
-    for t in timings:
-        table.add_row(t.name, f"{t.ours * 1e3:.2f}", f"{t.peer * 1e3:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}")
-    console.print(table)
+    if only not in ("all", *dense.GROUPS):
+        raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
+    peak = _native.machine_peak(torch.get_num_threads())
+    peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
+    measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
+    console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
+    turns = min(turns, 3) if quick else turns
+    pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
+    timings = [measure(pair, turns) for pair in pairs]
+    groups = list(dict.fromkeys(t.group for t in timings))
+    timings.sort(key=lambda t: groups.index(t.group))
+    show(timings, console)
     if output:
-        output.write_text(json.dumps([asdict(t) for t in timings], indent=1) + "\n")
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
+        text = json.dumps({**facts, "rows": [asdict(t) for t in timings]}, indent=1)
+        output.with_suffix(".json").write_text(text + "\n")
+        chart.draw(timings, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

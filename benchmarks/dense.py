@@ -1,73 +1,157 @@
-"""Training attention beside torch's scaled_dot_product_attention: padded, causal, grouped, packed."""
+"""Training attention beside what a user would pick on a CPU: torch's SDPA (with a mask where it needs one), and
+FlexAttention where it can say the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
 from benchmarks.pair import Pair
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Peaks = dict[torch.dtype, float]
 
 
-def _flops(q: torch.Tensor, k: torch.Tensor, causal: bool, backward: bool) -> int:
-    """Multiply-adds counted twice over visible pairs: two matmuls forward, five backward."""
-    batch, heads, rows, dim = q.shape
-    pairs = rows * (rows + 1) // 2 if causal else rows * k.shape[2]
-    return 2 * batch * heads * pairs * dim * (5 if backward else 2)
-
-
-def padded(name: str, dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, causal: bool) -> Iterator[Pair]:
-    """Forward and backward of one padded call, [1, heads, size, dim]."""
+def rows(dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, *, grad: bool = False) -> Rows:
+    """q, k, v of one sequence, [1, heads, size, dim]."""
     torch.manual_seed(0)
-    q = torch.randn(1, heads[0], size, dim, dtype=dtype, requires_grad=True)
-    k, v = (torch.randn(1, heads[1], size, dim, dtype=dtype, requires_grad=True) for _ in range(2))
-    band = fa.Band.causal() if causal else fa.Band.full()
-
-    def ours() -> torch.Tensor:
-        return fa.attention(q, k, v, layout="BNSD", band=band)
-
-    def peer() -> torch.Tensor:
-        return sdpa(q, k, v, is_causal=causal, enable_gqa=heads[0] != heads[1])
-
-    with torch.no_grad():
-        yield Pair(f"{name} forward", ours, peer, _flops(q, k, causal, False))
-    mine, theirs = ours(), peer()
-    dout = torch.randn_like(mine)
-
-    def gradient(out: torch.Tensor) -> object:
-        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-    yield Pair(f"{name} backward", lambda: gradient(mine), lambda: gradient(theirs), _flops(q, k, causal, True))
+    shapes = (heads[0], heads[1], heads[1])
+    q, k, v = (torch.randn(1, n, size, dim, dtype=dtype, requires_grad=grad) for n in shapes)
+    return q, k, v
 
 
-def packed(dtype: torch.dtype, heads: int, dim: int, lengths: list[int]) -> Iterator[Pair]:
-    """Sequences of different lengths: packed here, padded with a key mask there."""
-    torch.manual_seed(0)
-    total, longest = sum(lengths), max(lengths)
-    q, k, v = (torch.randn(total, heads, dim, dtype=dtype) for _ in range(3))
-    wide = torch.zeros(3, len(lengths), heads, longest, dim, dtype=dtype)
-    for b, rows in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
-        wide[:, b, :, : lengths[b]] = rows.transpose(1, 2)
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
-    flops = sum(4 * heads * n * n * dim for n in lengths)
-    with torch.no_grad():
-        yield Pair(
-            f"packed {len(lengths)} sequences, {total} of {len(lengths) * longest} tokens",
-            lambda: fa.attention(q, k, v, layout="TND", q_len=lengths),
-            lambda: sdpa(*wide, attn_mask=mask),
-            flops,
-        )
+def arithmetic(q: torch.Tensor, pairs: int, matmuls: int) -> int:
+    """Multiply-adds counted twice, over the visible pairs of all heads."""
+    return 2 * q.shape[1] * pairs * q.shape[-1] * matmuls
 
 
-def pairs(quick: bool) -> Iterator[Pair]:
-    """All rows; quick: small sizes, for a look."""
-    size = 512 if quick else 2048
+def triangle(size: int) -> int:
+    """Visible pairs of a causal square."""
+    return size * (size + 1) // 2
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+    """Our forward, as a call without arguments."""
+    return torch.no_grad()(lambda: fa.attention(q, k, v, layout="BNSD", **options))
+
+
+def peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+    """SDPA's forward."""
+    return torch.no_grad()(lambda: sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options))
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., torch.Tensor]:
+    """FlexAttention as its pages say to use it."""
+    return torch.compile(flex_attention)
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Callable[[], torch.Tensor]:
+    """FlexAttention's forward with a causal window of so many keys."""
+    size = q.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, size, size, device="cpu")
+    return torch.no_grad()(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+
+
+def training(size: int, peaks: Peaks) -> Iterator[Pair]:
+    """Forward and backward, full and causal, in every dtype."""
+    for dim in (128, 64):
+        for label, dtype in DTYPES.items():
+            for causal in (False, True):
+                name = f"{label} D{dim} S{size} {'causal' if causal else 'full'}"
+                band = fa.Band.causal() if causal else fa.Band.full()
+                pairs = triangle(size) if causal else size * size
+                q, k, v = rows(dtype, (8, 8), size, dim)
+                ours, theirs = forward(q, k, v, band=band), peer(q, k, v, is_causal=causal)
+                yield Pair("forward", name, "SDPA", ours, theirs, arithmetic(q, pairs, 2), peaks.get(dtype, 0.0))
+                q, k, v = rows(dtype, (8, 8), size, dim, grad=True)
+                outs = fa.attention(q, k, v, layout="BNSD", band=band), sdpa(q, k, v, is_causal=causal)
+                dout = torch.randn_like(outs[0])
+                calls = [functools.partial(torch.autograd.grad, o, (q, k, v), dout, retain_graph=True) for o in outs]
+                yield Pair("backward", name, "SDPA", *calls, arithmetic(q, pairs, 5), peaks.get(dtype, 0.0))
+
+
+def masks(size: int, peaks: Peaks) -> Iterator[Pair]:
+    """What peers need a mask tensor, a bias tensor or a compiled block mask for."""
+    dtype = torch.bfloat16
+    peak = peaks.get(dtype, 0.0)
+    q, k, v = rows(dtype, (8, 8), size, 128)
+    row, key = torch.arange(size)[:, None], torch.arange(size)
+    window = min(256, size // 4)
+    inside = (key <= row) & (row - key < window)
+    band = fa.Band.window(window - 1, 0)
+    flops = arithmetic(q, int(inside.sum()), 2)
+    ours = forward(q, k, v, band=band)
+    yield Pair("masks", f"window {window}, S{size}", "SDPA + mask", ours, peer(q, k, v, attn_mask=inside), flops, peak)
+    yield Pair("masks", f"window {window}, S{size}", "FlexAttention", ours, flex(q, k, v, window), flops, peak)
+    causal = forward(q, k, v, band=fa.Band.causal())
+    flops = arithmetic(q, triangle(size), 2)
+    yield Pair("masks", f"causal, S{size}", "FlexAttention", causal, flex(q, k, v, size), flops, peak)
+    slopes = torch.tensor([2.0 ** -(h + 1) for h in range(8)])
+    alibi = (-slopes[:, None, None] * (row - key).abs()).masked_fill(key > row, -torch.inf).to(dtype)[None]
+    ours = forward(q, k, v, band=fa.Band.causal(), alibi_slopes=slopes)
+    yield Pair("masks", f"causal ALiBi, S{size}", "SDPA + bias", ours, peer(q, k, v, attn_mask=alibi), flops, peak)
+    flops = arithmetic(q, size * size, 2)
+    bias = torch.randn(1, 8, size, size, dtype=dtype)
+    ours = forward(q, k, v, bias=bias)
+    yield Pair("masks", f"bias, S{size}", "SDPA + bias", ours, peer(q, k, v, attn_mask=bias), flops, peak)
+    blocked = torch.rand(size, size) < 0.3
+    ours = forward(q, k, v, blocked=blocked)
+    yield Pair("masks", f"mask, S{size}", "SDPA + mask", ours, peer(q, k, v, attn_mask=~blocked), flops, peak)
+    ours = forward(q, k, v, keep_prob=0.9, seed=1)
+    yield Pair("masks", f"dropout, S{size}", "ours without", ours, forward(q, k, v), flops, peak)
+
+
+def shapes(size: int, peaks: Peaks) -> Iterator[Pair]:
+    """Grouped heads, short sequences, odd head dims."""
     for label, dtype in DTYPES.items():
-        for causal in (False, True):
-            yield from padded(f"{label} D128 S{size} {'causal' if causal else 'full'}", dtype, (8, 8), size, 128, causal)
-    yield from padded(f"bf16 D128 S{size} 32/8 heads", torch.bfloat16, (32, 8), size // 2, 128, False)
-    yield from packed(torch.float32, 12, 32, [8 + 13 * i % 120 for i in range(64 if quick else 200)])
+        q, k, v = rows(dtype, (32, 8), size // 2, 128)
+        flops = arithmetic(q, (size // 2) ** 2, 2)
+        name = f"{label} 32/8 heads S{size // 2}"
+        yield Pair("shapes", name, "SDPA", forward(q, k, v), peer(q, k, v), flops, peaks.get(dtype, 0.0))
+    dtype = torch.bfloat16
+    for short in (128, 512):
+        q, k, v = rows(dtype, (8, 8), short, 128)
+        ours, theirs = forward(q, k, v), peer(q, k, v)
+        yield Pair("shapes", f"bf16 S{short}", "SDPA", ours, theirs, arithmetic(q, short**2, 2), peaks.get(dtype, 0.0))
+    for dim in (72, 80, 96, 256):
+        q, k, v = rows(dtype, (8, 8), size, dim)
+        ours, theirs = forward(q, k, v), peer(q, k, v)
+        yield Pair("shapes", f"bf16 D{dim}", "SDPA", ours, theirs, arithmetic(q, size**2, 2), peaks.get(dtype, 0.0))
+
+
+def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
+    """Sequences of a long-tailed mix of lengths: packed here, padded with a key mask there."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.exp(torch.randn(count, generator=generator) + 4).int() + 4).clamp(max=512).tolist()
+    total, longest, heads, dim = sum(lengths), max(lengths), 12, 64
+    for label in ("fp32", "bf16"):
+        dtype = DTYPES[label]
+        q, k, v = (torch.randn(total, heads, dim, dtype=dtype, generator=None) for _ in range(3))
+        wide = torch.zeros(3, count, heads, longest, dim, dtype=dtype)
+        for b, part in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
+            wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
+        ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths))
+        theirs = torch.no_grad()(functools.partial(sdpa, *wide, attn_mask=mask))
+        flops = sum(4 * heads * n * n * dim for n in lengths)
+        name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
+        yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, peaks.get(dtype, 0.0))
+
+
+GROUPS = {"training": training, "masks": masks, "shapes": shapes, "packed": packed}
+
+
+def pairs(quick: bool, peaks: Peaks, only: str) -> Iterator[Pair]:
+    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
+    size = 512 if quick else 2048
+    for name, group in GROUPS.items():
+        if only in ("all", name):
+            yield from group((32 if quick else 100) if name == "packed" else size, peaks)

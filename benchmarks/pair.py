@@ -10,23 +10,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pair:
-    """What is compared: ours and a peer's way, and the arithmetic that both do (0 where they differ)."""
+    """What is compared: our way and a peer's, and the arithmetic that ours does.
 
+    Args:
+        group: rows that a chart shows together.
+        name: what is computed.
+        peer_name: how a user would compute it otherwise.
+        ours, peer: compute it once.
+        flops: of ours, multiply-adds counted twice; peak: the machine's rate for them in GFLOP/s, 0 if not measured.
+    """
+
+    group: str
     name: str
+    peer_name: str
     ours: Callable[[], object]
     peer: Callable[[], object]
-    flops: int = 0
+    flops: int
+    peak: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of both, and the median of the ratios peer / ours of neighbouring turns."""
+    """Median milliseconds of both, the median of the ratios peer / ours of neighbouring turns, and our rate."""
 
+    group: str
     name: str
-    ours: float
-    peer: float
+    peer_name: str
+    ours_ms: float
+    peer_ms: float
     ratio: float
     gflops: float
+    share_of_peak: float
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -42,4 +56,7 @@ def measure(pair: Pair, turns: int) -> Timing:
     ours, peer = zip(*((seconds(pair.ours), seconds(pair.peer)) for _ in range(turns)), strict=True)
     ratio = statistics.median(b / a for a, b in zip(ours, peer, strict=True))
     mine = statistics.median(ours)
-    return Timing(pair.name, mine, statistics.median(peer), ratio, pair.flops / mine / 1e9)
+    gflops = pair.flops / mine / 1e9
+    share = gflops / pair.peak if pair.peak else 0.0
+    milliseconds = (mine * 1e3, statistics.median(peer) * 1e3)
+    return Timing(pair.group, pair.name, pair.peer_name, *milliseconds, ratio, gflops, share)

@@ -26,17 +26,21 @@ void add_stored(const Row &r, const T *values, std::int64_t stride_row, std::int
     }
 }
 
+struct Stored {  // where a row's values lie: in which row of the matrix, and how many columns on
+    std::int64_t row, shift;
+};
+
+// The last rows of a table are stored as they are; an earlier one is rebuilt from the stored row with the same remainder,
+// at the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
+inline Stored table_row(const Sequence &seq, std::int64_t row) {
+    const std::int64_t first = seq.q_len - table_rows, stored = row >= first ? row - first : row % table_rows;
+    return {stored, first + stored - row};
+}
+
 template <class T> void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
-    std::int64_t row = r.row, shift = 0;
-    if (table) {
-        // The last rows are stored as they are; an earlier one is rebuilt from the stored row with the same remainder, at
-        // the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
-        const std::int64_t first = seq.q_len - table_rows;
-        row = r.row >= first ? r.row - first : r.row % table_rows;
-        shift = first + row - r.row;
-    }
-    const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, row);
-    const std::int64_t from = r.first + shift;
+    const Stored at = table ? table_row(seq, r.row) : Stored{r.row, 0};
+    const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, at.row);
+    const std::int64_t from = r.first + at.shift;
     add_stored(r, values + (m.stride_key ? from : 0), m.stride_row[r.seq], m.stride_key, seq.kv_len - from, scale, factor);
 }
 

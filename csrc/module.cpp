@@ -101,11 +101,15 @@ nb::dict cpu_features() {
 
 }  // namespace
 
-void bind_forward(nb::module_ &m);  // bind_forward.cpp
+void bind_forward(nb::module_ &m);   // bind_forward.cpp
+void bind_backward(nb::module_ &m);  // bind_backward.cpp
+void bind_peak(nb::module_ &m);      // bind_peak.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
     fusion::built_variants();  // ask the CPU once, now
+    // Plans live in a Python cache until the interpreter ends, and it may end without taking them down.
+    nb::set_leak_warnings(false);
 
     m.def("cpu_features", &cpu_features,
           "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen.");
@@ -114,4 +118,6 @@ NB_MODULE(_native, m) {
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
     bind_forward(m);
+    bind_peak(m);
+    bind_backward(m);
 }

@@ -56,6 +56,13 @@ struct Operands {
     std::uint32_t offset = 0;
 };
 
+// What the backward reads and writes. dbias is added to, in float32, where the bias was read.
+struct Gradients {
+    Rows dout, dq, dk, dv, dq_rope, dk_rope;
+    Matrix dbias;
+    float *dsink = nullptr;  // [heads_q]
+};
+
 // Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).
 struct Sequence {
     std::int64_t q_len, kv_len, lo, hi, prefix, shift;
@@ -71,10 +78,26 @@ struct Unit {  // the keys and values of one sequence and key/value head, packed
     char *packed;
 };
 
+struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
+    std::int64_t seq, head, row0, row1;
+    void *memory;
+};
+
+struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's memory for their gradients
+    std::int64_t seq, head, key0, key1;
+    void *memory;
+};
+
+struct RowNotes {  // what packing found in a tile of rows
+    std::int64_t means;  // empty rows in mean form
+    float dsink;
+};
+
 struct Job {
     const Problem *problem;
     const Operands *operands;
     const Sequence *sequences;
+    const Gradients *gradients = nullptr;  // the backward's
 };
 
 }  // namespace fusion

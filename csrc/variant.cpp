@@ -5,6 +5,8 @@
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
 #include "forward.h"
+#include "gradient.h"
+#include "peak.h"
 
 namespace fusion {
 namespace {
@@ -31,6 +33,54 @@ std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, 
     case Dtype::float16: return attend<Single, Half>(job, unit, head, tile, scratch);
     case Dtype::bfloat16: return attend<Single, Brain>(job, unit, head, tile, scratch);
     default: return attend<Single, float>(job, unit, head, tile, scratch);
+    }
+}
+
+template <class Format> std::size_t row_bytes(const Problem &problem, std::int64_t rows) {
+    return RowPart<Format>(GradientSizes<Format>(problem), rows, nullptr).bytes;
+}
+
+template <class Format> std::size_t key_bytes(const Problem &problem) {
+    return KeyPart<Format>(GradientSizes<Format>(problem), nullptr).bytes;
+}
+
+RowNotes pack_rows_single(const Job &job, const RowTile &rows) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return pack_rows<Single, Half>(job, rows);
+    case Dtype::bfloat16: return pack_rows<Single, Brain>(job, rows);
+    default: return pack_rows<Single, float>(job, rows);
+    }
+}
+
+void load_keys_single(const Job &job, const KeyTile &keys) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return load_keys<Single, Half>(job, keys);
+    case Dtype::bfloat16: return load_keys<Single, Brain>(job, keys);
+    default: return load_keys<Single, float>(job, keys);
+    }
+}
+
+void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return meet<Single, Half>(job, rows, keys);
+    case Dtype::bfloat16: return meet<Single, Brain>(job, rows, keys);
+    default: return meet<Single, float>(job, rows, keys);
+    }
+}
+
+void store_keys_single(const Job &job, const KeyTile &keys) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return store_dk_dv<Single, Half>(job, keys);
+    case Dtype::bfloat16: return store_dk_dv<Single, Brain>(job, keys);
+    default: return store_dk_dv<Single, float>(job, keys);
+    }
+}
+
+void store_rows_single(const Job &job, const RowTile &rows) {
+    switch (job.problem->dtype) {
+    case Dtype::float16: return store_dq<Single, Half>(job, rows);
+    case Dtype::bfloat16: return store_dq<Single, Brain>(job, rows);
+    default: return store_dq<Single, float>(job, rows);
     }
 }
 
@@ -79,6 +129,18 @@ constexpr Variant variant = {
     {packed_bytes<Pair>, scratch_bytes<Pair>, pack_panels<Pair, Brain>, attend<Pair, Brain>},
 #else
     {},
+#endif
+    {tile_keys<Single>, row_bytes<Single>, key_bytes<Single>, pack_rows_single, load_keys_single, meet_single,
+     store_keys_single, store_rows_single},
+#if defined(__AVX512BF16__)
+    {tile_keys<Pair>, row_bytes<Pair>, key_bytes<Pair>, pack_rows<Pair, Brain>, load_keys<Pair, Brain>, meet<Pair, Brain>,
+     store_dk_dv<Pair, Brain>, store_dq<Pair, Brain>},
+    float_work,
+    pair_work,
+#else
+    {},
+    float_work,
+    nullptr,
 #endif
     dot,
     dot_bf16,

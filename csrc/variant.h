@@ -19,21 +19,40 @@ struct Kernels {
     std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, void *scratch);
 };
 
+// The same for the backward. A tile of keys belongs to one thread from load_keys to store_keys.
+struct GradientKernels {
+    std::int64_t tile_keys;
+    std::size_t (*row_bytes)(const Problem &, std::int64_t rows);  // of a packed tile of rows
+    std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
+    RowNotes (*pack_rows)(const Job &, const RowTile &);
+    void (*load_keys)(const Job &, const KeyTile &);
+    void (*meet)(const Job &, const RowTile &, const KeyTile &);
+    void (*store_keys)(const Job &, const KeyTile &);
+    void (*store_rows)(const Job &, const RowTile &);
+};
+
 struct Variant {
     const char *name;
     int lanes;             // floats per vector register, as compiled
     std::int64_t panel;    // keys of a panel: what key ranges are rounded to
     Kernels as_float;      // float32, float16, and bfloat16 where there is nothing better
     Kernels as_pairs;      // bfloat16 by dot products of pairs; null pointers where the instruction is missing
+    GradientKernels gradients_as_float, gradients_as_pairs;
+    double (*float_work)(std::int64_t turns, float *result);  // peak.h
+    double (*pair_work)(std::int64_t turns, float *result);
     float (*dot)(const float *x, const float *y, std::size_t n);
     float (*dot_bf16)(const std::uint16_t *x, const std::uint16_t *y, std::size_t n);
 
     const Kernels &kernels(Dtype dtype) const {
         return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;
     }
+    const GradientKernels &gradient_kernels(Dtype dtype) const {
+        return dtype == Dtype::bfloat16 && gradients_as_pairs.meet ? gradients_as_pairs : gradients_as_float;
+    }
 };
 
-constexpr std::int64_t tile_rows = 96;  // query rows of a tile, at most
+constexpr std::int64_t tile_rows = 96;       // query rows of a tile of the forward, at most
+constexpr std::int64_t gradient_rows = 192;  // and of the backward
 
 }  // namespace fusion
 

@@ -44,7 +44,7 @@ struct Brain {  // bfloat16
     std::uint16_t bits;
 };
 
-constexpr float infinity = __builtin_inff();
+constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f;
 
 template <class T> FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
 template <class T> FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }
@@ -61,6 +61,18 @@ FUSION_INLINE Words all(std::uint32_t x) { return x + Words{}; }
 FUSION_INLINE Ints all(std::int32_t x) { return x + Ints{}; }
 FUSION_INLINE Words bits_of(Floats x) { return (Words)x; }
 FUSION_INLINE Floats floats_of(Words x) { return (Floats)x; }
+
+// x, rounded to float32 here: the compiler may not fuse its product with what follows.
+FUSION_INLINE Floats rounded(Floats x) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
 
 FUSION_INLINE Ints lane_numbers() {
     Ints out;
@@ -292,6 +304,7 @@ struct Single {
         store(row + at + lanes, high);
     }
     static FUSION_INLINE float get(const Word *row, std::int64_t at) { return row[at]; }
+    static FUSION_INLINE Words stack(const Floats (&rows)[1]) { return bits_of(rows[0]); }
 };
 
 #if defined(__AVX512BF16__)
@@ -313,6 +326,17 @@ struct Pair {
         float out;
         std::memcpy(&out, &bits, 4);
         return out;
+    }
+    // One word per lane, which holds the lane of both rows.
+    static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
+        typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
+        return interleaved((Both)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]),
+                           std::make_integer_sequence<int, 2 * lanes>{});
+    }
+
+private:
+    template <class Both, int... I> static FUSION_INLINE Words interleaved(Both x, std::integer_sequence<int, I...>) {
+        return (Words)__builtin_shufflevector(x, x, (I / 2 + I % 2 * lanes)...);
     }
 };
 #endif

@@ -9,8 +9,8 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
-from fusion_attention.contract import render
 from fusion_attention.ops import RECORDS
+from fusion_attention.pages import render
 
 NAME = "npu_fusion_attention"
 

@@ -12,7 +12,7 @@ import torch
 from fusion_attention import bias, dropout, tiles
 from fusion_attention.kv import MatrixView
 from fusion_attention.mask import INFINITE, Band, interval_matrix
-from fusion_attention.problem import Extents, Problem, from_text
+from fusion_attention.problem import EXTENT_ROWS, Extents, Problem
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -126,17 +126,19 @@ def test_a_tile_knows_no_neighbour() -> None:
     for cut in (tiles.by_query, tiles.by_key):
         together = cut(extents, 4)
         for b in range(len(extents)):
-            alone = cut(Extents.from_tensor(extents.to_tensor()[:, b : b + 1]), 4)
+            alone = cut(Extents(*(getattr(extents, name)[b : b + 1] for name in EXTENT_ROWS)), 4)
             for name in ("row0", "row1", "begin", "full_begin", "full_end", "end"):
                 assert np.array_equal(getattr(alone, name), getattr(together, name)[together.seq == b])
 
 
-def test_extents_and_problem_round_trip() -> None:
-    extents = random_extents(np.random.default_rng(1), 5)
-    assert Extents.from_tensor(extents.to_tensor()).key == extents.key
-    problem = Problem(4, 2, 8, 6, scale=0.125, bias="table", has_sink=True, dropout="bits", keep_prob=0.7)
-    assert from_text(Problem, str(problem)) == problem
+def test_a_problem_counts_visible_pairs_and_names_itself() -> None:
+    problem = Problem(4, 2, 8, 6, scale=0.125, bias="table")
+    assert str(problem) == "heads_q=4,heads_kv=2,dim_qk=8,dim_v=6,scale=0.125,bias='table'"
     assert problem.group == 2
+    extents = random_extents(np.random.default_rng(1), 5)
+    pairs = sum(int(m.sum()) for m in matrices(extents))
+    assert problem.flops(extents) == 2 * 4 * pairs * (8 + 6)
+    assert problem.flops(extents, backward=True) == 2 * 4 * pairs * (3 * 8 + 2 * 6)
 
 
 # ---------------------------------------------------------------------------------------------------------- drop bits

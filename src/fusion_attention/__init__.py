@@ -1,6 +1,17 @@
 """fusion_attention: CANN's fused attention operators, with the same meaning, on any machine."""
 
 from fusion_attention.api import BackendError, Band, ContractError, ContractWarning, attention
+from fusion_attention.capture import CaptureError, Replay, capture, replay
 
-__all__ = ["BackendError", "Band", "ContractError", "ContractWarning", "attention"]
+__all__ = [
+    "BackendError",
+    "Band",
+    "CaptureError",
+    "ContractError",
+    "ContractWarning",
+    "Replay",
+    "attention",
+    "capture",
+    "replay",
+]
 __version__ = "0.1.0"

@@ -26,22 +26,13 @@ class ForwardPlan:
     def workspace_bytes(self, threads: int) -> int: ...
     @property
     def variant(self) -> str: ...
-    def run(
-        self,
-        threads: int,
-        q: tuple[Any, ...],
-        k: tuple[Any, ...],
-        v: tuple[Any, ...],
-        out: tuple[Any, ...],
-        max: tuple[Any, ...],
-        sum: tuple[Any, ...],
-        q_rope: tuple[Any, ...] | None,
-        k_rope: tuple[Any, ...] | None,
-        bias: tuple[Any, ...] | None,
-        slopes: int,
-        blocked: tuple[Any, ...] | None,
-        drop_bits: tuple[Any, ...] | None,
-        seed: int,
-        offset: int,
-        sink: int,
-    ) -> int: ...
+    def run(self, threads: int, operands: tuple[Any, ...]) -> int: ...
+
+class BackwardPlan:
+    def __init__(self, problem: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None) -> None: ...
+    def workspace_bytes(self, threads: int) -> int: ...
+    @property
+    def variant(self) -> str: ...
+    def run(self, threads: int, operands: tuple[Any, ...], gradients: tuple[Any, ...]) -> int: ...
+
+def machine_peak(threads: int) -> dict[str, float]: ...

@@ -7,25 +7,36 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fusion_attention import autograd
+from fusion_attention import autograd, operators
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
-from fusion_attention.dropout import draw_seed
+from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.mask import Band
 from fusion_attention.ops import attention as record
+from fusion_attention.ops.flash import UNLIMITED
 
-__all__ = ["BackendError", "Band", "ContractError", "ContractWarning", "attention"]
+__all__ = [
+    "BackendError",
+    "Band",
+    "ContractError",
+    "ContractWarning",
+    "attention",
+]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
+_NAMES = tuple(p.name for p in record.RECORD.params)
+_CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
 @overload
 def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
 @overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
-
-
 def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(  # type: ignore[misc]  # the overloads leave all other options to this signature
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,8 +50,8 @@ def attention(
     scale: float | None = None,
     band: Band | None = None,
     sparse_mode: int | None = None,
-    pre_tokens: int = record.UNLIMITED,
-    next_tokens: int = record.UNLIMITED,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     blocked: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -67,8 +78,8 @@ def attention(
         v: value rows, [B, S2, N2, Dv].
         layout: "BSND", "BNSD", "BSH" [B, S, N*D], "SBH" [S, B, N*D], or packed "TND" [T, N, D].
         heads: N1, for BSH and SBH.
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len). Padded: rows
-            behind a sequence's length return zeros, keys behind it are not seen.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
+            Padded: rows behind a sequence's length return zeros, keys behind it are not seen.
         q_rope, k_rope: rope parts [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
         band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all.
@@ -99,9 +110,21 @@ def attention(
         >>> attention(q, k, k, band=Band.causal()).shape
         torch.Size([2, 5, 4, 64])
     """
-    given = locals()
-    bound = bind(record.RECORD, {p.name: given[p.name] for p in record.RECORD.params})
-    drawn = keep_prob < 1 and drop_bits is None
-    call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
-    out, max_, sum_ = autograd.attention(call, backend)
+    # The record's parameters come first in the signature, in its order.
+    args = dict(zip(_NAMES, locals().values(), strict=False))
+    out, max_, sum_ = _attention(args, backend)
     return (out, max_ + sum_.log()) if return_lse else out
+
+
+def _attention(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, max, sum) of a call by canonical name."""
+    operators.autocast(args, _CAST)
+    if operators.needed(args.values()):
+        drawn = args["keep_prob"] < 1 and args["drop_bits"] is None and args["seed"] is None
+        return operators.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
+    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        bound = bind(record.RECORD, args)
+        seed = args["seed"]
+        drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
+        call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
+        return autograd.attention(call, backend)

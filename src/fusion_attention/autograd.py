@@ -1,7 +1,7 @@
-"""The operators that torch sees: attn_fwd and attn_bwd, for eager mode, autograd and tracing alike.
+"""Eager execution of a lowered call, and its derivative: fresh results, the plan, the run.
 
-They take the caller's tensors as they lie, lengths as one int64 tensor on the host, and Problem and Form as one line
-of text each (parsed once). Faces call attention() and attention_backward() with a lowered Call.
+Everything that runs ends in run_forward() and run_backward(), which write into given tensors. Refuses to know how a
+call was made; what tracing and function transforms see is operators.py's.
 """
 
 from __future__ import annotations
@@ -11,39 +11,22 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusion_attention.lower import LAYOUTS, Call, Form, matrix_view, operands_of, row_shape, row_view, stats_shape, uncovered
+from fusion_attention.lower import Call, matrix_view, operands_of, row_shape, row_view, stats_shape, uncovered
 from fusion_attention.plan import plan
-from fusion_attention.problem import Extents, Grads, Problem, from_text
+from fusion_attention.problem import Grads
 
 Tensors = tuple[torch.Tensor, ...]
-Extras = list[torch.Tensor | None]
-
-_LIBRARY = torch.library.Library("fusion_attention", "DEF")
-_LIBRARY.define(
-    "attn_fwd(Tensor q, Tensor k, Tensor v, Tensor?[] extras, Tensor extents, SymInt seed, SymInt offset, "
-    "str problem, str form, str backend) -> (Tensor out, Tensor max, Tensor sum)"
-)
-_LIBRARY.define(
-    "attn_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor?[] extras, Tensor out, Tensor max, Tensor sum, "
-    "Tensor extents, SymInt seed, SymInt offset, str problem, str form, str backend, bool dbias) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dq_rope, Tensor dk_rope, Tensor dbias, Tensor dsink)"
-)
+BIAS = 2  # the place of the bias in a call's extras
 
 
 def attention(call: Call, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink."""
-    return torch.ops.fusion_attention.attn_fwd(
-        call.q,
-        call.k,
-        call.v,
-        list(call.extras),
-        call.extents.to_tensor(),
-        call.seed,
-        call.offset,
-        str(call.problem),
-        str(call.form),
-        backend,
-    )
+    if torch.is_grad_enabled():
+        tensors = (call.q, call.k, call.v, *call.extras)
+        if torch._C._any_requires_grad(*tensors):
+            out, max_, sum_ = _Attention.apply(call, backend, *tensors)
+            return out, max_, sum_
+    return _forward(call, backend)
 
 
 def attention_backward(
@@ -56,159 +39,90 @@ def attention_backward(
     backend: str = "auto",
 ) -> Tensors:
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty."""
-    return torch.ops.fusion_attention.attn_bwd(
-        dout,
-        call.q,
-        call.k,
-        call.v,
-        list(call.extras),
-        out,
-        *stats,
-        call.extents.to_tensor(),
-        call.seed,
-        call.offset,
-        str(call.problem),
-        str(call.form),
-        backend,
-        dbias,
-    )
+    q_rope, k_rope, bias, _, _, _, sink = call.extras
+    present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
+    gradients = tuple(call.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in present)
+    run_backward(call, dout, (out, *stats), gradients, backend)
+    return gradients
 
 
-def _outputs(q: torch.Tensor, problem: Problem, form: Form) -> Tensors:
-    """Uninitialised out, max and sum."""
-    out = q.new_empty(row_shape(q, form.layout, problem.heads_q, problem.dim_v))
-    shape = stats_shape(q, form, problem.heads_q)
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(shape, dtype=stats), q.new_empty(shape, dtype=stats)
-
-
-def _gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, dbias: bool) -> list[torch.Tensor]:
-    """Uninitialised dq, dk, dv, dq_rope, dk_rope, dbias (as stored, in the bias's dtype), dsink; empty if absent."""
-    q_rope, k_rope, bias, _, _, _, sink = extras
-    present = (q, k, v, q_rope, k_rope, bias if dbias else None, sink)
-    return [q.new_empty(0) if t is None else t.new_empty(t.shape) for t in present]
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras,
-    extents: torch.Tensor,
-    seed: int,
-    offset: int,
-    problem: str,
-    form: str,
-    backend: str,
-) -> Tensors:
-    parsed = from_text(Problem, problem)
-    call = Call(parsed, Form.parse(form), Extents.from_tensor(extents), q, k, v, tuple(extras), seed, offset)
-    out, max_, sum_ = _outputs(q, parsed, call.form)
+def run_forward(call: Call, results: Tensors, backend: str) -> None:
+    """Computes into results = (out, max, sum): out in q's layout, statistics as stats_shape() and contiguous."""
     if uncovered(call, "q"):
-        for tensor in (out, max_, sum_):
+        for tensor in results:
             tensor.zero_()
     if len(call.extents):
-        chosen = plan(parsed, call.extents, q.device, backend)
-        chosen.run(operands_of(call, out, max_, sum_))
-    return out, max_, sum_
+        plan(call.problem, call.extents, call.q.device, backend).run(operands_of(call, *results))
 
 
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras,
-    out: torch.Tensor,
-    max_: torch.Tensor,
-    sum_: torch.Tensor,
-    extents: torch.Tensor,
-    seed: int,
-    offset: int,
-    problem: str,
-    form: str,
-    backend: str,
-    dbias: bool,
-) -> Tensors:
-    p, f = from_text(Problem, problem), Form.parse(form)
-    call = Call(p, f, Extents.from_tensor(extents), q, k, v, tuple(extras), seed, offset)
-    dq, dk, dv, dq_rope, dk_rope, bias_gradient, dsink = gradients = _gradients(q, k, v, extras, dbias)
+def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tensors, backend: str) -> None:
+    """Computes into gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink) from saved = (out, max, sum).
+
+    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
+    """
+    p, form, e = call.problem, call.form, call.extents
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if uncovered(call, side):
             for tensor in tensors:
                 tensor.zero_()
-    dsink.zero_()
-    # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    bias_sum = torch.zeros_like(bias_gradient, dtype=wide, memory_format=torch.contiguous_format)
-    e = call.extents
+    if p.has_sink:
+        dsink.zero_()
+    summed = None
+    if call.extras[BIAS] is not None and dbias.numel():
+        # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        summed = torch.zeros_like(dbias, dtype=wide, memory_format=torch.contiguous_format)
     if len(e):
-        rows = {"layout": f.layout, "heads": p.heads_q, "start": e.q_start}
-        keys = {"layout": f.layout, "heads": p.heads_kv, "start": e.kv_start}
+        rope = p.dim_rope > 0
         grads = Grads(
-            dout=row_view(dout, **rows),
-            dq=row_view(dq, **rows),
-            dk=row_view(dk, **keys),
-            dv=row_view(dv, **keys),
-            dq_rope=row_view(dq_rope, **rows) if p.dim_rope else None,
-            dk_rope=row_view(dk_rope, **keys) if p.dim_rope else None,
-            dbias=matrix_view(bias_sum, f.bias, p.heads_q, e) if dbias else None,
+            dout=row_view(dout, form.layout, p.heads_q, e, "q"),
+            dq=row_view(dq, form.layout, p.heads_q, e, "q"),
+            dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
+            dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
+            dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+            dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+            dbias=None if summed is None else matrix_view(summed, form.bias, p.heads_q, e),
             dsink=dsink if p.has_sink else None,
         )
-        plan(p, e, q.device, backend, backward=True).run(operands_of(call, out, max_, sum_), grads)
-    bias_gradient.copy_(bias_sum)
-    return tuple(gradients)
+        plan(p, e, call.q.device, backend, backward=True).run(operands_of(call, *saved), grads)
+    if summed is not None:
+        dbias.copy_(summed)
 
 
-def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, *rest: Any) -> Tensors:
-    problem, form = rest[3], rest[4]
-    return _outputs(q, from_text(Problem, problem), Form.parse(form))
-
-
-def _backward_meta(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, *rest: Any
-) -> Tensors:
-    return tuple(_gradients(q, k, v, extras, rest[-1]))
+def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, p = call.q, call.problem
+    out = q.new_empty(row_shape(q, call.form.layout, p.heads_q, p.dim_v))
+    shape = stats_shape(q, call.form, p.heads_q)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    results = out, q.new_empty(shape, dtype=dtype), q.new_empty(shape, dtype=dtype)
+    run_forward(call, results, backend)
+    return results
 
 
 class _Attention(torch.autograd.Function):
-    """attn_fwd with attn_bwd as its derivative; statistics are returned, not differentiated."""
+    """_forward() with attention_backward() as its derivative; statistics are returned, not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, rest: tuple[Any, ...], *extras: Any) -> Tensors:  # type: ignore[override]
-        with torch._C._AutoDispatchBelowAutograd():
-            out, max_, sum_ = torch.ops.fusion_attention.attn_fwd(q, k, v, list(extras), *rest)
-        ctx.save_for_backward(q, k, v, out, max_, sum_, *extras)
-        ctx.rest = rest
-        ctx.mark_non_differentiable(max_, sum_)
+    def forward(ctx: Any, call: Call, backend: str, *tensors: Any) -> Tensors:
+        results = _forward(call, backend)
+        ctx.save_for_backward(*results, *tensors)
+        # The tensors are torch's to keep, and to notice when they change; the rest of the call is plain values.
+        ctx.lowered, ctx.drawn, ctx.backend = (call.problem, call.form, call.extents), (call.seed, call.offset), backend
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        return out, max_, sum_
+        return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, *_: Any) -> Any:
-        extras = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[2:]
         if dout is None:
-            return (None,) * (4 + len(extras))
-        q, k, v, out, max_, sum_, *tensors = ctx.saved_tensors
-        grads = torch.ops.fusion_attention.attn_bwd(
-            dout, q, k, v, tensors, out, max_, sum_, *ctx.rest, ctx.needs_input_grad[4 + 2]
-        )
+            return (None,) * (2 + len(wanted))
+        out, max_, sum_, q, k, v, *extras = ctx.saved_tensors
+        (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
+        call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
+        grads = attention_backward(call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend)
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads
-        wanted = (dq_rope, dk_rope, dbias, None, None, None, dsink)
-        return dq, dk, dv, None, *(g if need else None for g, need in zip(wanted, extras, strict=True))
-
-
-def _forward_autograd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, *rest: Any) -> Any:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *extras)):
-        return _Attention.apply(q, k, v, rest, *extras)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fusion_attention.attn_fwd(q, k, v, extras, *rest)
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attn_fwd", _forward, _key)
-    _LIBRARY.impl("attn_bwd", _backward, _key)
-_LIBRARY.impl("attn_fwd", _forward_meta, "Meta")
-_LIBRARY.impl("attn_bwd", _backward_meta, "Meta")
-_LIBRARY.impl("attn_fwd", _forward_autograd, "Autograd")
+        inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink)
+        return None, None, *(g if need else None for g, need in zip(inputs, wanted, strict=True))

@@ -1,245 +1,66 @@
-"""What a correct call is, as data: a record per operator checks calls, documents itself and makes test cases.
+"""Checking a call against its record: stage by stage, with every failure of the first stage that has one.
 
-A record lists parameters and rules; bind() checks a call against it in stages and gives every failure of the first
-stage that has one. Refuses to know what any operator computes.
+A signature that was found legal is remembered. Refuses to know what any operator computes.
 """
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from types import CodeType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-# Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
-NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
-# meaning: no result is defined; limit: documented for the chip, an error when strict; content: reads tensor data, on
-# request; note: a warning.
-LEVELS = ("meaning", "limit", "content", "note")
-STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+from fusion_attention.expressions import dtype_text, evaluate, parse, scope, shape_text, show, size_of
+from fusion_attention.record import (
+    INVALID,
+    LEVELS,
+    NULL_POINTER,
+    REQUIRED,
+    RUNTIME,
+    STAGES,
+    TILING,
+    Array,
+    Attr,
+    BackendError,
+    ContractError,
+    ContractWarning,
+    Failure,
+    Op,
+    Param,
+    Rule,
+    Tensor,
+)
 
-Check = Callable[..., Any]
-Settings = Mapping[str, Any]
+# What a record is made of is offered here too, beside what checks it.
+__all__ = [
+    "INVALID",
+    "LEVELS",
+    "NULL_POINTER",
+    "REQUIRED",
+    "RUNTIME",
+    "STAGES",
+    "TILING",
+    "Array",
+    "Attr",
+    "BackendError",
+    "Bound",
+    "ContractError",
+    "ContractWarning",
+    "Failure",
+    "Op",
+    "Param",
+    "Rule",
+    "Tensor",
+    "bind",
+    "to_array",
+]
 
-
-@dataclass(frozen=True)
-class Failure:
-    """One broken rule, in the wording of every error of this library."""
-
-    op: str
-    param: str
-    expected: str
-    got: str
-    advice: str = ""
-    code: int = INVALID
-    rule: Rule | None = None
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.param}: expected {self.expected}, got {self.got}" + (
-            f" ({self.advice})" if self.advice else ""
-        )
-
-
-class ContractError(ValueError):
-    """A wrong call. The message has one line per failure; op, param and code are the first one's.
-
-    Attributes:
-        failures: every failure of the first stage that found one.
-    """
-
-    def __init__(self, failures: list[Failure]) -> None:
-        super().__init__("\n".join(map(str, failures)))
-        self.failures = tuple(failures)
-        self.op, self.param, self.code = failures[0].op, failures[0].param, failures[0].code
-
-
-class BackendError(NotImplementedError):
-    """A valid call that no back end can compute; the message lists every back end's reasons."""
-
-
-class ContractWarning(UserWarning):
-    """A legal call that probably does not mean what it says."""
-
-
-@dataclass(frozen=True)
-class Param:
-    """What every parameter has: its canonical name, one sentence, and (if different) how this record spells it."""
-
-    name: str
-    text: str
-    optional: bool = False
-    spelled: str = ""
-
-    @property
-    def shown(self) -> str:
-        """The name that users see."""
-        return self.spelled or self.name
-
-
-@dataclass(frozen=True)
-class Tensor(Param):
-    """A tensor.
-
-    Args:
-        dtypes: allowed dtypes, or "=other" for the dtype of another tensor, or "" for a rule's decision.
-        shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
-        output: written by the operator; a caller may leave it to the face to allocate.
-        make: sample content from a shape, where random numbers would not be legal.
-    """
-
-    dtypes: str = ""
-    shape: str | Mapping[str, str] = ""
-    output: bool = False
-    make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
-
-    def words(self, layout: str) -> list[str]:
-        """The axis words in a layout; empty where the record leaves the shape to a rule."""
-        shape = self.shape if isinstance(self.shape, str) else self.shape.get(layout, "")
-        return shape.split()
-
-
-@dataclass(frozen=True)
-class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
-
-
-@dataclass(frozen=True)
-class Attr(Param):
-    """A number or a string.
-
-    Args:
-        type: int, float or str (an int is a float too), or any class that is hashable.
-        default: REQUIRED without one.
-        domain: an expression that must hold; bad: a value that breaks it.
-        axis: the axis word that this number is.
-    """
-
-    type: type = int
-    default: Any = REQUIRED
-    domain: str = ""
-    bad: Any = None
-    axis: str = ""
-    code: int = TILING
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
-
-    Functions of the record may be called; one that returns a string has failed, and the string says what came.
-
-    Args:
-        check: the expression.
-        param: the canonical name of the parameter that is blamed.
-        advice: why, or what to do.
-        text: the error's wording where the expression reads badly.
-        when: an expression; the rule is asked only where it holds.
-        only: the layouts in which it is asked; empty for all.
-        needs: parameters without which a record does not have the rule.
-        level: one of LEVELS.
-        stage: "presence", "dtype", "lengths" or "rules".
-        reads: needs tensor data, so it is asked at every call.
-        given: sample settings under which the rule is asked; spoil: further settings that break it alone.
-    """
-
-    check: str
-    param: str
-    advice: str = ""
-    text: str = ""
-    when: str = ""
-    only: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    level: str = "meaning"
-    code: int = TILING
-    stage: str = "rules"
-    reads: bool = False
-    given: Settings = field(default_factory=dict, compare=False)
-    spoil: Settings = field(default_factory=dict, compare=False)
-
-    @property
-    def id(self) -> str:
-        """Names the rule in tests."""
-        return f"{self.param}-{self.level}-{re.sub(r'[^a-zA-Z0-9]+', '_', self.text or self.check)[:48]}"
-
-    @property
-    def expected(self) -> str:
-        """The wording after "expected"."""
-        if self.text:
-            return self.text
-        found = re.fullmatch(r"fits\((\w+), '([^']*)'\)", self.check)
-        return f"{found[1]} of shape {shape_text(found[2])}" if found else self.check
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    """The record of one operator.
-
-    Args:
-        name: as the interface names it.
-        summary: one sentence; formula: what is computed.
-        source: the page it follows; rulings: numbers of docs/rulings.md that decide where the page is silent.
-        params: in the interface's order.
-        rules: asked in stages; one about a parameter or a layout that the record lacks is left out.
-        layouts: the layout strings, first one sampled; layout_attr: the attribute that chooses.
-        neutral: canonical names that rules and lowering may mention, with the value they have where the record
-            lacks the parameter.
-        derive: from the names bound so far to further names (lengths per sequence), asked at every call with arrays.
-        functions: what rules may call.
-        sizes: axis sizes of a sample; samples: further sample settings per layout.
-    """
-
-    name: str
-    summary: str
-    source: str
-    params: tuple[Param, ...]
-    rules: tuple[Rule, ...] = ()
-    formula: str = ""
-    rulings: tuple[int, ...] = ()
-    layouts: tuple[str, ...] = ()
-    layout_attr: str = "input_layout"
-    neutral: Settings = field(default_factory=dict)
-    derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda names: {}
-    functions: Mapping[str, Check] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    samples: Mapping[str, Settings] = field(default_factory=dict)
-    by_name: dict[str, Param] = field(init=False)
-    asked: tuple[Rule, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {p.name: p for p in self.params})
-        object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
-
-    def _has(self, rule: Rule) -> bool:
-        needed = {rule.param, *rule.needs}
-        return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
-
-    def version(
-        self,
-        name: str,
-        summary: str,
-        *,
-        after: Mapping[str, tuple[Param, ...]] | None = None,
-        without: tuple[str, ...] = (),
-        **changes: Any,
-    ) -> Op:
-        """This record with parameters inserted after others or left out, and further fields changed."""
-        params: list[Param] = []
-        for p in self.params:
-            params += [] if p.name in without else [p]
-            params += (after or {}).get(p.name, ())
-        return replace(self, name=name, summary=summary, params=tuple(params), **changes)
-
-    def tensors(self, output: bool = False) -> list[Tensor]:
-        """The input (or output) tensors, in order."""
-        return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
+# How many signatures of one operator are remembered.
+SIGNATURES_KEPT = 1024
 
 
 @dataclass(eq=False)
@@ -248,7 +69,8 @@ class Bound:
 
     Attributes:
         names: axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
-        memo: a dictionary shared by all calls of the same signature, for what depends on the signature alone.
+        memo: a dictionary shared by all calls of one signature with the same arrays, for what follows from these:
+            everything but tensors and their content.
     """
 
     op: Op
@@ -259,71 +81,37 @@ class Bound:
         return self.names[name]
 
 
-def shape_text(alternatives: str) -> str:
-    """'B 1 S | S' as '[B, 1, S] or [S]'."""
-    return " or ".join("[" + ", ".join(words.split()) + "]" for words in alternatives.split("|"))
+@dataclass(eq=False)
+class _Signature:
+    """What is known of all calls of one signature: shapes, strides, dtypes, attributes, and which arrays came.
+
+    Attributes:
+        names: those with one value for all of them; tensors: (name, position) of those given.
+        rules: what may turn out otherwise when arrays change; reads: what may at every call; notes: found for all.
+        settled: the last arrays with what they led to. Layers of a model share lengths, steps do not.
+    """
+
+    names: dict[str, Any]
+    tensors: tuple[tuple[str, int], ...]
+    rules: list[Rule]
+    reads: list[Rule]
+    notes: list[Failure] = field(default_factory=list)
+    settled: _Settled | None = None
 
 
-def show(value: Any) -> str:
-    """A value as an error shows it."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, np.ndarray):
-        shown = ", ".join(map(str, value[:8].tolist()))
-        return f"[{shown}{', ...' if len(value) > 8 else ''}]"
-    return repr(value)
-
-
-# ---------------------------------------------------------------------------------------------------------- binding
-
-_BUILTINS = {f.__name__: f for f in (abs, all, any, bool, int, len, max, min, sum)}
-_CODE: dict[str, tuple[CodeType, tuple[str, ...]]] = {}
-_SIGNATURES: dict[Any, _Signature] = {}
-_SIGNATURES_KEPT = 4096
-
-
-def compiled(expression: str) -> tuple[CodeType, tuple[str, ...]]:
-    """The code of a rule's expression and the names it reads, compiled once."""
-    if expression not in _CODE:
-        tree = ast.parse(expression, mode="eval")
-        called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-        local = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        read = dict.fromkeys(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
-        names = tuple(n for n in read if n not in called | local)
-        _CODE[expression] = compile(tree, expression, "eval"), names
-    return _CODE[expression]
-
-
-def evaluate(op: Op, expression: str, names: dict[str, Any]) -> Any:
-    """An expression of the record over bound names; fits() compares a tensor's shape with axis words."""
-    code, _ = compiled(expression)
-    scope = {"__builtins__": _BUILTINS, **op.functions, **names, "fits": lambda t, words: fits(t, words, names)}
-    return eval(code, scope)
-
-
-def size_of(word: str, names: Mapping[str, Any]) -> int | None:
-    """The size of an axis word ("N1*D", "8"); None while a factor is unknown."""
-    size = 1
-    for factor in word.split("*"):
-        known = int(factor) if factor.isdigit() else names.get(factor)
-        if known is None:
-            return None
-        size *= int(known)
-    return size
-
-
-def fits(tensor: torch.Tensor, alternatives: str, names: Mapping[str, Any]) -> bool:
-    """Whether a tensor has one of the shapes 'B N1 S1 S2 | S1 S2'."""
-    return any(
-        tuple(tensor.shape) == tuple(size_of(word, names) for word in words.split()) for words in alternatives.split("|")
-    )
+@dataclass(frozen=True, eq=False)
+class _Settled:
+    arrays: tuple[bytes | None, ...]
+    names: dict[str, Any]
+    notes: list[Failure]
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
-    A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; lengths and
-    what reads tensor content are checked at every call.
+    A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
+    compared with the last ones, and what reads tensor content is asked at every call.
 
     Args:
         op: the record.
@@ -334,149 +122,158 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
-    values = _values(op, args)
-    signature = _signature(op, values, strict)
-    known = _SIGNATURES.get(signature)
-    if known is None:
-        asked = [r for r in op.asked if r.level in ("meaning", "note") or (strict and r.level == "limit")]
-        names = _check_statically(op, values, asked)
-        _ask(op, [r for r in asked if r.stage == "lengths"], names)
-        names |= op.derive(names)
-        notes = _ask(op, [r for r in asked if r.stage == "rules"], names)
-        known = _remember(op, signature, asked, names, notes)
+    given = [args.get(name) for name in op.by_name]
+    arrays = []
+    for at in op.positions[Array]:
+        if given[at] is not None:
+            given[at] = array = to_array(given[at])
+            arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
+    content = tuple(arrays)
+    key, known = _find(op, given, strict)
+    known = known or _learn(op, given, strict)
+    tensors = {name: given[at] for name, at in known.tensors}
+    settled = known.settled
+    if settled is None or settled.arrays != content:
+        settled = _settle(op, known, given, tensors, content)
+        _keep(op, key, known)
+        names = {**settled.names, **tensors}
     else:
-        names = {**known.names, **values}
-        if known.has_arrays:
-            _ask(op, [r for r in known.dynamic if r.stage == "lengths"], names)
-            names |= op.derive(names)
-        notes = known.notes + _ask(op, [r for r in known.dynamic if r.stage == "rules"], names)
+        names = {**settled.names, **tensors}
+        _ask(op, known.reads, names)
     if check_content:
         _ask(op, [r for r in op.asked if r.level == "content"], names)
-    for note in dict.fromkeys(notes):
+    for note in settled.notes:
         warnings.warn(str(note), ContractWarning, stacklevel=_outside())
-    return Bound(op, names, known.memo)
+    return Bound(op, names, settled.memo)
 
 
-@dataclass(eq=False)
-class _Signature:
-    """What is known of all calls of one signature: names with one value, rules that must be asked again, notes."""
-
-    names: dict[str, Any]
-    dynamic: list[Rule]
-    notes: list[Failure]
-    has_arrays: bool
-    memo: dict[str, Any] = field(default_factory=dict)
-
-
-def _remember(op: Op, signature: Any, asked: list[Rule], names: dict[str, Any], notes: list[Failure]) -> _Signature:
-    has_arrays = any(isinstance(p, Array) and names[p.name] is not None for p in op.params)
-    again = [r for r in asked if r.stage in ("lengths", "rules")]
-    dynamic = [r for r in again if r.reads or (has_arrays and not _static(op, r))]
-    # Tensors belong to one call, and so do lengths where the call brings them: keeping them would keep their memory.
-    dropped = (torch.Tensor, np.ndarray) if has_arrays else torch.Tensor
-    kept = {name: value for name, value in names.items() if not isinstance(value, dropped)}
-    static_notes = [n for n in notes if n.rule not in dynamic]
-    known = _Signature(kept, dynamic, static_notes, has_arrays)
-    if len(_SIGNATURES) >= _SIGNATURES_KEPT:
-        _SIGNATURES.clear()
-    _SIGNATURES[signature] = known
-    return known
+def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | None]:
+    """(key, signature); the key is None where a value cannot be part of one, and is most likely wrong."""
+    at = op.positions
+    attributes = [given[i] for i in at[Attr]]
+    key: list[Any] = [strict, *attributes, *map(type, attributes)]  # True == 1 == 1.0, but not all of them are legal.
+    try:
+        for i in at[Tensor]:
+            t = given[i]
+            key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device))
+        key += [type(given[i]) for i in at[Array]]
+        found = tuple(key)
+        return found, op.signatures.get(found)
+    except Exception:  # No tensor, no strides (sparse, nested), no hash.
+        return None, None
 
 
-def _values(op: Op, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by canonical name: defaults filled in, absent optional tensors None, arrays as int64 numpy."""
-    values: dict[str, Any] = {}
-    for p in op.params:
-        value = args.get(p.name)
-        if isinstance(p, Attr):
-            values[p.name] = p.default if value is None and p.default is not REQUIRED else value
-        elif value is None or (
-            p.optional and isinstance(value, torch.Tensor) and (value.dim() == 0 or value.numel() == 0)
-        ):
-            values[p.name] = None  # An optional tensor without dimensions or elements was not given.
-        else:
-            values[p.name] = to_array(value) if isinstance(p, Array) else value
-    return values
-
-
-def to_array(value: Any) -> Any:
-    """Host integers from a list, a tuple, an array or an integer tensor; anything else unchanged."""
-    if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().numpy() if value.dtype in (torch.int32, torch.int64) else None
-    elif isinstance(value, (list, tuple)):
-        try:
-            array = np.asarray(value if len(value) else np.zeros(0, np.int64))
-        except (ValueError, OverflowError, TypeError):
-            return value
-    else:
-        array = value
-    legal = isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind == "i"
-    return array.astype(np.int64, copy=False) if legal else value
-
-
-def _signature(op: Op, values: Mapping[str, Any], strict: bool) -> tuple[Any, ...]:
-    parts: list[Any] = [op.name, strict]
-    for p in op.params:
-        value = values[p.name]
-        if isinstance(value, torch.Tensor):
-            value = (value.shape, value.dtype, value.stride(), value.device)
-        elif isinstance(value, (list, dict, set, np.ndarray)):
-            value = type(value)
-        # True == 1 == 1.0 would share an entry, and only some of them are legal.
-        parts.append((type(value), value) if isinstance(p, Attr) else value)
-    return tuple(parts)
-
-
-def _static(op: Op, rule: Rule) -> bool:
-    """Whether a rule's outcome is the same for every call of a signature that brings arrays."""
-    axes = " ".join(re.findall(r"fits\(\w+, '([^']*)'\)", rule.check))
-    used = {n for text in (rule.check, rule.when) if text for n in compiled(text)[1]} | set(re.findall(r"[A-Za-z]\w*", axes))
-    fixed = {p.name for p in op.params if not isinstance(p, Array)}
-    return rule.stage == "rules" and used <= fixed
-
-
-def _check_statically(op: Op, values: Mapping[str, Any], asked: list[Rule]) -> dict[str, Any]:
-    """The stages before lengths; names bound."""
+def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
+    """The stages before lengths: a new signature, with every other rule still to be asked."""
+    values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _raise(_presence(op, values))
+    asked = [r for r in op.asked if r.level in ("meaning", "note") or (strict and r.level == "limit")]
     names: dict[str, Any] = {**op.neutral, **values}
     _ask(op, [r for r in asked if r.stage == "presence"], names)
-    _raise(_dtypes(op, names) + _asked(op, [r for r in asked if r.stage == "dtype"], names)[0])
-    if op.layouts and names[op.layout_attr] not in op.layouts:
-        layout = op.by_name[op.layout_attr].shown
-        got = show(names[op.layout_attr])
-        _raise([Failure(op.name, layout, "one of " + ", ".join(op.layouts), got, "layout strings are upper case")])
+    typed, _ = _asked(op, [r for r in asked if r.stage == "dtype"], names)
+    _raise(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
     layout = str(names.get(op.layout_attr, ""))
     _raise(_ranks(op, names, layout))
     _raise(_axes(op, names, layout))
-    failures = []
-    for p in op.params:
-        if isinstance(p, Attr) and p.domain and not evaluate(op, p.domain, names):
-            failures.append(Failure(op.name, p.shown, _spell(op, p.domain), show(names[p.name]), code=p.code))
-    _raise(failures)
-    return names
+    _raise(_domains(op, names))
+    tensors = tuple(
+        (p.name, i) for i, p in enumerate(op.params) if isinstance(p, Tensor) and values[p.name] is not None
+    )
+    rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
+    # Tensors belong to one call: keeping them would keep their memory.
+    kept = {name: value for name, value in names.items() if not isinstance(value, torch.Tensor)}
+    return _Signature(kept, tensors, rules, [])
 
 
-def _presence(op: Op, values: Mapping[str, Any]) -> list[Failure]:
-    failures = []
-    for p in op.params:
-        value = values[p.name]
+def _settle(
+    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes | None, ...]
+) -> _Settled:
+    """The stages from lengths on, for new arrays."""
+    arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
+    names = {**known.names, **tensors, **arrays}
+    _ask(op, [r for r in known.rules if r.stage == "lengths"], names)
+    derived = op.derive(names)
+    names |= derived
+    notes = known.notes + _ask(op, [r for r in known.rules if r.stage == "rules"], names)
+    if known.settled is None:
+        known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
+        known.reads = [r for r in known.rules if r.reads]
+        known.notes = [n for n in notes if n.rule not in known.rules]
+    kept = {name: value for name, value in names.items() if not isinstance(value, torch.Tensor)}
+    known.settled = _Settled(content, kept, notes)
+    return known.settled
+
+
+def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
+    """The rules that may turn out otherwise when the values of some names change, or tensor content."""
+    within = scope(names, op.functions)
+
+    def touched(text: str) -> bool:
+        return not changing.isdisjoint(parse(text).names + parse(text).axes)
+
+    def applies(rule: Rule) -> bool:
+        return all(touched(part) or evaluate(part, within) for part in parse(rule.when or "True").parts)
+
+    return [r for r in rules if (r.reads or touched(r.check) or touched(r.when or "True")) and applies(r)]
+
+
+def _keep(op: Op, key: Any, known: _Signature) -> None:
+    if key is not None and key not in op.signatures:
+        if len(op.signatures) >= SIGNATURES_KEPT:
+            op.signatures.clear()
+        op.signatures[key] = known
+
+
+def _value(op: Op, p: Param, value: Any) -> Any:
+    """An argument as rules see it: defaults filled in, numpy scalars plain, blank tensors None."""
+    if isinstance(p, Attr):
         if value is None:
-            required = not p.optional and not (isinstance(p, Tensor) and p.output)
-            if required and not (isinstance(p, Attr) and p.default is not REQUIRED):
+            return None if p.default is REQUIRED else p.default
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(p, Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
+        # Rows that are as empty as the call itself are still rows.
+        rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
+        return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
+    return value
+
+
+def to_array(value: Any) -> Any:
+    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
+    array = value
+    try:
+        if isinstance(value, torch.Tensor):
+            array = value.detach().cpu().numpy()
+        elif isinstance(value, (list, tuple, range)):
+            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
+        return value
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
+        # A copy: callers change lengths in place, and what follows from these is kept.
+        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+_Fault = tuple[str, str, str]  # expected, got, advice
+_TYPES = {int: "an int of 64 bits", float: "a number", str: "a string", bool: "True or False"}
+
+
+def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
+    failures = []
+    for p in op.params:
+        value, output = values[p.name], isinstance(p, Tensor) and p.output
+        fault: _Fault | None = None
+        if value is None:
+            if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
                 failures.append(Failure(op.name, p.shown, f"a value ({p.text})", "None", code=NULL_POINTER))
         elif isinstance(p, Tensor):
-            if not isinstance(value, torch.Tensor):
-                failures.append(Failure(op.name, p.shown, "a tensor", show(value)[:60]))
+            fault = _no_tensor(value, output)
         elif isinstance(p, Array):
-            if not isinstance(value, np.ndarray):
-                failures.append(Failure(op.name, p.shown, "integers (list, tuple or integer tensor)", show(value)[:60]))
+            fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
         elif isinstance(p, Attr) and not _is_type(value, p.type):
-            failures.append(Failure(op.name, p.shown, f"{_article(p.type.__name__)}", show(value)[:60]))
+            fault = _TYPES.get(p.type, f"a {p.type.__name__}"), show(value), ""
+        if fault:
+            failures.append(Failure(op.name, p.shown, *fault))
     return failures
-
-
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def _is_type(value: Any, wanted: type) -> bool:
@@ -489,50 +286,89 @@ def _is_type(value: Any, wanted: type) -> bool:
     return isinstance(value, wanted)
 
 
+def _no_tensor(value: Any, output: bool) -> _Fault | None:
+    """What is wrong with a value that is no tensor of plain strided memory."""
+    if not isinstance(value, torch.Tensor):
+        return "a tensor", show(value), ""
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        return (
+            "a dense tensor",
+            f"a {kind.removeprefix('torch.')} one",
+            "to_dense(), dequantize() or to_padded_tensor()",
+        )
+    if output and any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        return (
+            "memory of its own for every element",
+            f"strides {value.stride()}",
+            "an expanded tensor cannot be written",
+        )
+    return None
+
+
 def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
     failures = []
-    for p in op.params:
-        value = names.get(p.name)
-        if not isinstance(p, Tensor) or value is None or not p.dtypes:
+    for p in op.tensors(False) + op.tensors(True):
+        if names.get(p.name) is None or not p.dtypes:
             continue
+        allowed, source = p.dtypes.split(), ""
         if p.dtypes.startswith("="):
-            other = names.get(p.dtypes[1:])
-            allowed = () if other is None else (str(other.dtype).removeprefix("torch."),)
-        else:
-            allowed = tuple(p.dtypes.split())
-        if allowed and str(value.dtype).removeprefix("torch.") not in allowed:
-            expected = " or ".join(allowed) + (f" as {op.by_name[p.dtypes[1:]].shown}" if p.dtypes[0] == "=" else "")
-            failures.append(Failure(op.name, p.shown, expected, str(value.dtype).removeprefix("torch.")))
+            other = p.dtypes[1:]
+            allowed, source = [dtype_text(names[other])], f" as {op.by_name[other].shown}"
+        if dtype_text(names[p.name]) not in allowed:
+            got = dtype_text(names[p.name])
+            failures.append(Failure(op.name, p.shown, " or ".join(allowed) + source, got, "convert it with .to()"))
     return failures
+
+
+def _devices(op: Op, names: dict[str, Any]) -> list[Failure]:
+    failures = []
+    first: Tensor | None = None
+    for p in op.tensors(False) + op.tensors(True):
+        value = names.get(p.name)
+        if value is None or (p.on_host and value.device.type == "cpu"):
+            continue
+        first = first or p
+        device = names[first.name].device
+        if value.device != device:
+            expected = f"a tensor on {device} as {first.shown}"
+            failures.append(Failure(op.name, p.shown, expected, f"one on {value.device}", f'move it: .to("{device}")'))
+    return failures
+
+
+def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
+    if not op.layouts or names[op.layout_attr] in op.layouts:
+        return []
+    got, advice = names[op.layout_attr], "layout strings are upper case"
+    if got.upper() not in op.layouts:
+        advice = f"{op.name} has no other"
+    shown = op.by_name[op.layout_attr].shown
+    return [Failure(op.name, shown, "one of " + ", ".join(op.layouts), show(got), advice)]
 
 
 def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
     failures = []
-    for p in op.params:
-        value = names.get(p.name)
-        if isinstance(p, Tensor) and value is not None and (words := p.words(layout)) and value.dim() != len(words):
-            where = f" in layout {layout}" if op.layouts else ""
-            got = f"{value.dim()} dimensions {list(value.shape)}"
-            failures.append(Failure(op.name, p.shown, f"{len(words)} dimensions {shape_text(' '.join(words))}{where}", got))
+    where = f" in layout {layout}" if op.layouts else ""
+    for p in op.tensors(False) + op.tensors(True):
+        value, words = names.get(p.name), p.words(layout)
+        if value is not None and words and value.dim() != len(words):
+            expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
+            failures.append(Failure(op.name, p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}"))
     return failures
 
 
 def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
-    """Binds axis words in the order of the parameters; the first that shows an axis decides its size."""
-    failures = []
+    """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
     origin: dict[str, str] = {}
     for p in op.params:
         if isinstance(p, Attr) and p.axis and names[p.name] != p.default:
             if names[p.name] <= 0:
-                failures.append(Failure(op.name, p.shown, f"{p.shown} > 0", show(names[p.name])))
-                return failures
+                return [Failure(op.name, p.shown, f"{p.shown} > 0", show(names[p.name]))]
             names[p.axis], origin[p.axis] = names[p.name], p.shown
-    for p in op.params:
-        value = names.get(p.name)
-        if not isinstance(p, Tensor) or value is None:
-            continue
-        words = p.words(layout)
-        for position, (word, size) in enumerate(zip(words, value.shape if words else (), strict=True)):
+    failures = []
+    for p in op.tensors(False) + op.tensors(True):
+        value, words = names.get(p.name), p.words(layout)
+        for position, (word, size) in enumerate(zip(words, () if value is None else value.shape)):  # noqa: B905
             expected = _bind_axis(word, size, names, origin, p.shown)
             if expected:
                 failures.append(Failure(op.name, p.shown, f"axis {position} to be {expected}", str(size)))
@@ -541,35 +377,50 @@ def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
 
 def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
     """Binds the one unknown factor of an axis word, or compares; what was expected if they disagree."""
-    unknown = [f for f in word.split("*") if not f.isdigit() and names.get(f) is None]
+    factors = word.split("*")
+    unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
-        rest = "*".join(f for f in word.split("*") if f != unknown[0])
+        rest = "*".join(f for f in factors if f != unknown[0])
         known = size_of(rest, names) if rest else 1
-        if not known or size % known:
-            return f"a multiple of {rest}={known}"
-        names[unknown[0]], origin[unknown[0]] = size // known, param
+        if rest and (not known or not size or size % known):
+            return f"a positive multiple of {rest}={known}" + _origins(rest, origin, param)
+        names[unknown[0]], origin[unknown[0]] = size // (known or 1), param
         return ""
     known = size_of(word, names)
-    if known == size:
-        return ""
+    # Two unknown factors: the tensor that would have shown one of them has failed.
+    return "" if known in (size, None) else f"{word}={known}" + _origins(word, origin, param)
+
+
+def _origins(word: str, origin: dict[str, str], param: str) -> str:
+    """Which other parameters an axis word's sizes come from."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
-    return f"{word}={known}" + (f" as in {', '.join(dict.fromkeys(sources))}" if sources else "")
+    return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
+
+
+def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
+    within = scope(names, op.functions)
+    return [
+        Failure(op.name, p.shown, op.spell(p.domain), show(names[p.name]), code=p.code)
+        for p in op.params
+        if isinstance(p, Attr) and p.domain and not evaluate(p.domain, within)
+    ]
 
 
 def _asked(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
     """(failures, notes) of the rules that apply."""
     failures: list[Failure] = []
     notes: list[Failure] = []
-    layout = names.get(op.layout_attr)
+    if not rules:
+        return failures, notes
+    layout, within = names.get(op.layout_attr), scope(names, op.functions)
     for rule in rules:
-        if (rule.only and layout not in rule.only) or (rule.when and not evaluate(op, rule.when, names)):
+        if (rule.only and layout not in rule.only) or (rule.when and not evaluate(rule.when, within)):
             continue
-        outcome = evaluate(op, rule.check, names)
+        outcome = evaluate(rule.check, within)
         if isinstance(outcome, str) or not outcome:
             got = outcome if isinstance(outcome, str) else _got(rule, names)
-            shown = op.by_name[rule.param].shown
-            words = (_spell(op, text) for text in (rule.expected, got, rule.advice))
-            failure = Failure(op.name, shown, *words, rule.code, rule)
+            expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
+            failure = Failure(op.name, op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
             (notes if rule.level == "note" else failures).append(failure)
     return failures, notes
 
@@ -582,16 +433,15 @@ def _ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
 
 
 def _got(rule: Rule, names: Mapping[str, Any]) -> str:
-    used = [n for n in compiled(rule.check)[1] if n in names]
-    return ", ".join(f"{n}={show(names[n])}" for n in used) or show(names.get(rule.param))
-
-
-def _spell(op: Op, text: str) -> str:
-    """Canonical names as this record spells them."""
-    for p in op.params:
-        if p.spelled:
-            text = re.sub(rf"\b{p.name}\b", p.spelled, text)
-    return text
+    """The values of what a rule reads: 'N1=4, N2=3', or a shape beside the axes that it should have had."""
+    read = parse(rule.check)
+    if read.axes:
+        sizes = (f"{axis}={names[axis]}" for axis in read.axes)
+        return f"{show(names[rule.param])} with {', '.join(sizes)}"
+    used = [name for name in read.names if name in names]
+    if used == [rule.param]:
+        return show(names[rule.param])
+    return ", ".join(f"{name}={show(names[name])}" for name in used) or show(names.get(rule.param))
 
 
 def _raise(failures: list[Failure]) -> None:
@@ -601,69 +451,7 @@ def _raise(failures: list[Failure]) -> None:
 
 def _outside() -> int:
     """The stack level of the first caller outside this package, where a warning points."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("fusion_attention"):
+    level, frame, house = 1, sys._getframe(1), __name__.split(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == house:
         level, frame = level + 1, frame.f_back
     return level
-
-
-# -------------------------------------------------------------------------------------------------------- rendering
-
-
-def render(op: Op) -> str:
-    """The page of a record: what it computes, its parameters, its rules by level, its sources."""
-    lines = [f"# {op.name}", "", op.summary, ""]
-    if op.formula:
-        lines += ["```text", op.formula, "```", ""]
-    lines += ["## Parameters", "", "| name | kind | dtype | shape or default | |", "|---|---|---|---|---|"]
-    lines += [_row(op, p) for p in op.params]
-    if op.layouts:
-        lines += ["", f"Layouts (`{op.by_name[op.layout_attr].shown}`): {', '.join(f'`{name}`' for name in op.layouts)}."]
-    titles = {
-        "meaning": "Rules (always an error)",
-        "limit": "Limits of the chip (an error when strict)",
-        "content": "Rules on tensor content (on request)",
-        "note": "Notes (a warning)",
-    }
-    for level in LEVELS:
-        rules = [r for r in op.asked if r.level == level]
-        if rules:
-            lines += ["", f"## {titles[level]}", "", "| parameter | expected | when | code | why, or what to do |"]
-            lines += ["|---|---|---|---|---|", *(_rule_row(op, r) for r in rules)]
-    if op.rulings:
-        numbers = ", ".join(map(str, sorted(set(op.rulings))))
-        lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
-    return "\n".join([*lines, "", f"Source: {op.source}.", ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _row(op: Op, p: Param) -> str:
-    kind, dtype, shape = "integers", "int64", ""
-    if isinstance(p, Tensor):
-        kind = "output" if p.output else "tensor"
-        dtype = f"as `{op.by_name[p.dtypes[1:]].shown}`" if p.dtypes.startswith("=") else p.dtypes.replace(" ", ", ")
-        shapes = {name: " ".join(p.words(name)) for name in op.layouts or ("",)}
-        distinct = dict.fromkeys(words for words in shapes.values() if words)
-        shape = "; ".join(
-            shape_text(words) if len(distinct) == 1 else f"{name} {shape_text(words)}"
-            for words in distinct
-            for name in (", ".join(n for n, w in shapes.items() if w == words),)
-        )
-    elif isinstance(p, Attr):
-        kind, dtype = "attribute", p.type.__name__
-        shape = "required" if p.default is REQUIRED else f"`{p.default!r}`"
-    if p.optional:
-        kind += ", optional"
-    domain = f" `{_spell(op, p.domain)}`" if isinstance(p, Attr) and p.domain else ""
-    return f"| `{p.shown}` | {kind} | {dtype} | {_cell(shape)} | {_cell(p.text + domain)} |"
-
-
-def _rule_row(op: Op, r: Rule) -> str:
-    when = [f"`{_spell(op, r.when)}`"] if r.when else []
-    only = [name for name in op.layouts if name in r.only]
-    when += ["layout " + ", ".join(only)] if only and len(only) < len(op.layouts) else []
-    cells = (f"`{op.by_name[r.param].shown}`", _spell(op, r.expected), "; ".join(when), str(r.code), _spell(op, r.advice))
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"

@@ -71,4 +71,9 @@ def keep_from_philox(
 
 def draw_seed() -> int:
     """A seed for one call, from torch's default generator (torch.manual_seed makes it repeatable); never 0."""
-    return int(torch.randint(1, 2**63 - 1, ()))
+    return int(draw_seed_tensor())
+
+
+def draw_seed_tensor() -> torch.Tensor:
+    """draw_seed() as an int64 tensor of no dimensions, for a trace that must draw anew at every run."""
+    return torch.randint(1, 2**63 - 1, ())

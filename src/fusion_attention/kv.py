@@ -32,6 +32,12 @@ class RowView:
     stride_head: np.ndarray
     dim: int
 
+    def over(self, tensor: torch.Tensor) -> RowView:
+        """The same rows of another tensor, for all sequences."""
+        view: RowView = object.__new__(RowView)  # The constructor of a frozen class costs more than a kernel's start.
+        view.__dict__.update(self.__dict__, keep=(tensor,))
+        return view
+
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
         """Sequence b as a view [heads, length, dim] on the kept memory."""
         base = self.keep[b] if len(self.keep) > 1 else self.keep[0]

@@ -6,6 +6,7 @@ sequences where it must, never over tokens.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band, tokens
-from fusion_attention.problem import Extents, Operands, Problem, Stats, from_text, to_text
+from fusion_attention.problem import Extents, Operands, Problem, Stats
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
 LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
@@ -26,6 +27,8 @@ LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
 }
 FLT_MAX = float(np.finfo(np.float32).max)
 LANES = 8
+# Views kept for one set of lengths; a caller whose strides change all the time starts over.
+_KEPT = 256
 EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
 
 
@@ -51,14 +54,6 @@ class Form:
     def packed(self) -> bool:
         """Sequences lie end to end on one axis."""
         return LAYOUTS[self.layout][0] is None
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    @staticmethod
-    def parse(text: str) -> Form:
-        """What str() wrote."""
-        return from_text(Form, text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,17 +151,34 @@ def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
-def row_view(tensor: torch.Tensor, layout: str, heads: int, start: np.ndarray) -> RowView:
-    """A tensor's rows; start = the first token of each sequence where they are packed, else only their number counts."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
+    """The rows of a tensor of the query ("q") or key ("kv") side."""
+    stride = tensor.stride()
+    if stride[-1] != 1 and tensor.shape[-1] > 1:
         # Kernels read rows of neighbouring elements; any other last axis is copied, here and nowhere else.
         tensor = tensor.contiguous()
+        stride = tensor.stride()
+    key = (layout, heads, side, tensor.shape, stride)
+    view = extents.memo.get(key) or _keep(extents, key, _row_view(tensor, layout, heads, extents, side))
+    return view.over(tensor)
+
+
+def _keep(extents: Extents, key: Any, found: Any) -> Any:
+    """Keeps what depends on lengths and strides alone."""
+    if len(extents.memo) >= _KEPT:
+        extents.memo.clear()
+    extents.memo[key] = found
+    return found
+
+
+def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
     batch, token, head = LAYOUTS[layout]
+    start = extents.q_start if side == "q" else extents.kv_start
     stride_token = tensor.stride(token)
     address = start * stride_token if batch is None else np.arange(len(start)) * tensor.stride(batch)
     dim = tensor.shape[-1] if head is not None else tensor.shape[-1] // max(heads, 1)
     stride_head = tensor.stride(head) if head is not None else dim
-    return RowView((tensor,), address.astype(np.int64), stride_token, np.full(len(start), stride_head, np.int64), dim)
+    return RowView((), address.astype(np.int64), stride_token, np.full(len(start), stride_head, np.int64), dim)
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
@@ -189,6 +201,8 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
 
 def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
     """Blocks [heads, rows, keys] of the sequences, end to end; rows None: one row serves all."""
+    if flat.stride(0) != 1:
+        flat = flat.contiguous()  # Kernels count a block's elements one by one.
     head = keys if rows is None else rows * keys
     size = heads * head
     row = np.zeros_like(keys) if rows is None else keys
@@ -210,78 +224,117 @@ def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
     """Statistics that stats_shape() describes, in the order of form.stats."""
+    key = (form.layout, form.stats, heads, tensor.shape)
+    view = extents.memo.get(key) or _keep(extents, key, _stats_view(tensor, form, heads, extents))
+    return view.over(tensor)
+
+
+def _stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
     count = len(extents)
     if not form.packed:
         rows = tensor.shape[-1]
-        return RowView((tensor,), np.arange(count) * (heads * rows), 1, np.full(count, rows), 1)
+        return RowView((), np.arange(count) * (heads * rows), 1, np.full(count, rows), 1)
     if form.stats == "token":
-        return RowView((tensor,), extents.q_start * heads, heads, np.ones(count, np.int64), 1)
-    return RowView((tensor,), extents.q_start * heads, 1, extents.q_len, 1)
+        return RowView((), extents.q_start * heads, heads, np.ones(count, np.int64), 1)
+    return RowView((), extents.q_start * heads, 1, extents.q_len, 1)
 
 
 def operands_of(call: Call, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor) -> Operands:
     """The views of a call's tensors, its output and its statistics."""
     p, form, e = call.problem, call.form, call.extents
-    given = dict(zip(EXTRAS, call.extras, strict=True))
-
-    def rows(tensor: torch.Tensor, heads: int, start: np.ndarray) -> RowView:
-        return row_view(tensor, form.layout, heads, start)
-
-    def optional(name: str, build: Any) -> Any:
-        return None if given[name] is None else build(given[name])
-
-    token = LAYOUTS[form.layout][1]
-    sizes = (call.q.shape[token], call.k.shape[token])
+    layout = form.layout
     return Operands(
-        q=rows(call.q, p.heads_q, e.q_start),
-        k=rows(call.k, p.heads_kv, e.kv_start),
-        v=rows(call.v, p.heads_kv, e.kv_start),
-        out=rows(out, p.heads_q, e.q_start),
+        q=row_view(call.q, layout, p.heads_q, e, "q"),
+        k=row_view(call.k, layout, p.heads_kv, e, "kv"),
+        v=row_view(call.v, layout, p.heads_kv, e, "kv"),
+        out=row_view(out, layout, p.heads_q, e, "q"),
         stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
-        q_rope=optional("q_rope", lambda t: rows(t, p.heads_q, e.q_start)),
-        k_rope=optional("k_rope", lambda t: rows(t, p.heads_kv, e.kv_start)),
-        bias=optional("bias", lambda t: matrix_view(t, form.bias, p.heads_q, e)),
-        slopes=optional("slopes", lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q)),
-        # A bool and a byte are the same memory; the view makes one kernel type of them.
-        blocked=optional("blocked", lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e)),
-        drop_bits=optional("drop_bits", lambda t: bits_view(t, p.heads_q, form, sizes, e)),
-        sink=given["sink"],
         seed=call.seed,
         offset=call.offset,
+        **(_extra_operands(call) if any(t is not None for t in call.extras) else {}),
     )
+
+
+def _extra_operands(call: Call) -> dict[str, Any]:
+    """The operands that a call may lack, as far as it has them."""
+    p, form, e = call.problem, call.form, call.extents
+    token = LAYOUTS[form.layout][1]
+    sizes = (call.q.shape[token], call.k.shape[token])
+    build: dict[str, Any] = {
+        "q_rope": lambda t: row_view(t, form.layout, p.heads_q, e, "q"),
+        "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
+        "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
+        "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
+        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
+        "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
+        "sink": lambda t: t,
+    }
+    given = zip(EXTRAS, call.extras, strict=True)
+    return {name: build[name](tensor) for name, tensor in given if tensor is not None}
 
 
 def uncovered(call: Call, side: str) -> bool:
     """Whether some tokens of the query ("q") or key ("kv") side belong to no sequence: their outputs are zero."""
-    tensor, lengths = (call.q, call.extents.q_len) if side == "q" else (call.k, call.extents.kv_len)
+    tensor, e = call.q if side == "q" else call.k, call.extents
     batch, token, _ = LAYOUTS[call.form.layout]
-    if batch is None:
-        return int(lengths.sum()) != tensor.shape[0]
-    return bool((lengths != tensor.shape[token]).any())
+    held = tensor.shape[token]
+    key = ("uncovered", side, batch is None, held)
+    found: bool | None = e.memo.get(key)
+    if found is None:
+        lengths = e.q_len if side == "q" else e.kv_len
+        found = int(lengths.sum()) != held if batch is None else bool((lengths != held).any())
+        _keep(e, key, found)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
 def to_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Statistics as the training operators return them: float32, eight equal lanes, finite in empty rows.
+    """Statistics as the training operators return them: finite(), in eight equal lanes."""
+    lowest, one = _lanes(max_.device, max_.dtype)
+    if not call.extents.keyless:
+        return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
+    max_, sum_ = finite(call, max_, sum_)
+    return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
+
+
+def finite(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics without infinities, in new tensors.
 
     Empty rows: max -FLT_MAX with sum +FLT_MAX (zero form) or the number of keys (mean form); rows of a sequence
     without keys: 0 and 0.
     """
-    empty = max_ == -torch.inf
-    sum_ = torch.where(empty & (sum_ == 0), FLT_MAX, sum_)
-    max_ = torch.where(empty, -FLT_MAX, max_)
-    for view in _keyless(call, max_, sum_):
+    finite_max, finite_sum = max_.clamp_min(-FLT_MAX), _finite_sum(call, max_, sum_)
+    for view in _keyless(call, finite_max, finite_sum):
         view.zero_()
-    return tuple(t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))  # type: ignore[return-value]
+    return finite_max, finite_sum
+
+
+def _finite_sum(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> torch.Tensor:
+    if uncovered(call, "q"):
+        # Rows of no sequence hold 0 and 0, and keep them.
+        return torch.where((max_ == -torch.inf) & (sum_ == 0), FLT_MAX, sum_)
+    return torch.threshold(sum_, 0.0, FLT_MAX)  # 0 only in empty rows: any other row adds exp(0)
+
+
+@functools.lru_cache(maxsize=32)
+def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """-FLT_MAX and 1 in every lane: an operation with them is the cheapest way to repeat a number."""
+    return torch.full((LANES,), -FLT_MAX, device=device, dtype=dtype), torch.ones(LANES, device=device, dtype=dtype)
 
 
 def from_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What to_lanes() wrote, as kernels keep it."""
-    max_, sum_ = max_[..., 0], sum_[..., 0]
+    return from_finite(call, max_[..., 0], sum_[..., 0])
+
+
+def from_finite(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What finite() made, as kernels keep it."""
     empty = max_ == -FLT_MAX
-    sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_)
+    # Views of statistics count on their own order, so a caller's strides end here.
+    sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_).contiguous()
     max_ = torch.where(empty, -torch.inf, max_).contiguous()
     for view in _keyless(call, sum_):
         view.fill_(1.0)  # Nothing is seen there; a sum of 0 would make the sink's share 0 / 0.
@@ -293,6 +346,6 @@ def _keyless(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
     e, heads = call.extents, call.problem.heads_q
     return [
         stats_view(tensor, call.form, heads, e).sequence(int(b), heads, int(e.q_len[b]))
-        for b in np.flatnonzero((e.kv_len == 0) & (e.q_len > 0))
+        for b in e.keyless
         for tensor in tensors
     ]

@@ -38,14 +38,22 @@ class Plan:
     backward: bool
     schedule: Any
     workspace_bytes: int
+    module: ModuleType
 
     def run(self, operands: Operands, grads: Grads | None = None) -> None:
         """Computes into operands.out and operands.stats, or (a backward plan) into grads."""
-        module = _load(self.backend)
-        if self.backward:
-            module.attention_backward(self.problem, self.extents, self.schedule, operands, grads)
+        if torch._C._is_any_autocast_enabled():
+            # Back ends say where they round; autocast would narrow their float32 products too.
+            with torch.autocast(operands.q.keep[0].device.type, enabled=False):
+                self._run(operands, grads)
         else:
-            module.attention_forward(self.problem, self.extents, self.schedule, operands)
+            self._run(operands, grads)
+
+    def _run(self, operands: Operands, grads: Grads | None) -> None:
+        if self.backward:
+            self.module.attention_backward(self.problem, self.extents, self.schedule, operands, grads)
+        else:
+            self.module.attention_forward(self.problem, self.extents, self.schedule, operands)
 
 
 def _load(name: str) -> ModuleType:
@@ -92,7 +100,8 @@ def plan(
         name = choose(problem, device, backend)
         module = _load(name)
         schedule = module.schedule(problem, extents, backward)
-        found = Plan(problem, extents, name, backward, schedule, module.workspace_bytes(problem, extents, backward))
+        workspace = module.workspace_bytes(problem, extents, backward)
+        found = Plan(problem, extents, name, backward, schedule, workspace, module)
         _PLANS[key] = found
         while len(_PLANS) > _PLANS_KEPT:
             _PLANS.popitem(last=False)

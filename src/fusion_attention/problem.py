@@ -5,17 +5,14 @@ Everything above speaks some interface's words and ends here; everything below k
 
 from __future__ import annotations
 
-import ast
 import functools
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.kv import MatrixView, RowView
-
-T = TypeVar("T")
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 
@@ -76,21 +73,8 @@ class Problem:
         return 2 * self.heads_q * extents.visible_pairs * (3 * qk + 2 * v if backward else qk + v)
 
     def __str__(self) -> str:
-        return to_text(self)
-
-
-def to_text(record: Any) -> str:
-    """A frozen dataclass of plain values as one line: the fields that differ from their defaults."""
-    values = ((f.name, getattr(record, f.name), f.default) for f in fields(record))
-    return ",".join(f"{name}={value!r}" for name, value, default in values if value != default)
-
-
-@functools.lru_cache(maxsize=1024)
-def from_text(record: type[T], text: str) -> T:
-    """What to_text() wrote."""
-    call = ast.parse(f"f({text})", mode="eval").body
-    assert isinstance(call, ast.Call)
-    return record(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return ",".join(f"{name}={value!r}" for name, value, default in values if value != default)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +101,17 @@ class Extents:
         return b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
 
     @functools.cached_property
+    def memo(self) -> dict[Any, Any]:
+        """For what depends on these lengths alone, and on how tensors lie."""
+        return {}
+
+    @functools.cached_property
+    def keyless(self) -> list[int]:
+        """The sequences that have rows but no keys."""
+        found: list[int] = np.flatnonzero((self.kv_len == 0) & (self.q_len > 0)).tolist()
+        return found
+
+    @functools.cached_property
     def q_start(self) -> np.ndarray:
         """Packed: the first token of each sequence."""
         return np.cumsum(self.q_len) - self.q_len
@@ -140,15 +135,6 @@ class Extents:
             first, end = self.row_interval(b, np.arange(self.q_len[b]))
             total += int(np.maximum(end - first, 0).sum())
         return total
-
-    def to_tensor(self) -> torch.Tensor:
-        """int64 [6, sequences], the form in which lengths cross an operator's boundary."""
-        return torch.from_numpy(np.stack([getattr(self, name) for name in EXTENT_ROWS]).astype(np.int64))
-
-    @classmethod
-    def from_tensor(cls, rows: torch.Tensor) -> Extents:
-        """What to_tensor() wrote."""
-        return cls(*rows.numpy())
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, size_of, to_array
+from fusion_attention.contract import to_array
+from fusion_attention.expressions import size_of
+from fusion_attention.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
         op: the record.
         settings: attributes, arrays and tensors by canonical name, sizes by axis word. A tensor is given by its axis
             words ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (its own shape), or as it is; an optional
-            tensor is left out unless given. Settings under a layout's name hold in that layout only.
+            tensor is left out unless given. Settings under a layout's name hold in that layout, before all others.
 
     Example:
         >>> from fusion_attention.ops import RECORDS
@@ -47,7 +49,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
         [3, 4, 4, 8]
     """
     layout = settings.get(op.layout_attr, op.layouts[0] if op.layouts else "")
-    settings = {**op.samples.get(layout, {}), **settings.get(layout, {}), **settings}
+    settings = {**op.samples.get(layout, {}), **settings, **settings.get(layout, {})}
     sizes = {**op.sizes, **{axis: size for axis, size in settings.items() if axis in op.sizes}}
     sizes |= _derived_sizes(op, layout, settings)
     args: dict[str, Any] = {}
@@ -100,7 +102,7 @@ def spoils(op: Op) -> Iterator[Spoiled]:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
         args = sample(op, **{op.layout_attr: layouts[0], **rule.given, **rule.spoil})
-        yield Spoiled(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, rule.expected)
+        yield Spoiled(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
     for p in op.params:
         for name, args, code in _stage_spoils(op, p):
             yield Spoiled(f"{op.name}-{p.name}-{name}", args, p.shown, code)
@@ -111,6 +113,8 @@ def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]
     legal = sample(op)
     present = legal[p.name] is not None
     if isinstance(p, Attr):
+        if p.name == op.layout_attr and op.layouts:
+            yield "layout", {**legal, p.name: "NHWC"}, INVALID
         if p.default is REQUIRED:
             yield "missing", {**legal, p.name: None}, NULL_POINTER
         yield "type", {**legal, p.name: object()}, INVALID
@@ -118,9 +122,8 @@ def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]
             yield "domain", {**legal, p.name: p.bad}, p.code
         return
     yield "type", {**legal, p.name: "a string"}, INVALID
-    if isinstance(p, Array) or p.output or not present:
+    if not isinstance(p, Tensor) or p.output or not present:
         return
-    assert isinstance(p, Tensor)
     if not p.optional:
         yield "missing", {**legal, p.name: None}, NULL_POINTER
     if p.dtypes and p.name != _first_tensor(op):

@@ -1,6 +1,6 @@
 """The operators as their records describe them: a list, a page, and the pages of docs/ops.
 
-Knows files and tables. Refuses to know what a page says: `contract.render` does.
+Knows files and tables. Refuses to know what a page says: `pages.render` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDEX = "index.md"
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
     """Every generated page by file name: one per record, and the index."""
-    from fusion_attention.contract import render
+    from fusion_attention.pages import render
 
     texts = {f"{name}.md": render(record) for name, record in records.items()}
     texts[INDEX] = index(records)
@@ -99,7 +99,7 @@ def _check(folder: Path, expected: Mapping[str, str]) -> None:
 
 
 def _print_page(name: str, records: Mapping[str, Op]) -> None:
-    from fusion_attention.contract import render
+    from fusion_attention.pages import render
 
     if name not in records:
         close = _close_names(name, list(records))

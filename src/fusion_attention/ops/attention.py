@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, NULL_POINTER, Array, Attr, Bound, Op, Rule, Tensor
+from fusion_attention.contract import Bound
+from fusion_attention.expressions import show
 from fusion_attention.lower import Call, Form, mode_band
-from fusion_attention.mask import Band
+from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
+from fusion_attention.ops.flash_checks import positions
 from fusion_attention.problem import Extents, Problem
+from fusion_attention.record import INVALID, NULL_POINTER, Array, Attr, Op, Rule, Tensor
 
 PACKED = ("TND",)
 BROADCAST = "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"
@@ -28,18 +31,27 @@ def lengths_fit(lengths: np.ndarray, count: int | None, capacity: int) -> bool |
     bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
     if len(bad):
         return f"length {lengths[bad[0]]} of sequence {bad[0]}, outside [0, {capacity}]"
-    return count is not None or int(lengths.sum()) <= capacity or f"{int(lengths.sum())} tokens in all, {capacity} in the tensor"
+    return (
+        count is not None
+        or int(lengths.sum()) <= capacity
+        or f"{int(lengths.sum())} tokens in all, {capacity} in the tensor"
+    )
 
 
-def broadcasts(tensor: torch.Tensor, *whole: int) -> bool:
+def broadcasts(tensor: torch.Tensor, *whole: int) -> bool | str:
     """Whether a tensor broadcasts to [B, N1, S1, S2]."""
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    return tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, whole, strict=True))
+    fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, whole, strict=True))
+    return fits or f"{list(tensor.shape)} for {list(whole)}"
 
 
-def prefix_fits(band: Band | None, count: int) -> bool | str:
-    """Whether a band has no prefix or one entry per sequence."""
-    return band is None or len(band.prefix) in (0, count) or f"{len(band.prefix)} prefixes for {count} sequences"
+def band_fits(band: Band | None, count: int) -> bool | str:
+    """Whether a band has whole edges, and no prefix or one per sequence."""
+    if band is None:
+        return True
+    if not all(isinstance(n, int) and abs(n) <= INFINITE for n in (band.lo, band.hi, *band.prefix)):
+        return f"edges {show((band.lo, band.hi))} and prefixes {show(band.prefix)}"
+    return len(band.prefix) in (0, count) or f"{len(band.prefix)} prefixes for {count} sequences"
 
 
 RULES = (
@@ -50,7 +62,6 @@ RULES = (
         only=("BSH", "SBH"),
         stage="presence",
         code=NULL_POINTER,
-        
         spoil={"heads": None},
     ),
     Rule(
@@ -75,6 +86,7 @@ RULES = (
     Rule(
         "q_len is None or lengths_fit(q_len, B, S1 if T1 is None else T1)",
         "q_len",
+        "tokens of every sequence, not cumulative ends",
         text="lengths of the sequences that the query tensor holds",
         stage="lengths",
         spoil={"q_len": [3, 6]},
@@ -82,6 +94,7 @@ RULES = (
     Rule(
         "kv_len is None or lengths_fit(kv_len, B, S2 if T2 is None else T2)",
         "kv_len",
+        "tokens of every sequence, not cumulative ends",
         text="lengths of the sequences that the key tensor holds",
         stage="lengths",
         spoil={"kv_len": [5, 8]},
@@ -106,14 +119,35 @@ RULES = (
         given={"T2": 8, "kv_len": None},
         spoil={"T2": 6},
     ),
-    Rule("N2 > 0 and N1 % N2 == 0", "k", "every key head serves the same number of query heads", spoil={"N2": 3}),
-    Rule("1 <= D <= 768", "q", code=INVALID, spoil={"D": 769}),
-    Rule("1 <= Dv <= 768", "v", code=INVALID, spoil={"Dv": 769}),
-    Rule("band is None or sparse_mode is None", "band", "two ways to say one thing", given={"band": Band()}, spoil={"sparse_mode": 3}),
     Rule(
-        "prefix_fits(band, len(q_len))",
+        "N1 > 0 and N2 > 0 and N1 % N2 == 0",
+        "k",
+        "every key head serves the same number of query heads",
+        spoil={"N2": 3},
+    ),
+    Rule("1 <= D <= 768", "q", "elements per head", code=INVALID, spoil={"D": 769}),
+    Rule("1 <= Dv <= 768", "v", "elements per head", code=INVALID, spoil={"Dv": 769}),
+    Rule(
+        "Dr is None or 1 <= Dr <= 768",
+        "q_rope",
+        "elements per head",
+        text="1 <= Dr <= 768",
+        code=INVALID,
+        given={"q_rope": True, "k_rope": True},
+        spoil={"Dr": 769},
+    ),
+    Rule(
+        "band is None or sparse_mode is None",
         "band",
-        text="a band whose prefix has one entry per sequence",
+        "two ways to say one thing",
+        given={"band": Band()},
+        spoil={"sparse_mode": 3},
+    ),
+    Rule(
+        "band_fits(band, len(q_len))",
+        "band",
+        "make it with Band.causal(), Band.window() or Band.prefix_causal()",
+        text="a band of whole numbers, its prefix empty or one per sequence",
         given={"band": Band.prefix_causal([1, 2])},
         spoil={"band": Band.prefix_causal([1, 2, 3])},
     ),
@@ -123,6 +157,13 @@ RULES = (
         "prefixes: band=Band.prefix_causal(...)",
         text="one of 0, 1, 2, 3, 4, 7, 8",
         spoil={"sparse_mode": 6},
+    ),
+    Rule(
+        "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
+        "pre_tokens",
+        "without a mode use band=Band.window(pre_tokens, next_tokens)",
+        text="pre_tokens and next_tokens only beside a sparse_mode",
+        spoil={"pre_tokens": 2},
     ),
     Rule(
         "broadcasts(blocked, B, N1, S1, S2)",
@@ -136,6 +177,7 @@ RULES = (
     Rule(
         "broadcasts(bias, B, N1, S1, S2)",
         "bias",
+        "added to the scaled scores",
         text=BROADCAST,
         when="bias is not None",
         given={"bias": "N1 S1 S2"},
@@ -152,17 +194,27 @@ RULES = (
     Rule(
         "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
         "alibi_slopes",
+        "one slope per head",
         when="alibi_slopes is not None",
         given={"alibi_slopes": ("N1", "float32")},
         spoil={"alibi_slopes": ("3", "float32")},
     ),
     Rule(
-        "len(alibi_start) == 2",
+        "len(alibi_start) == 2 and positions(alibi_start)",
         "alibi_start",
-        "positions of the first query row and the first key",
+        "of the first query row and of the first key",
+        text="two positions below 2**40",
         when="alibi_start is not None",
-        given={"alibi_start": [0, 0]},
+        given={"alibi_slopes": ("N1", "float32"), "alibi_start": [0, 0]},
         spoil={"alibi_start": [0]},
+    ),
+    Rule(
+        "alibi_start is None",
+        "alibi_start",
+        "distances need slopes",
+        text="alibi_start only beside alibi_slopes",
+        when="alibi_slopes is None",
+        spoil={"alibi_start": [0, 0]},
     ),
     Rule(
         "drop_bits.numel() * 8 >= N1 * drop_rows",
@@ -191,7 +243,13 @@ RULES = (
         given={"drop_bits": "1024", "keep_prob": 0.5},
         spoil={"seed": 3},
     ),
-    Rule("scale is None or abs(scale) < 3.4e38", "scale", text="a finite scale", spoil={"scale": float("inf")}),
+    Rule(
+        "scale is None or abs(scale) < 3.4e38",
+        "scale",
+        "of float32",
+        text="a finite scale",
+        spoil={"scale": float("inf")},
+    ),
 )
 
 
@@ -218,7 +276,13 @@ RECORD = Op(
         Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
         Tensor("v", "Value rows.", dtypes="=q", shape=rows("2", "Dv")),
         Attr("layout", "Axis order of q, k, v and the output.", type=str, default="BSND", code=INVALID),
-        Attr("heads", "Query heads; needed where the last axis holds them (BSH, SBH).", default=0, axis="N1", code=INVALID),
+        Attr(
+            "heads",
+            "Query heads; needed where the last axis holds them (BSH, SBH).",
+            default=0,
+            axis="N1",
+            code=INVALID,
+        ),
         Array("q_len", "Query rows of every sequence (TND: needed).", True),
         Array("kv_len", "Keys of every sequence.", True),
         Tensor("q_rope", "Rope part of the query rows.", True, dtypes="=q", shape=rows("1", "Dr")),
@@ -228,16 +292,37 @@ RECORD = Op(
         Attr("sparse_mode", "CANN's mode instead of a band; compressed modes need no mask.", default=None),
         Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
         Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
-        Tensor("blocked", "True removes a score.", True, dtypes="bool uint8", make=lambda s: torch.zeros(s, dtype=torch.bool)),
+        Tensor(
+            "blocked",
+            "True removes a score.",
+            True,
+            dtypes="bool uint8",
+            make=lambda s: torch.zeros(s, dtype=torch.bool),
+        ),
         Tensor("bias", "Added to the scaled scores.", True, dtypes="=q"),
         Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes="float32"),
         Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
         Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1"),
-        Attr("keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0),
-        Tensor("drop_bits", "One bit per score, 1 = kept.", True, dtypes="uint8", make=lambda s: torch.ones(s, dtype=torch.uint8)),
+        Attr(
+            "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
+        ),
+        Tensor(
+            "drop_bits",
+            "One bit per score, 1 = kept.",
+            True,
+            dtypes="uint8",
+            make=lambda s: torch.ones(s, dtype=torch.uint8),
+        ),
         Attr("seed", "Seed of drawn dropout; None draws one.", default=None),
         Attr("offset", "Offset of drawn dropout.", default=0),
-        Attr("empty_rows", "What rows without a key return.", type=str, default="zero", domain="empty_rows in ('zero', 'mean')", bad="nan"),
+        Attr(
+            "empty_rows",
+            "What rows without a key return.",
+            type=str,
+            default="zero",
+            domain="empty_rows in ('zero', 'mean')",
+            bad="nan",
+        ),
     ),
     RULES,
     formula="out = softmax(scale * (q k^T + q_rope k_rope^T) + bias, keys seen) * keep / keep_prob @ v",
@@ -246,7 +331,7 @@ RECORD = Op(
     layout_attr="layout",
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
     derive=lengths,
-    functions={f.__name__: f for f in (lengths_fit, broadcasts, prefix_fits)},
+    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions)},
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
 )
@@ -256,9 +341,18 @@ RECORDS = (RECORD,)
 def lower(bound: Bound, *, seed: int = 0) -> Call:
     """The Call of a bound `attention`; seed is the one drawn where the caller gave none."""
     n = bound.names
-    bias = "slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix"
+    lowered = bound.memo.get("lowered")
+    if lowered is None:
+        matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
+        lowered = bound.memo["lowered"] = (_problem(n), Form(n["layout"], *matrices), _extents(n))
+    problem, form, extents = lowered
+    extras = (n["q_rope"], n["k_rope"], n["bias"], n["alibi_slopes"], n["blocked"], n["drop_bits"], n["sink"])
+    return Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
+
+
+def _problem(n: dict[str, Any]) -> Problem:
     drops = n["keep_prob"] < 1
-    problem = Problem(
+    return Problem(
         heads_q=n["N1"],
         heads_kv=n["N2"],
         dim_qk=n["D"],
@@ -266,17 +360,13 @@ def lower(bound: Bound, *, seed: int = 0) -> Call:
         dim_rope=n["Dr"] or 0,
         dtype=str(n["q"].dtype).removeprefix("torch."),
         scale=(n["D"] + (n["Dr"] or 0)) ** -0.5 if n["scale"] is None else float(n["scale"]),
-        bias=bias,
+        bias="slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix",
         has_blocked=n["blocked"] is not None,
         has_sink=n["sink"] is not None,
         dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
         keep_prob=float(n["keep_prob"]) if drops else 1.0,
         empty_rows=n["empty_rows"],
     )
-    matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
-    form = Form(n["layout"], *matrices)
-    extras = tuple(n[name] for name in ("q_rope", "k_rope", "bias", "alibi_slopes", "blocked", "drop_bits", "sink"))
-    return Call(problem, form, _extents(n), n["q"], n["k"], n["v"], extras, seed, n["offset"])
 
 
 def _extents(n: dict[str, Any]) -> Extents:

@@ -5,6 +5,7 @@ A version is a delta of another record. Rules stand in flash_rules.py, the way d
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 
 from fusion_attention.bias import TABLE_ROWS
-from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
 FLOATS = "float16 bfloat16 float32"
 UNLIMITED = (1 << 31) - 1
@@ -24,20 +25,31 @@ UNLIMITED = (1 << 31) - 1
 def rows(side: str, dim: str) -> dict[str, str]:
     """Axis words of a tensor of query ("1") or key ("2") rows in every layout."""
     s, n, t = f"S{side}", f"N{side}", f"T{side}"
-    dense = {"BSH": f"B {s} {n}*{dim}", "SBH": f"{s} B {n}*{dim}", "BSND": f"B {s} {n} {dim}", "BNSD": f"B {n} {s} {dim}"}
+    dense = {
+        "BSH": f"B {s} {n}*{dim}",
+        "SBH": f"{s} B {n}*{dim}",
+        "BSND": f"B {s} {n} {dim}",
+        "BNSD": f"B {n} {s} {dim}",
+    }
     return dense | {"TND": f"{t} {n} {dim}"}
 
 
-STATISTICS = {layout: "B N1 S1 8" for layout in ("BSH", "SBH", "BSND", "BNSD")} | {"TND": "T1 N1 8"}
+STATISTICS = dict.fromkeys(("BSH", "SBH", "BSND", "BNSD"), "B N1 S1 8") | {"TND": "T1 N1 8"}
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
     """Sample content: the documented triangle of a compressed mask, nothing masked otherwise."""
-    mask = torch.zeros(shape, dtype=torch.uint8)
-    if shape[-1] == 2048:
-        mask[..., :2048, :] = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
-        mask[..., 2048:, 1024:] = 1
-    return mask
+    if shape[-1:] != (2048,):
+        return torch.zeros(shape, dtype=torch.uint8)
+    return _triangle()[: shape[-2]].expand(shape).contiguous().clone()
+
+
+@functools.cache
+def _triangle() -> torch.Tensor:
+    """[3072, 2048]: what every compressed mask is the upper part of."""
+    triangle = torch.ones(3072, 2048, dtype=torch.uint8).triu_(1)
+    triangle[2048:, 1024:] = 1
+    return triangle
 
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -50,13 +62,21 @@ QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="
 KEY_ROPE = Tensor("key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "Dr"))
 PSE = Tensor("pse", "Bias on the scores; slopes for pse_type 2 and 3.", True)
 DROP_MASK = Tensor(
-    "drop_mask", "One bit per score, 1 = kept.", True, dtypes="uint8", make=lambda s: torch.full(s, 255, dtype=torch.uint8)
+    "drop_mask",
+    "One bit per score, 1 = kept.",
+    True,
+    dtypes="uint8",
+    make=lambda s: torch.full(s, 255, dtype=torch.uint8),
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 ATTEN_MASK = Tensor("atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", make=_mask)
 SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
-MAX_IN = Tensor("softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros)
-SUM_IN = Tensor("softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones)
+MAX_IN = Tensor(
+    "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros
+)
+SUM_IN = Tensor(
+    "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
+)
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
@@ -66,7 +86,12 @@ Q_START = Array("q_start_idx", "Position of the first query row in the whole seq
 KV_START = Array("kv_start_idx", "Position of the first key in the whole sequence (element 0 is read).", True)
 SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
 KEEP_PROB = Attr(
-    "keep_prob", "Share of probabilities that dropout keeps.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=1.5
+    "keep_prob",
+    "Share of probabilities that dropout keeps.",
+    type=float,
+    default=1.0,
+    domain="0 < keep_prob <= 1",
+    bad=1.5,
 )
 PRE = Attr("pre_tokens", "Window to the left (modes 0 and 4).", default=UNLIMITED)
 NEXT = Attr("next_tokens", "Window to the right (modes 0, 4, 7, 8).", default=UNLIMITED)
@@ -75,7 +100,11 @@ LAYOUT = Attr("input_layout", "Axis order of query, key, value and the output.",
 INNER_PRECISE = Attr("inner_precise", "2: rows that see no key return zeros.", default=0)
 SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/sparse_modes.md).", default=0)
 PSE_TYPE = Attr(
-    "pse_type", "1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.", default=1, domain="0 <= pse_type <= 3", bad=4
+    "pse_type",
+    "1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.",
+    default=1,
+    domain="0 <= pse_type <= 3",
+    bad=4,
 )
 STATS_LAYOUT = Attr(
     "softmax_layout",
@@ -87,7 +116,13 @@ STATS_LAYOUT = Attr(
     code=INVALID,
 )
 TORCH_STATS_LAYOUT = Attr(
-    "softmax_layout", STATS_LAYOUT.text, type=str, default="", domain="softmax_layout in ('', 'TND')", bad="BSND", code=INVALID
+    "softmax_layout",
+    STATS_LAYOUT.text,
+    type=str,
+    default="",
+    domain="softmax_layout in ('', 'TND')",
+    bad="BSND",
+    code=INVALID,
 )
 SEED = Attr("seed", "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator.", default=0)
 OFFSET = Attr("offset", "Offset of drawn dropout.", default=0)
@@ -114,6 +149,9 @@ DQ_ROPE, DK_ROPE = (
 )
 DSINK = _out("dsink", "Gradient of sink.", "N1", "float32")
 
+_INPUTS = (QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX)
+_ATTRIBUTES = (SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE)
+
 # ---------------------------------------------------------------------------------------------------------- records
 
 FORWARD_FORMULA = """S   = scale * (Q K^T + pse)                 pse_type 1; the others add after scaling
@@ -130,7 +168,9 @@ NEUTRAL = {
     "inner_precise": 0,
     **dict.fromkeys(("query_rope", "key_rope", "sink", "prefix", "pse", "drop_mask", "atten_mask", "padding_mask")),
     **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "q_start_idx", "kv_start_idx", "softmax_in")),
-    **{"seed": 0, "offset": 0, "Dr": None},
+    "seed": 0,
+    "offset": 0,
+    "Dr": None,
 }
 SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "T1": 8, "T2": 12}
 SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
@@ -163,6 +203,9 @@ def _pse_form(names: dict[str, Any]) -> str:
         return "aligned" if own and pse.shape[2] == TABLE_ROWS <= s1 else ""
     if own and pse.shape[2] == TABLE_ROWS:
         return "aligned"
+    # Flat, or 4-D where all sequences have one length.
+    if pse.dim() != 1 and not (own and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
+        return ""
     if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
         return "blocks"
     return "row_blocks" if pse.numel() == heads * int(names["kv_len"].sum()) else ""
@@ -172,13 +215,13 @@ SCORE_V1 = Op(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
     "CANN, aclnnFlashAttentionScore",
-    (QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT)
-    + (INNER_PRECISE, SPARSE_MODE, *STATS_OUT, OUT),
+    (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
     RULES + GIVEN_DROPOUT,
     formula=FORWARD_FORMULA,
     rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
     layouts=DENSE_LAYOUTS,
     neutral=NEUTRAL,
+    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     sizes=SIZES,
@@ -293,28 +336,39 @@ def _spelled(param: Param, spelled: str) -> Param:
     return replace(param, spelled=spelled)
 
 
-_TOCKENS = (_spelled(PRE, "pre_tockens"), _spelled(NEXT, "next_tockens"))
+_TOCKENS = (KEEP_PROB, _spelled(PRE, "pre_tockens"), _spelled(NEXT, "next_tockens"), INNER_PRECISE)
 _LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
 _STARTS = (PSE_TYPE, Q_START, KV_START)
 _DRAW = (_spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
-_SAVED = tuple(replace(p, optional=False) for p in (MAX_IN, SUM_IN)) + (SOFTMAX_IN, ATTENTION_IN)
+_SAVED = (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN)
 _MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
 _ROPES = (QUERY_ROPE, KEY_ROPE)
 _SCALE_VALUE = _spelled(SCALE, "scale_value")
 _FORWARD_OUT = (OUT, *STATS_OUT)
-_QKV = (QUERY, KEY, VALUE)
+_FORWARD_HEAD = (QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, *_MASKS)
+_GRAD_HEAD = (QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
+_REPLAY = (*(replace(p, text="As the forward returned it.") for p in (SEED, OFFSET)), NUMELS)
+_TAIL = (TORCH_STATS_LAYOUT, SINK)
+_GRADIENTS = (DQ, DK, DV, DPSE)
+_LAST = (DQ_ROPE, DK_ROPE, DSINK)
+_TOKENS = (KEEP_PROB, PRE, NEXT, INNER_PRECISE)
+
+
+def _returned(name: str) -> Tensor:
+    return Tensor(name, "As the forward returned it.", True, dtypes="int64", shape="1", on_host=True)
+
 
 TORCH_V1 = Op(
     "npu_fusion_attention",
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     "Ascend op-plugin, npu_fusion_attention",
-    (*_QKV, HEAD_NUM, LAYOUT, *_MASKS, SCALE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, *_LENGTHS)
-    + (TORCH_STATS_LAYOUT, SINK, *_DRAW, *_FORWARD_OUT),
+    (*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_DRAW, *_FORWARD_OUT),
     RULES + DRAWN_DROPOUT,
     formula=FORWARD_FORMULA,
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=(*DENSE_LAYOUTS, "TND"),
     neutral=NEUTRAL,
+    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     sizes=SIZES,
@@ -325,8 +379,7 @@ TORCH_V2 = replace(
     name="npu_fusion_attention_v2",
     summary="npu_fusion_attention with rope parts, pse_type and start indices.",
     source="Ascend op-plugin, npu_fusion_attention_v2",
-    params=(*_QKV, HEAD_NUM, LAYOUT, *_MASKS, *_ROPES, SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, *_LENGTHS, *_STARTS)
-    + (TORCH_STATS_LAYOUT, SINK, *_DRAW, *_FORWARD_OUT),
+    params=(*_FORWARD_HEAD, *_ROPES, SCALE, *_TOKENS, *_LENGTHS, *_STARTS, *_TAIL, *_DRAW, *_FORWARD_OUT),
     rulings=(*TORCH_V1.rulings, 21, 22),
 )
 TORCH_V3 = replace(
@@ -334,26 +387,22 @@ TORCH_V3 = replace(
     name="npu_fusion_attention_v3",
     summary="npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
     source="Ascend op-plugin, npu_fusion_attention_v3",
-    params=(*_QKV, HEAD_NUM, LAYOUT, *_MASKS, SCALE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, *_LENGTHS)
-    + (TORCH_STATS_LAYOUT, SINK, *_FORWARD_OUT),
+    params=(*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_FORWARD_OUT),
 )
-_GRAD_HEAD = (*_QKV, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
 TORCH_GRAD_V1 = replace(
     TORCH_V1,
     name="npu_fusion_attention_grad",
     summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad",
     formula=BACKWARD_FORMULA,
-    params=(*_GRAD_HEAD, _SCALE_VALUE, KEEP_PROB, *_TOCKENS, INNER_PRECISE, SEED, OFFSET, NUMELS, *_LENGTHS)
-    + (TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DSINK),
+    params=(*_GRAD_HEAD, _SCALE_VALUE, *_TOCKENS, *_REPLAY, *_LENGTHS, *_TAIL, *_GRADIENTS, DSINK),
 )
 TORCH_GRAD_V2 = replace(
     TORCH_GRAD_V1,
     name="npu_fusion_attention_grad_v2",
     summary="Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad_v2",
-    params=(*_GRAD_HEAD, *_ROPES, _SCALE_VALUE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, SEED, OFFSET, NUMELS, *_LENGTHS)
-    + (*_STARTS, TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DQ_ROPE, DK_ROPE, DSINK),
+    params=(*_GRAD_HEAD, *_ROPES, _SCALE_VALUE, *_TOKENS, *_REPLAY, *_LENGTHS, *_STARTS, *_TAIL, *_GRADIENTS, *_LAST),
     rulings=TORCH_V2.rulings,
 )
 TORCH_GRAD_V3 = replace(
@@ -361,13 +410,20 @@ TORCH_GRAD_V3 = replace(
     name="npu_fusion_attention_grad_v3",
     summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad_v3",
-    params=(*_GRAD_HEAD, _SCALE_VALUE, KEEP_PROB, *_TOCKENS, INNER_PRECISE)
-    + (Tensor("seed", "As returned.", True, dtypes="int64"), Tensor("offset", "As returned.", True, dtypes="int64"))
-    + (*_LENGTHS, TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DSINK),
+    params=(
+        *_GRAD_HEAD,
+        _SCALE_VALUE,
+        *_TOCKENS,
+        _returned("seed"),
+        _returned("offset"),
+        *_LENGTHS,
+        *_TAIL,
+        *_GRADIENTS,
+        DSINK,
+    ),
 )
 
-RECORDS = (
-    (SCORE_V1, SCORE_V2, SCORE_V3, VARLEN_V1, VARLEN_V2, VARLEN_V3, VARLEN_V4, VARLEN_V5)
-    + (GRAD_V1, GRAD_V2, GRAD_V3, UNPADDING_V1, UNPADDING_V2, UNPADDING_V3, UNPADDING_V4, UNPADDING_V5)
-    + (TORCH_V1, TORCH_V2, TORCH_V3, TORCH_GRAD_V1, TORCH_GRAD_V2, TORCH_GRAD_V3)
-)
+ACLNN_FORWARD = (SCORE_V1, SCORE_V2, SCORE_V3, VARLEN_V1, VARLEN_V2, VARLEN_V3, VARLEN_V4, VARLEN_V5)
+ACLNN_BACKWARD = (GRAD_V1, GRAD_V2, GRAD_V3, UNPADDING_V1, UNPADDING_V2, UNPADDING_V3, UNPADDING_V4, UNPADDING_V5)
+TORCH = (TORCH_V1, TORCH_V2, TORCH_V3, TORCH_GRAD_V1, TORCH_GRAD_V2, TORCH_GRAD_V3)
+RECORDS = (*ACLNN_FORWARD, *ACLNN_BACKWARD, *TORCH)

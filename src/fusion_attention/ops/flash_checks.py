@@ -11,25 +11,29 @@ import numpy as np
 import torch
 
 from fusion_attention.bias import TABLE_ROWS
-from fusion_attention.lower import broken_end, lengths_of, mode_band
-from fusion_attention.mask import tokens
+from fusion_attention.lower import broken_end, mode_band
+from fusion_attention.mask import INFINITE, tokens
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def rising(ends: np.ndarray) -> bool | str:
     """Whether cumulative ends never fall, but for a tail of zeros."""
+    if len(ends) and ends[0] >= 0 and (ends[1:] >= ends[:-1]).all():
+        return True
     item = broken_end(ends)
     return item < 0 or f"item {item}: {ends[item]} after {ends[item - 1] if item else 0}"
 
 
 def last_end(ends: np.ndarray) -> int:
-    """The number of tokens that cumulative ends cover."""
-    return int(lengths_of(ends).sum())
+    """The number of tokens that cumulative ends cover; a tail of zeros adds none."""
+    return int(ends.max(initial=0))
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
     """Whether a window (upper left: mode 0; lower right: mode 4) can meet the score matrix."""
+    if not rows or not keys:
+        return True
     shift = keys - rows if mode == 4 else 0
     left, right = tokens(pre) - shift, tokens(next_) + shift
     measured = f"pre_tokens={pre}, next_tokens={next_} (from the upper left corner: {left} and {right})"
@@ -71,7 +75,7 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
     """Whether there is one prefix per sequence, between max(0, kv_len - q_len) and kv_len."""
     if prefix is None or len(prefix) != len(q_len):
         return f"{'None' if prefix is None else f'{len(prefix)} values'} for {len(q_len)} sequences"
-    low = np.maximum(kv_len - q_len, 0)
+    low = np.where(q_len > 0, np.maximum(kv_len - q_len, 0), 0)
     bad = np.flatnonzero((prefix < low) | (prefix > kv_len))
     return len(bad) == 0 or f"prefix[{bad[0]}]={prefix[bad[0]]}, outside [{low[bad[0]]}, {kv_len[bad[0]]}]"
 
@@ -80,15 +84,44 @@ def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
     """Whether no rebuilt row of a compressed pse sees a key beyond its diagonal, for which the table has no value."""
-    lo, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
+    _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
         if hi[b] <= diagonal + 1 and prefixes[b] <= diagonal + 1:
             continue
-        matrix = mask if mask is not None and mode in (0, 1, 5) and mask.shape[-2:] == (q_len[b], kv_len[b]) else None
-        if matrix is None or bool((matrix[..., :rows, :] == 0).triu(diagonal + 1).any()):
+        matrix = _own_matrix(mask, int(b), q_len, kv_len) if mask is not None and mode in (0, 1, 5) else None
+        if matrix is not None and matrix.is_meta:
+            continue
+        device = None if matrix is None else matrix.device
+        row, key = torch.arange(rows, device=device)[:, None], torch.arange(int(kv_len[b]), device=device)
+        seen = (key > row + diagonal) & (key < torch.clamp(row + int(hi[b]), min=int(prefixes[b])))
+        if bool((seen if matrix is None else seen & (matrix[..., :rows, :] == 0)).any()):
             return f"sequence {b}: keys beyond the diagonal are visible to rows before the last {TABLE_ROWS}"
     return True
+
+
+def _own_matrix(mask: torch.Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> torch.Tensor:
+    """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
+    own = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
+    corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
+    row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
+    return own[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
+
+
+def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
+    """Whether an external pse has one of the known shapes; form is the one found, "" for none."""
+    sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
+    return form != "" or f"{list(pse.shape)} with {sizes}"
+
+
+def positions(start: np.ndarray | None) -> bool:
+    """Whether a start index is one that distances can be computed from."""
+    return start is None or bool((np.abs(start) < INFINITE).all())
+
+
+def replays(seed: Any, offset: Any) -> bool:
+    """Whether a gradient was told what the forward drew from: 0 and 0 draws anew, so no forward returned it."""
+    return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
@@ -125,6 +158,9 @@ FUNCTIONS = {
         packed_window,
         prefix_fits,
         table_reaches,
+        known_form,
+        positions,
+        replays,
         is_compressed_mask,
         window_holds_mask,
         is_shifted,

@@ -20,15 +20,20 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Call:
     """The Call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset)."""
     n = bound.names
-    extents = _extents(n)
-    form = _form(n)
-    problem = _problem(n, form, extents)
-    pse = n["pse"]
-    slopes = pse if n["pse_type"] in BIAS_KINDS else None
-    extras = (n["query_rope"], n["key_rope"], None if slopes is not None else pse, slopes)
-    blocked = n["atten_mask"] if problem.has_blocked else None
-    tensors = (n["query"], n["key"], n["value"], (*extras, blocked, n["drop_mask"], n["sink"]))
-    return Call(problem, form, extents, *tensors, seed, offset)
+    lowered = bound.memo.get("lowered")
+    if lowered is None:
+        lowered = bound.memo["lowered"] = _lowered(n)
+    problem, form, extents, names = lowered
+    extras = tuple([n[name] if name else None for name in names])
+    return Call(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
+
+
+def _lowered(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
+    """What a signature and its lengths decide: everything but tensors, and which of them are the Call's extras."""
+    extents, form = _extents(n), _form(n)
+    bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
+    blocked = "atten_mask" if _blocks(n) else ""
+    return _problem(n, form, extents), form, extents, ("query_rope", "key_rope", *bias, blocked, "drop_mask", "sink")
 
 
 def _blocks(n: dict[str, Any]) -> bool:
@@ -60,7 +65,7 @@ def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
     """Origin of computed biases: kv_start - q_start, where both are given; in mode 8 only the cut sequence has one."""
     shift = np.zeros_like(q_len)
     starts = (n["q_start_idx"], n["kv_start_idx"])
-    if all(s is not None and len(s) for s in starts):
+    if n["pse_type"] in BIAS_KINDS and all(s is not None and len(s) for s in starts):
         distance = int(starts[1][0] - starts[0][0])
         if n["sparse_mode"] == 8:
             shift[np.flatnonzero(q_len)[:1]] = distance

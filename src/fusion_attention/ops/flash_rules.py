@@ -5,20 +5,8 @@ Each rule is asked of every record that has the parameter it blames. Levels and 
 
 from __future__ import annotations
 
-from fusion_attention.contract import INVALID, NULL_POINTER, Rule
-
-DENSE, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
-
-# --------------------------------------------------------------------------------------------------- sample settings
-
-FULL_MASK = {"atten_mask": "S1 S2"}
-SQUARE_MASK = {"atten_mask": "2048 2048"}
-ROPE = {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3}
-SLOPES = {"pse": ("B N1", "float32"), "S1": 6}
-LONG = {"T1": 2060, "T2": 2060, "actual_seq_qlen": [1030, 2060], "actual_seq_kvlen": [1030, 2060]}
-TABLE = {"S1": 1030, "S2": 1030, "TND": LONG, "pse": "B N1 1024 S2", **SQUARE_MASK, "sparse_mode": 3}
-
-# ------------------------------------------------------------------------------------------------------------ rules
+from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, PACKED, ROPE
+from fusion_attention.record import INVALID, NULL_POINTER, Rule
 
 INPUTS = (
     Rule(
@@ -51,7 +39,7 @@ INPUTS = (
     Rule(
         "len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) > 0",
         "actual_seq_qlen",
-        "one end per sequence in both",
+        "one end per sequence in both; an empty tensor has the ends [0]",
         only=PACKED,
         stage="lengths",
         spoil={"actual_seq_qlen": [8]},
@@ -77,6 +65,8 @@ INPUTS = (
     Rule(
         "last_end(actual_seq_qlen) <= T1",
         "actual_seq_qlen",
+        "ends are cumulative: the last one counts all tokens",
+        text="ends within the T1 tokens of query",
         only=PACKED,
         stage="lengths",
         spoil={"actual_seq_qlen": [3, 9]},
@@ -84,19 +74,45 @@ INPUTS = (
     Rule(
         "last_end(actual_seq_kvlen) <= T2",
         "actual_seq_kvlen",
+        "ends are cumulative: the last one counts all tokens",
+        text="ends within the T2 tokens of key",
         only=PACKED,
         stage="lengths",
         spoil={"actual_seq_kvlen": [5, 13]},
     ),
     Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", spoil={"N2": 3}),
-    Rule("1 <= D <= 768", "query", code=INVALID, spoil={"D": 769}),
-    Rule("1 <= Dv <= 768", "value", code=INVALID, spoil={"Dv": 0}),
+    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
+    Rule("1 <= Dv <= 768", "value", "elements per head", code=INVALID, spoil={"Dv": 0}),
     Rule("Dv <= D", "value", "the chip takes no wider value rows", level="limit", code=INVALID, spoil={"Dv": 16}),
-    Rule("N1 <= 256", "query", level="limit", spoil={"N1": 258}),
-    Rule("abs(scale) < 3.4e38", "scale", "a finite number", text="a finite scale", spoil={"scale": float("inf")}),
-    Rule("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", level="limit", spoil={"inner_precise": 3}),
-    Rule("padding_mask is None", "padding_mask", "reserved", level="limit", spoil={"padding_mask": "S1 S2"}),
-    Rule("softmax_in is None", "softmax_in", "reserved", level="limit", spoil={"softmax_in": "B N1 S1 8"}),
+    Rule("N1 <= 256", "query", "the chip takes no more heads", level="limit", spoil={"N1": 258}),
+    Rule("abs(scale) < 3.4e38", "scale", "of float32", text="a finite scale", spoil={"scale": float("inf")}),
+    Rule(
+        "inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", level="limit", spoil={"inner_precise": 3}
+    ),
+    Rule(
+        "padding_mask is None", "padding_mask", "reserved: leave it out", level="limit", spoil={"padding_mask": "S1 S2"}
+    ),
+    Rule(
+        "softmax_in is None", "softmax_in", "reserved: leave it out", level="limit", spoil={"softmax_in": "B N1 S1 8"}
+    ),
+    Rule(
+        "softmax_layout == ''",
+        "softmax_layout",
+        "padded statistics have one order",
+        only=DENSE,
+        level="limit",
+        code=INVALID,
+        spoil={"softmax_layout": "TND"},
+    ),
+    Rule(
+        "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
+        "dpse",
+        "the gradient lies as the bias does",
+        text="shape and dtype of pse",
+        code=INVALID,
+        given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
+        spoil={"dpse": "B N1 S1 3"},
+    ),
     Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=DENSE, spoil={"sparse_mode": 7}),
     Rule(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
@@ -104,256 +120,6 @@ INPUTS = (
         "packed sequences have prefix only as mode 6",
         only=PACKED,
         spoil={"sparse_mode": 5},
-    ),
-)
-
-MASKS = (
-    Rule(
-        "atten_mask is not None",
-        "sparse_mode",
-        "a training operator without atten_mask ignores sparse_mode: every key is visible",
-        text="atten_mask beside a sparse_mode other than 0",
-        when="sparse_mode != 0",
-        level="note",
-        spoil={"sparse_mode": 3},
-    ),
-    Rule(
-        "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2 | 1 1 S1 S2 | S1 S2')",
-        "atten_mask",
-        "1 removes a score; expand key padding to one of these",
-        when="atten_mask is not None and sparse_mode in (0, 1, 5)",
-        only=DENSE,
-        given=FULL_MASK,
-        spoil={"atten_mask": "B 1 1 S2"},
-    ),
-    Rule(
-        "fits(atten_mask, 'S1 S2 | T1 T2 | 1 1 S1 S2 | B 1 S1 S2 | B N1 S1 S2')",
-        "atten_mask",
-        "S1 and S2 are the longest q and kv lengths here",
-        when="atten_mask is not None and sparse_mode in (0, 1)",
-        only=PACKED,
-        given=FULL_MASK,
-        spoil={"atten_mask": "6 7"},
-    ),
-    Rule(
-        "B == 1 or atten_mask.dim() == 4",
-        "atten_mask",
-        "prefixes differ between sequences, so the mask must too",
-        text="a mask [B, N1, S1, S2] or [B, 1, S1, S2]",
-        when="atten_mask is not None and sparse_mode == 5",
-        only=DENSE,
-        level="limit",
-        given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
-        spoil={"atten_mask": "S1 S2"},
-    ),
-    Rule(
-        "fits(atten_mask, '2048 2048 | 1 2048 2048 | 1 1 2048 2048')",
-        "atten_mask",
-        "torch.ones(2048, 2048, dtype=torch.bool).triu(1), whatever the lengths",
-        when="atten_mask is not None and sparse_mode in (2, 3, 4, 7, 8)",
-        given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": "S1 S2"},
-    ),
-    Rule(
-        "fits(atten_mask, '3072 2048 | 1 3072 2048 | 1 1 3072 2048')",
-        "atten_mask",
-        "the 2048 x 2048 triangle above 1024 rows of 1024 zeros and 1024 ones",
-        when="atten_mask is not None and sparse_mode == 6",
-        given={"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]},
-        spoil={"atten_mask": "2048 2048"},
-    ),
-    Rule(
-        "atten_mask.dim() == 2",
-        "atten_mask",
-        "a compressed mask is passed without leading axes",
-        text="a compressed mask of two dimensions",
-        when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
-        level="limit",
-        given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": "1 1 2048 2048"},
-    ),
-    Rule(
-        "is_compressed_mask(atten_mask, sparse_mode)",
-        "atten_mask",
-        "the formula decides, not the content; anything else is a misunderstanding",
-        text="the documented content of a compressed mask",
-        when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
-        level="content",
-        given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": ("2048 2048", "zeros")},
-    ),
-    Rule(
-        "window_holds_mask(atten_mask, pre_tokens, next_tokens)",
-        "atten_mask",
-        "a key must be left by the mask and lie inside the window to be seen",
-        text="a mask that agrees with pre_tokens and next_tokens",
-        when="atten_mask is not None and sparse_mode == 0",
-        level="content",
-        given=FULL_MASK,
-        spoil={"pre_tokens": 1},
-    ),
-    Rule(
-        "dense_window(sparse_mode, pre_tokens, next_tokens, S1, S2)",
-        "pre_tokens",
-        "the window must meet the scores",
-        text="pre_tokens and next_tokens that leave a visible key",
-        when="atten_mask is not None and sparse_mode in (0, 4)",
-        only=DENSE,
-        given=SQUARE_MASK | {"sparse_mode": 4},
-        spoil={"pre_tokens": -6, "next_tokens": 1},
-    ),
-    Rule(
-        "packed_window(sparse_mode, pre_tokens, next_tokens, q_len, kv_len)",
-        "pre_tokens",
-        "the chip refuses packed rows without a key",
-        text="lengths and a window that leave every row a key",
-        when="atten_mask is not None and sparse_mode in (0, 3, 4, 7, 8)",
-        only=PACKED,
-        level="limit",
-        given=SQUARE_MASK | {"sparse_mode": 3},
-        spoil={"actual_seq_kvlen": [2, 12]},
-    ),
-    Rule(
-        "prefix_fits(prefix, q_len, kv_len)",
-        "prefix",
-        text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
-        when="atten_mask is not None and sparse_mode == 6",
-        given={"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]},
-        spoil={"prefix": [1, 6]},
-    ),
-    Rule(
-        "prefix_fits(prefix, q_len, kv_len)",
-        "prefix",
-        "mode 5 without a legal prefix is mode 1: the mask alone decides",
-        text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
-        when="atten_mask is not None and sparse_mode == 5",
-        only=DENSE,
-        level="note",
-        given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
-        spoil={"prefix": [1, 6]},
-    ),
-)
-
-BIASES = (
-    Rule(
-        "pse.dtype == query.dtype",
-        "pse",
-        text="the dtype of query",
-        when="pse is not None and pse_type in (0, 1)",
-        stage="dtype",
-        code=INVALID,
-        given={"pse": "B N1 S1 S2"},
-        spoil={"pse": ("B N1 S1 S2", "float64")},
-    ),
-    Rule(
-        "pse is not None and float32(pse)",
-        "pse",
-        "pse_type 2 and 3 take slopes in pse",
-        text="float32 slopes [B, N1] or [N1]",
-        when="pse_type in (2, 3)",
-        needs=("pse_type",),
-        stage="dtype",
-        code=INVALID,
-        given={"pse_type": 2} | SLOPES,
-        spoil={"pse": ("B N1", "float16")},
-    ),
-    Rule("pse is not None", "pse_type", "1 is the value without pse", when="pse_type == 0", spoil={"pse_type": 0}),
-    Rule(
-        "pse_form != ''",
-        "pse",
-        "compressed means the last 1024 rows of the full table",
-        text="[B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024",
-        when="pse is not None and pse_type in (0, 1)",
-        only=DENSE,
-        given={"pse": "B N1 S1 S2"},
-        spoil={"pse": "B 1 S1 S2"},
-    ),
-    Rule(
-        "pse_form != ''",
-        "pse",
-        "S1 and S2 are the longest lengths; blocks lie end to end",
-        text="[B or 1, N1, 1024, S2], or N1 * sum(q_len * kv_len) or N1 * sum(kv_len) elements",
-        when="pse is not None and pse_type in (0, 1)",
-        only=PACKED,
-        given={"pse": "1 N1 1024 S2"},
-        spoil={"pse": "1 N1 1023 S2"},
-    ),
-    Rule(
-        "fits(pse, 'B N1 | 1 N1 | N1')",
-        "pse",
-        when="pse is not None and pse_type in (2, 3)",
-        needs=("pse_type",),
-        given={"pse_type": 2} | SLOPES,
-        spoil={"pse": ("B 3", "float32")},
-    ),
-    Rule(
-        "S1 == S2",
-        "pse",
-        "a compressed pse needs q and kv of one length",
-        when="pse_form == 'aligned' and pse_type in (0, 1)",
-        only=DENSE,
-        given=TABLE,
-        spoil={"S2": 1040},
-    ),
-    Rule(
-        "table_reaches(sparse_mode, atten_mask, pre_tokens, next_tokens, prefix, q_len, kv_len)",
-        "pse",
-        "use a causal mode or mask, or pass the full table",
-        text="no visible key beyond the diagonal of a row that the compressed pse rebuilds",
-        when="pse_form == 'aligned' and pse_type in (0, 1)",
-        reads=True,
-        given=TABLE,
-        spoil={"atten_mask": "S1 S2", "sparse_mode": 1},
-    ),
-    Rule(
-        "is_shifted(pse)",
-        "pse",
-        "earlier rows are rebuilt from later ones",
-        text="compressed rows that are shifted copies of each other",
-        when="pse_form == 'aligned' and pse_type in (0, 1)",
-        level="content",
-        given={**TABLE, "pse": ("B N1 1024 S2", "zeros")},
-        spoil={"pse": "B N1 1024 S2"},
-    ),
-    Rule(
-        "S1 == S2",
-        "pse",
-        "computed biases measure from the upper left corner",
-        when="pse_type in (2, 3)",
-        needs=("pse_type",),
-        only=DENSE,
-        level="limit",
-        given={"pse_type": 2} | SLOPES,
-        spoil={"S1": 4},
-    ),
-    Rule(
-        "(q_start_idx is None) == (kv_start_idx is None)",
-        "q_start_idx",
-        "one start index alone is ignored",
-        text="both start indices or neither",
-        level="note",
-        spoil={"q_start_idx": [2]},
-    ),
-    Rule(
-        "all(q_len > 0) and all(kv_len > 0)",
-        "pse",
-        "the chip takes no pse beside an empty sequence",
-        text="no empty sequence",
-        when="pse is not None",
-        only=PACKED,
-        level="limit",
-        given={"pse": "1 N1 1024 S2"},
-        spoil={"actual_seq_qlen": [0, 8], "pse": "1 N1 1024 S2"},
-    ),
-    Rule(
-        "pse is None",
-        "pse",
-        "mode 7 cuts a sequence, and pse does not follow the cut",
-        when="sparse_mode == 7 and atten_mask is not None",
-        only=PACKED,
-        level="limit",
-        given=SQUARE_MASK | {"sparse_mode": 7, "next_tokens": 0},
-        spoil={"pse": "1 N1 1024 S2"},
     ),
 )
 
@@ -395,6 +161,15 @@ DRAWN_DROPOUT = (
         given={"drop_mask": "1024", "keep_prob": 0.5},
         spoil={"seed": 7},
     ),
+    Rule(
+        "replays(seed, offset)",
+        "seed",
+        "pass the seed and offset that the forward returned; bits given to it are used by autograd only",
+        text="the forward's seed and offset beside keep_prob < 1",
+        when="keep_prob < 1",
+        needs=("dy",),
+        spoil={"keep_prob": 0.5},
+    ),
 )
 
 ROPES = (
@@ -409,10 +184,22 @@ ROPES = (
         spoil={"key_rope": None},
     ),
     Rule(
+        "query_rope is None",
+        "query_rope",
+        "the chip takes rope only in layout TND",
+        text="no rope in a padded layout",
+        only=DENSE,
+        level="limit",
+        code=INVALID,
+        spoil=ROPE,
+    ),
+    Rule(
         "atten_mask is not None",
         "atten_mask",
         "the chip takes rope only with a mask",
+        text="a mask beside rope",
         when="query_rope is not None",
+        only=PACKED,
         needs=("query_rope",),
         level="limit",
         stage="presence",
@@ -423,7 +210,9 @@ ROPES = (
     Rule(
         "Dr <= D and Dr % 8 == 0 and D % 8 == 0",
         "query_rope",
+        "the chip takes no other sizes beside rope",
         when="query_rope is not None",
+        only=PACKED,
         level="limit",
         code=INVALID,
         given=ROPE,
@@ -434,10 +223,11 @@ ROPES = (
         "query_rope",
         "the chip takes neither pse nor dropout beside rope",
         when="query_rope is not None",
+        only=PACKED,
         level="limit",
         code=INVALID,
         given=ROPE,
-        spoil={"drop_mask": "1024", "keep_prob": 0.5},
+        spoil={"pse": "1 N1 1024 S2"},
     ),
 )
 

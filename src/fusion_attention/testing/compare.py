@@ -19,7 +19,7 @@ def epsilon(dtype: torch.dtype, golden: Tensor, kv_len: int) -> Tensor:
         return 2.0**-24 * math.sqrt(kv_len) * size.amax()
     info = torch.finfo(dtype)
     exponent = torch.frexp(size.amax(-1, keepdim=True).clamp(min=info.smallest_normal))[1] - 1
-    return torch.ldexp(torch.tensor(info.eps / 2, dtype=torch.float64), exponent)
+    return torch.exp2(exponent.double()) * (info.eps / 2)
 
 
 def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int) -> None:
@@ -38,8 +38,8 @@ def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int)
     special = ~golden.isfinite() | (golden.abs() >= FLT_MAX)
 
     def report(wrong: Tensor, what: str) -> str:
-        at = tuple(np.unravel_index(int(wrong.reshape(-1).int().argmax()), tuple(wrong.shape)))
-        at = tuple(int(n) for n in at)
+        first = int(wrong.reshape(-1).int().argmax())
+        at = tuple(int(n) for n in np.unravel_index(first, tuple(wrong.shape)))
         return f"{name}{list(at)}: {what}: ours {mine[at]:.9g}, golden {golden[at]:.9g}, plain {measure[at]:.9g}"
 
     strange = ~mine.isfinite() | (mine.abs() >= FLT_MAX)

@@ -1,4 +1,4 @@
-"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's outputs."""
+"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefi
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
     """The same call as arguments of fusion_attention.attention(); None where that face has no words for it."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
-    slopes = case.pse.startswith("slopes")
+    slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
         return None
     if case.pse != "none" and not slopes and (not matrix or case.packed or (case.pse_type == 1 and case.scale != 1)):
@@ -93,7 +93,7 @@ def run(call: Call, dy: Tensor, backend: str) -> Results:
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
     """run() in float64 by the golden back end, on the same lowered call, promoted."""
     call = lowered(case, args)
+    problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)
-    tensors = {"q": call.q.double(), "k": call.k.double(), "v": call.v.double(), "extras": extras}
-    wide = replace(call, problem=replace(call.problem, dtype="float64"), **tensors)
+    wide = replace(call, problem=problem, q=call.q.double(), k=call.k.double(), v=call.v.double(), extras=extras)
     return run(wide, args["dy"].double(), "golden")

@@ -34,9 +34,10 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
     heads, rows, keys = case.heads_q, case.q_len[b], case.kv_len[b]
     places = torch.arange(pse.numel())
     if case.pse.endswith("blocks"):
-        sizes = [heads * n * (m if case.pse == "blocks" else 1) for n, m in zip(case.kv_len, case.q_len, strict=True)]
-        first = sum(sizes[:b])
-        return places[first : first + sizes[b]].view(heads, -1, keys).expand(heads, rows, keys)
+        shapes = [(heads, m if case.pse == "blocks" else 1, n) for m, n in zip(case.q_len, case.kv_len, strict=True)]
+        first = sum(math.prod(shape) for shape in shapes[:b])
+        block = places[first : first + math.prod(shapes[b])].view(shapes[b])
+        return block.expand(heads, rows, keys)
     places = places.view(pse.shape)[b if pse.shape[0] > 1 else 0]
     if case.pse.endswith("table"):
         i, j = torch.arange(rows)[:, None], torch.arange(keys)

@@ -1,44 +1,88 @@
-"""Empty rows in mean form: out = (1/n) sum_j M_j v_j over all n keys, seen or not, and a sum of n.
+"""Empty rows in mean form: out = (1/n) sum_j M_j v_j over all n keys, seen or not, a sum of n, and dv_j += M_j dout/n.
 
-Added after the kernel has left such rows as 0 with a maximum of -inf. Refuses to know why a row is empty.
+Added after the core, which leaves such rows as 0 with a maximum of -inf. Refuses to know why a row is empty.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from fusion_attention.backends.cpu import panels
-from fusion_attention.backends.cpu.rows import RowTile, row_tiles, steps
-from fusion_attention.backends.cpu.tiling import Schedule
-from fusion_attention.problem import Extents, Operands, Problem
+from fusion_attention import dropout
+from fusion_attention.problem import Extents, Grads, Operands, Problem
+
+# Rows and keys at a time: memory stays linear in a sequence's length.
+_ROWS = _KEYS = 256
 
 
 @torch.no_grad()
-def add_means(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
+def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
     """Overwrites out and sum of the empty rows that problem.empty_rows wants as means."""
-    for b in range(len(extents)):
-        for tile in row_tiles(problem, extents, schedule, operands, b):
-            empty = tile.load(operands.stats.max) == -math.inf
-            if problem.empty_rows == "mean_in_band":
-                empty &= tile.fold(tile.sees_band())
-            if tile.kv_len and empty.any():
-                out, total = tile.load(operands.out), tile.load(operands.stats.sum)
-                tile.store(operands.out, torch.where(empty, _mean(tile, schedule.keys), out))
-                tile.store(operands.stats.sum, total.masked_fill(empty, float(tile.kv_len)))
+    heads = problem.heads_q
+    for b, rows in _tiles(extents):
+        empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
+        if problem.empty_rows == "mean_in_band":
+            first, end = extents.row_interval(b, np.arange(rows.start, rows.stop))
+            empty &= torch.from_numpy(end > first)[:, None]
+        if not empty.any():
+            continue
+        kv_len = int(extents.kv_len[b])
+        mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v)
+        for keys in _steps(kv_len, _KEYS):
+            v = operands.v.sequence(b, problem.heads_kv, keys.stop)[:, keys].float()
+            mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))
+        for view, value in ((operands.out, mean / (kv_len * problem.keep_prob)), (operands.stats.sum, float(kv_len))):
+            target = view.sequence(b, heads, rows.stop)[:, rows]
+            target.copy_(torch.where(empty, value, target.float()))
 
 
-def _mean(tile: RowTile, size: int) -> torch.Tensor:
-    """[heads_kv, group * rows or 1, dim_v]"""
-    mean: torch.Tensor | float = 0.0
-    for keys in steps(0, tile.kv_len, size):
-        v = tile.load_keys(tile.operands.v, None, keys)
-        kept = tile.kept(keys)
-        if kept is None:
-            mean = mean + v.sum(1, keepdim=True)
-        else:
-            live = None if panels.is_finite(v) else tile.fold(kept)
-            mean = mean + panels.multiply(tile.fold(kept).float(), v, live)
-    assert isinstance(mean, torch.Tensor)
-    return mean / (tile.kv_len * tile.problem.keep_prob)
+@torch.no_grad()
+def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
+    """Adds to every key's dv what the rows in mean form give it."""
+    p, heads = problem, problem.heads_q
+    for b, rows in _tiles(extents):
+        peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in (operands.stats.max, operands.stats.sum))
+        mean = (peak == -math.inf) & (total > 0)
+        if not mean.any():
+            continue
+        dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
+        share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
+        for keys in _steps(int(extents.kv_len[b]), _KEYS):
+            given = _kept_sum(_kept(p, operands, b, rows, keys).mT, share)
+            target = grads.dv.sequence(b, p.heads_kv, keys.stop)[:, keys]
+            target.copy_(target.float() + given.unflatten(0, (p.heads_kv, p.group)).sum(1))
+
+
+def _steps(length: int, size: int) -> Iterator[slice]:
+    return (slice(first, min(first + size, length)) for first in range(0, length, size))
+
+
+def _tiles(extents: Extents) -> Iterator[tuple[int, slice]]:
+    for b in np.flatnonzero(extents.kv_len).tolist():
+        for rows in _steps(int(extents.q_len[b]), _ROWS):
+            yield b, rows
+
+
+def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
+    """[heads_q, rows, keys] bool: the pairs that dropout keeps."""
+    p = problem
+    if p.dropout == "none":
+        return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
+    if p.dropout == "bits":
+        assert operands.drop_bits is not None
+        return dropout.keep_from_bits(operands.drop_bits, b, p.heads_q, rows, keys)
+    stream = b * p.heads_q
+    return dropout.keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
+
+
+def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN."""
+    finite = values.isfinite()
+    total = kept.float() @ values.where(finite, 0.0)
+    for n in (~finite).any(-1).any(0).nonzero().flatten().tolist():
+        wild = values[:, n].where(~finite[:, n], 0.0)[:, None]
+        total += wild.where(kept[:, :, n, None], 0.0)
+    return total

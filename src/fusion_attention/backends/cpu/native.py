@@ -1,19 +1,20 @@
-"""The forward by the native core: views become addresses, a plan holds what does not change from call to call.
+"""The native core's two verbs: views become addresses, a plan holds what does not change from call to call.
 
 Knows memory and the core's numbering of kinds. Refuses to know what is computed.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from fusion_attention import _native, dropout
 from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.problem import EXTENT_ROWS, Extents, Operands, Problem
-from fusion_attention.tiles import Tiles
+from fusion_attention.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
+from fusion_attention.tiles import by_query
 
-TILE_ROWS: int = _native.TILE_ROWS
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
 _DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
@@ -22,27 +23,75 @@ _Rows = tuple[int, np.ndarray, np.ndarray, int, int]
 _Matrix = tuple[int, np.ndarray, np.ndarray, np.ndarray, int, int]
 
 
-def plan_forward(problem: Problem, extents: Extents, tiles: Tiles, variant: str | None) -> _native.ForwardPlan:
+def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
-    p = problem
-    kinds = _DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
-    drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
-    return _native.ForwardPlan(
-        (p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops),
-        tuple(getattr(extents, name) for name in EXTENT_ROWS),
-        (tiles.seq, tiles.row0, tiles.row1, tiles.begin, tiles.end),
-        variant,
-    )
+    t = by_query(extents, _native.TILE_ROWS)
+    tiles = t.seq, t.row0, t.row1, t.begin, t.end
+    return _native.ForwardPlan(_problem(problem), _extents(extents), tiles, variant)
+
+
+def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
+    """As plan_forward."""
+    return _native.BackwardPlan(_problem(problem), _extents(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
-    p, o = problem, operands
+    with _Floats() as floats:
+        return plan.run(torch.get_num_threads(), _operands(problem, operands, floats))
+
+
+def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
+    """Writes the gradients and adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
+    p, g, dtype = problem, grads, problem.torch_dtype
+    dsink = torch.zeros(p.heads_q)
+    if g.dbias is not None and g.dbias.keep.dtype is not torch.float32:
+        raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
+    gradients = (
+        *(_rows(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
+        _rows(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
+        _rows(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
+        _matrix(g.dbias, 0) if p.bias in ("matrix", "table") and g.dbias else None,
+        dsink.data_ptr() if p.has_sink else 0,
+    )
+    with _Floats() as floats:
+        means = plan.run(torch.get_num_threads(), _operands(p, operands, floats), gradients)
+    if g.dsink is not None:
+        g.dsink.copy_(dsink)
+    return means
+
+
+class _Floats:
+    """Float32 copies that the core reads during one call."""
+
+    def __enter__(self) -> _Floats:
+        self._kept: list[torch.Tensor] = []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.clear()
+
+    def address(self, values: torch.Tensor | None) -> int:
+        """Where the values lie as one float32 array: often they are a row that serves all sequences."""
+        if values is None:
+            return 0
+        self._kept.append(values.to(torch.float32).contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _problem(p: Problem) -> tuple[Any, ...]:
+    kinds = _DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
+    drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
+    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops
+
+
+def _extents(extents: Extents) -> tuple[np.ndarray, ...]:
+    return tuple(getattr(extents, name) for name in EXTENT_ROWS)
+
+
+def _operands(p: Problem, o: Operands, floats: _Floats) -> tuple[Any, ...]:
     dtype = p.torch_dtype
-    slopes, sink = _floats(o.slopes), _floats(o.sink)
-    sloped = p.bias in ("slopes", "slopes_sqrt")
-    return plan.run(
-        torch.get_num_threads(),
+    return (
         _rows(o.q, dtype),
         _rows(o.k, dtype),
         _rows(o.v, dtype),
@@ -52,24 +101,19 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
         _rows(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
         _rows(o.k_rope, dtype) if p.dim_rope and o.k_rope else None,
         _matrix(o.bias, _DTYPES[o.bias.keep.dtype]) if p.bias in ("matrix", "table") and o.bias else None,
-        slopes.data_ptr() if sloped and slopes is not None else 0,
+        floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
         _matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
         _matrix(o.drop_bits, 0) if p.dropout == "bits" and o.drop_bits else None,
         o.seed & 0xFFFFFFFFFFFFFFFF,
         o.offset & 0xFFFFFFFF,
-        sink.data_ptr() if p.has_sink and sink is not None else 0,
+        floats.address(o.sink) if p.has_sink else 0,
     )
-
-
-def _floats(values: torch.Tensor | None) -> torch.Tensor | None:
-    # One value per head, often a row that serves all sequences: the kernel reads them as one float32 array.
-    return None if values is None else values.to(torch.float32).contiguous()
 
 
 def _rows(view: RowView, dtype: torch.dtype) -> _Rows:
     first, address = view.keep[0], view.address
     if first.dtype is not dtype:
-        raise TypeError(f"fusion_attention: native forward: expected {dtype} in memory, got {first.dtype}")
+        raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {first.dtype}")
     start = first.data_ptr()
     if len(view.keep) > 1:
         address = address + np.array([(t.data_ptr() - start) // t.itemsize for t in view.keep], np.int64)

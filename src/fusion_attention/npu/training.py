@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention import autograd
-from fusion_attention.contract import Op, bind
-from fusion_attention.dropout import draw_seed
-from fusion_attention.lower import from_lanes, to_lanes
+from fusion_attention import autograd, operators
+from fusion_attention.contract import Attr, Op, bind
+from fusion_attention.dropout import draw_seed, draw_seed_tensor
+from fusion_attention.lower import LANES, from_lanes, to_lanes
 from fusion_attention.ops import flash
 from fusion_attention.ops.flash_lower import lower
 
@@ -31,36 +31,86 @@ Lengths = Sequence[int] | Tensor | None
 UNLIMITED = flash.UNLIMITED
 
 
+_CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
+_NAMES = {op.name: tuple(p.name for p in op.params) for op in flash.RECORDS}
+
+
 def _canonical(op: Op, given: dict[str, Any]) -> dict[str, Any]:
-    """A function's arguments by the record's canonical names."""
-    return {p.name: given.get(p.shown) for p in op.params}
+    """A function's arguments (in the record's order) by the record's canonical names."""
+    return dict(zip(_NAMES[op.name], given.values(), strict=False))
 
 
-def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a bound forward call."""
-    bound = bind(op, args)
-    seed, offset = args.get("seed") or 0, args.get("offset") or 0
-    drawn = bound["keep_prob"] < 1 and bound["drop_mask"] is None
-    if drawn and not seed and not offset:
-        seed = draw_seed()
-    call = lower(bound, seed=seed, offset=offset)
-    out, max_, sum_ = autograd.attention(call)
-    numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if bound["keep_prob"] < 1 else 0
-    empty = out.new_empty(0)
-    return out, *to_lanes(call, max_, sum_), empty, seed if drawn else 0, offset if drawn else 0, numels
+def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
+    """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
+    kind = args.get("pse_type", 1)
+    operators.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
+    if operators.needed(args.values()):
+        return _traced_forward(op, args, args.get("seed") or 0, args.get("offset") or 0)
+    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        bound = bind(op, args)
+        seed, offset = bound["seed"], bound["offset"]
+        drops = bound["keep_prob"] < 1
+        drawn = drops and bound["drop_mask"] is None
+        if drawn and not seed and not offset:
+            seed = draw_seed()
+        call = lower(bound, seed=seed, offset=offset)
+        out, max_, sum_ = autograd.attention(call)
+        numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if drops else 0
+        lanes = to_lanes(call, max_, sum_)
+        return out, *lanes, out.new_empty(0), seed if drawn else 0, offset if drawn else 0, numels
+
+
+def _traced_forward(
+    op: Op, args: dict[str, Any], seed: Any, offset: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
+    """_forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
+    drawn = args["keep_prob"] < 1 and args.get("drop_mask") is None
+    tensor = draw_seed_tensor() if drawn and not seed and not offset else None
+    out, max_, sum_ = operators.forward(op, args, seed=tensor)
+    top, total = (t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))
+    seed = seed if tensor is None else tensor
+    empty = torch.empty(0, dtype=out.dtype, device=out.device)
+    return out, top, total, empty, seed if drawn else 0, offset if drawn else 0, 0
 
 
 def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a bound gradient call."""
-    bound = bind(op, args)
-    call = lower(bound, seed=int(args.get("seed") or 0), offset=int(args.get("offset") or 0))
-    stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
-    dbias = call.extras[2] is not None
-    with torch.no_grad():
+    """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
+    if operators.needed(args.values()):
+        return _traced_backward(op, args)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        seed = args["seed"]
+        if (
+            isinstance(op.by_name["seed"], Attr)
+            and isinstance(seed, Tensor)
+            and seed.dtype == torch.int64
+            and seed.dim() == 0
+        ):
+            args["seed"] = seed.item()  # as a traced forward returned it
+        bound = bind(op, args)
+        call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
+        stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
+        dbias = call.extras[autograd.BIAS] is not None
         grads = autograd.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)
-        if bound["pse"] is not None and not dbias:
-            grads = (*grads[:5], torch.zeros_like(bound["pse"]), grads[6])  # Slopes have no gradient.
-    return grads
+        return _with_slopes(grads, bound["pse"], dbias)
+
+
+def _number(value: int | Tensor | None) -> int:
+    """A seed or an offset, which npu_fusion_attention_v3 has as tensors; on the meta device they have no value."""
+    return 0 if value is None or (isinstance(value, Tensor) and value.is_meta) else int(value)
+
+
+def _traced_backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """_backward() in a trace."""
+    drawn = None
+    if isinstance(op.by_name["seed"], Attr) and isinstance(args["seed"], Tensor):
+        drawn, args["seed"] = args["seed"], 0
+    dbias = args["pse"] is not None and args.get("pse_type", 1) in (0, 1)
+    return _with_slopes(operators.backward(op, args, seed=drawn, dbias=dbias), args["pse"], dbias)
+
+
+def _with_slopes(grads: tuple[Tensor, ...], pse: Tensor | None, dbias: bool) -> tuple[Tensor, ...]:
+    """Gradients with zeros for a pse that is slopes, which have none."""
+    return grads if pse is None or dbias else (*grads[:5], torch.zeros_like(pse), grads[6])
 
 
 def npu_fusion_attention(
@@ -186,7 +236,8 @@ def npu_fusion_attention_v2(
 
     Example:
         >>> q = torch.randn(1, 16, 2, 64)
-        >>> out, *_ = npu_fusion_attention_v2(q, q, q, 2, "BSND", pse=torch.tensor([0.5, 0.25]), pse_type=2, scale=0.125)
+        >>> slopes = torch.tensor([0.5, 0.25])
+        >>> out, *_ = npu_fusion_attention_v2(q, q, q, 2, "BSND", pse=slopes, pse_type=2, scale=0.125)
         >>> list(out.shape)
         [1, 16, 2, 64]
     """
@@ -233,12 +284,14 @@ def npu_fusion_attention_v3(
 
     Example:
         >>> q, ends = torch.randn(16, 2, 64), torch.tensor([5, 16])
-        >>> out, *_ = npu_fusion_attention_v3(q, q, q, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends, scale=0.125)
+        >>> lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+        >>> out, *_ = npu_fusion_attention_v3(q, q, q, 2, "TND", scale=0.125, **lengths)
         >>> list(out.shape)
         [16, 2, 64]
     """
     *tensors, seed, offset, _ = _forward(flash.TORCH_V3, _canonical(flash.TORCH_V3, locals()))
-    return (*tensors, torch.tensor([seed]), torch.tensor([offset]))  # type: ignore[return-value]
+    drawn = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed])
+    return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
 
 def npu_fusion_attention_grad(

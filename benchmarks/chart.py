@@ -1,0 +1,28 @@
+"""The ratios of a run as a chart: one bar per row, a line where both are equally fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.pair import Timing
+
+
+def draw(timings: list[Timing], path: Path) -> None:
+    """Writes the chart as a PNG file."""
+    from matplotlib.figure import Figure  # Only a run that asks for a chart needs the bench extra.
+
+    figure = Figure(figsize=(9, 1 + 0.24 * len(timings)), layout="constrained")
+    axes = figure.subplots()
+    groups = list(dict.fromkeys(t.group for t in timings))
+    bars = axes.barh(
+        [f"{t.group}: {t.name} / {t.peer_name}" for t in timings],
+        [t.ratio for t in timings],
+        color=[f"C{groups.index(t.group)}" for t in timings],
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("peer's time / ours (right of the line: we are faster)")
+    axes.tick_params(axis="y", labelsize=8)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,74 @@
+// The backward of one problem on given lengths: who computes what when, in which order sums are formed, and the memory.
+//
+// A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
+// up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, one waiting for the other where it
+// must, so every sum is formed in the same order for any number of threads. Compiled for the baseline instruction set.
+
+#pragma once
+
+#include "variant.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace fusion {
+
+class BackwardPlan {
+public:
+    // Throws std::invalid_argument where sizes do not fit together.
+    BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences);
+
+    // What run() takes besides operands and gradients; threads: as given to run().
+    std::size_t workspace_bytes(int threads) const;
+
+    // Computes the gradients; returns the number of rows in mean form, which it leaves out. Throws std::bad_alloc before
+    // anything is written.
+    std::int64_t run(const Operands &operands, const Gradients &gradients, int threads) const;
+
+    const Problem &problem() const { return problem_; }
+    std::size_t sequences() const { return sequences_.size(); }
+    const char *variant() const { return variant_.name; }
+
+private:
+    struct PlannedUnit {  // a sequence and a key/value head
+        std::int64_t seq, head;
+        std::size_t offset;       // of its packed rows in the wave's memory
+        std::int64_t first_tile;  // of its tiles of rows in the wave, head after head
+        std::int64_t row_tiles, key_tiles;  // per head
+    };
+    struct Wave {  // a range of units whose rows are packed together
+        std::size_t first, end;
+        std::int64_t row_tiles;
+        std::size_t first_tile;  // in unit_of_tile_
+    };
+    struct Item {  // a unit meets a tile of keys; rank: how many units of the wave come before it at such a tile
+        std::size_t unit;
+        std::int64_t tile, rank;
+    };
+    struct State;  // of a run
+
+    void check() const;
+    void cut_waves();
+    RowTile row_tile(const PlannedUnit &unit, std::int64_t index, char *packed) const;
+    void meeting(const Sequence &seq, std::int64_t row0, std::int64_t row1, std::int64_t &first, std::int64_t &end) const;
+    std::vector<Item> items_of(const Wave &wave, std::size_t abreast) const;
+    int team_of(int threads) const;
+    void pack(const Wave &wave, State &state) const;
+    void meet(const std::vector<Item> &items, std::atomic<std::size_t> &next, State &state, void *scratch) const;
+    void run_item(const Item &item, State &state, void *scratch) const;
+    void store(const Wave &wave, State &state) const;
+    bool owns_dbias(const Matrix &dbias) const;
+
+    const Variant &variant_;
+    const GradientKernels &kernels_;
+    Problem problem_;
+    std::vector<Sequence> sequences_;
+    std::vector<PlannedUnit> units_;
+    std::vector<Wave> waves_;
+    std::vector<std::size_t> unit_of_tile_;  // of every tile of rows, wave after wave
+    std::size_t packed_bytes_ = 0, key_bytes_ = 0, tile_bytes_ = 0;
+    std::int64_t most_row_tiles_ = 0, most_key_tiles_ = 0, most_items_ = 0;
+};
+
+}  // namespace fusion

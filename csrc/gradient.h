@@ -1,0 +1,425 @@
+// Where a tile of query rows meets a tile of keys: five products and what lies between them.
+//
+//   S = q k^T, dP = dout v^T      by blocks of `block_rows` rows, as the forward does, so that scores have its bits
+//   P = exp(S - max) / sum, dS = P * (dP * M - D)                                M = keep / keep_prob
+//   dq += dS k                    block by block
+//   dv^T += dout^T (P * M), dk^T += q^T dS            for all rows of the tile at once, one panel of keys at a time
+//
+// Start reading at meet().
+
+#pragma once
+
+#include "bias.h"
+#include "gradient_pack.h"
+#include "masks.h"
+
+namespace fusion {
+namespace {
+
+static_assert(gradient_rows % block_rows == 0 && gradient_rows % 32 == 0 && block_rows % 2 == 0);
+
+template <class Format> struct Meeting {
+    const Problem &p;
+    const Operands &o;
+    const Gradients &g;
+    const Sequence &seq;
+    const GradientSizes<Format> sizes;
+    const RowTile &row_tile;
+    const KeyTile &key_tile;
+    const RowPart<Format> r;
+    const KeyPart<Format> k;
+    const bool dressed;   // as in the forward
+    const float natural;  // what a score is then multiplied by
+
+    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_)
+        : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
+          row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
+          k(sizes, key_tile.memory), dressed(p.bias != Bias::none || !(p.scale > 1e-30)),
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)) {}
+};
+
+struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile
+    std::int64_t row, rows, at, count;
+    bool hidden;  // some row does not see some key
+};
+
+// ---------------------------------------------------------------------------------------------------------- products
+
+// C[M][columns] += A[M][depth] * B, in column panels.
+template <class Format, int M>
+__attribute__((noinline)) void add_columns(const typename Format::Word *a, std::int64_t a_stride,
+                                           const typename Format::Word *b, std::int64_t at, std::int64_t depth, float *c,
+                                           std::int64_t c_stride, std::int64_t columns) {
+    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+    alignas(64) float ones[M];
+    for (float &one : ones) one = 1.0f;
+    std::int64_t d = 0;
+    for (; d + panel <= columns; d += panel) {
+        multiply<Format, M, panel_vectors, panel_vectors, true>(a, a_stride, b + d * deep + at * panel, depth, c + d, c_stride, ones);
+    }
+    const auto *rest = b + d * deep + at * (columns - d);  // the last panel is narrower
+    const std::int64_t vectors = (columns - d) / lanes;
+    if (vectors == 1) multiply<Format, M, 1, 1, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) multiply<Format, M, 2, 2, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
+        if (vectors == 3) multiply<Format, M, 3, 3, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
+    }
+}
+
+// S or dP of a block: rows of `words` words times panels of keys.
+template <class Format, int M>
+__attribute__((noinline)) void row_products(const typename Format::Word *rows, const typename Format::Word *keys,
+                                            std::int64_t words, std::int64_t count, float *to) {
+    for (std::int64_t c = 0; c < count; c += panel, keys += panel * words) {
+        multiply<Format, M, panel_vectors, panel_vectors, false>(rows, words, keys, words, to + c, tile_keys<Format>, nullptr);
+    }
+}
+
+template <class Format, int M> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
+    const auto &sizes = w.sizes;
+    row_products<Format, M>(w.r.q + b.row * sizes.words, w.k.k + b.at * sizes.words, sizes.words, b.count, w.k.scores);
+    row_products<Format, M>(w.r.dout + b.row * sizes.value_words, w.k.v + b.at * sizes.value_words, sizes.value_words,
+                            b.count, w.k.dprobs);
+}
+
+template <class Format, int M> void add_dq(const Meeting<Format> &w, const Meet &b) {
+    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+    const std::int64_t at = b.at / Format::depth, depth = b.count / Format::depth, main = w.sizes.main_columns;
+    float *dq = w.r.dq + b.row * w.sizes.columns;
+    add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys, at, depth, dq, w.sizes.columns, main);
+    if (w.p.dim_rope) {
+        add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys + main * deep, at, depth, dq + main, w.sizes.columns,
+                               w.sizes.columns - main);
+    }
+}
+
+// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
+template <class Do> FUSION_INLINE void by_height(std::int64_t rows, Do run) {
+    constexpr int third = block_rows / 3;
+    if (rows > 2 * third) return run(std::integral_constant<int, block_rows>{});
+    if (rows > third) return run(std::integral_constant<int, 2 * third>{});
+    run(std::integral_constant<int, third>{});
+}
+
+template <class Format, int M>
+__attribute__((noinline)) void add_transposed_rows(const typename Format::Word *rows, std::int64_t deep,
+                                                   const typename Format::Word *weights, std::int64_t depth, float *to) {
+    alignas(64) float ones[M];
+    for (float &one : ones) one = 1.0f;
+    multiply<Format, M, panel_vectors, panel_vectors, true>(rows, deep, weights, depth, to, panel, ones);
+}
+
+// dk^T or dv^T of one panel of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
+template <class Format>
+void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
+                    std::int64_t first, std::int64_t end, std::int64_t columns, float *to) {
+    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth;
+    for (std::int64_t d = 0; d < columns; d += block_rows) {
+        by_height(columns - d, [&](auto height) __attribute__((always_inline)) {
+            add_transposed_rows<Format, height()>(rows + d * deep + skip, deep, weights + skip * panel, depth, to + d * panel);
+        });
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ between the products
+
+FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
+
+template <class Format> void mark_seen(const Meeting<Format> &w, const Meet &b) {
+    const std::int64_t first = w.key_tile.key0 + b.at;
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::int64_t row = w.row_tile.row0 + b.row + i, end = w.r.empty[b.row + i] ? 0 : end_key(w.seq, row);
+        std::uint8_t *seen = w.k.seen + i * (w.k.keys / 8);
+        set_interval(seen, first, b.count, first_key(w.seq, row), end);
+        if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.row_tile.seq, w.row_tile.head, row, first, b.count);
+    }
+}
+
+template <class Format> void mark_kept(const Meeting<Format> &w, const Meet &b) {
+    const Philox philox(w.p, w.o);
+    const auto stream = static_cast<std::uint32_t>(w.row_tile.seq * w.p.heads_q + w.row_tile.head);
+    const std::int64_t first = w.key_tile.key0 + b.at;
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::int64_t row = w.row_tile.row0 + b.row + i;
+        std::uint8_t *keep = w.k.keep + i * (w.k.keys / 8);
+        if (w.p.dropout == Dropout::philox) {
+            philox.draw(keep, stream, row, first, b.count);
+        } else {
+            copy_keep_bits(keep, w.o.drop_bits, w.seq, w.row_tile.seq, w.row_tile.head, row, first, b.count);
+        }
+    }
+}
+
+// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
+template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
+    return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
+}
+
+// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
+// not there, are zeros whatever their products were.
+template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<Format> &w, const Meet &b) {
+    constexpr std::int64_t keys = tile_keys<Format>;
+    constexpr int depth = Format::depth;
+    const float kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
+    for (std::int64_t i = 0; i < b.rows; i += depth) {
+        for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
+            Floats p[depth][2], ds[depth][2];
+            FUSION_UNROLL for (int e = 0; e < depth; ++e) {
+                const std::int64_t row = b.row + i + e;
+                const float peak = w.r.peak[row], share = w.r.share[row], delta = w.r.delta[row];
+                const bool there = e == 0 || i + e < b.rows;
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                    const std::int64_t at = (i + e) * keys + c + u * lanes, bit = c + u * lanes;
+                    // The product is rounded as the saved maximum was, so that their difference is exact.
+                    const Floats score = rounded(load<Floats>(w.k.scores + at) * w.natural);
+                    Floats weight = exp2((score - peak) * log2_e) * share;
+                    Floats dprob = load<Floats>(w.k.dprobs + at), kept = weight;
+                    if constexpr (Drops) {
+                        const std::uint32_t bits = lane_bits(w.k.keep + (i + e) * (keys / 8), bit);
+                        kept = pick(bits, weight, Floats{});
+                        dprob = pick(bits, dprob * kept_factor, Floats{});
+                    }
+                    Floats dscore = weight * (dprob - delta);
+                    if constexpr (Hidden) {
+                        const std::uint32_t bits = lane_bits(w.k.seen + (i + e) * (keys / 8), bit);
+                        kept = pick(bits, kept, Floats{});
+                        dscore = pick(bits, dscore, Floats{});
+                    }
+                    p[e][u] = there ? kept : Floats{};
+                    ds[e][u] = there ? dscore : Floats{};
+                }
+                Format::put(w.k.dscores + (i + e) * (keys / depth), c, ds[e][0], ds[e][1]);
+                if (w.g.dbias.base) {
+                    store(w.k.scores + (i + e) * keys + c, ds[e][0]);
+                    store(w.k.scores + (i + e) * keys + c + lanes, ds[e][1]);
+                }
+            }
+            const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
+            FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                Floats column[depth], other[depth];
+                FUSION_UNROLL for (int e = 0; e < depth; ++e) {
+                    column[e] = p[e][u];
+                    other[e] = ds[e][u];
+                }
+                store(w.k.prob_rows + to + u * lanes, Format::stack(column));
+                store(w.k.dscore_rows + to + u * lanes, Format::stack(other));
+            }
+        }
+    }
+}
+
+template <class Format> void weigh(const Meeting<Format> &w, const Meet &b) {
+    const bool drops = w.p.dropout != Dropout::none;
+    if (drops && b.hidden) return weigh_block<Format, true, true>(w, b);
+    if (drops) return weigh_block<Format, true, false>(w, b);
+    if (b.hidden) return weigh_block<Format, false, true>(w, b);
+    weigh_block<Format, false, false>(w, b);
+}
+
+// Adds dS, which lies in the scores' place, to the elements that the bias was read from.
+template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) {
+    const Matrix &m = w.g.dbias;
+    const float factor = w.p.bias_scaled ? static_cast<float>(w.p.scale) : 1.0f;
+    const std::int64_t first = w.key_tile.key0 + b.at;
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const float *from = w.k.scores + i * w.k.keys;
+        const std::int64_t row = w.row_tile.row0 + b.row + i;
+        const Stored at = w.p.bias == Bias::table ? table_row(w.seq, row) : Stored{row, 0};
+        auto *to = static_cast<float *>(const_cast<void *>(m.base)) + row_of(m, w.row_tile.seq, w.row_tile.head, at.row);
+        if (m.stride_key == 0) {
+            Floats sum = {};
+            for (std::int64_t c = 0; c < b.count; c += lanes) sum += load<Floats>(from + c);
+            *to += sum_of(sum) * factor;
+            continue;
+        }
+        to += first + at.shift;
+        const std::int64_t there = w.seq.kv_len - first - at.shift;
+        for (std::int64_t c = 0; c < b.count && c < there; c += lanes) {
+            store_floats(to + c, load_floats(to + c, there - c) + load<Floats>(from + c) * factor, there - c);
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------- what is not finite
+
+template <class Format>
+float weight_of(const typename Format::Word *weights, std::int64_t row, std::int64_t at) {
+    const auto *word = weights + weight_at<Format>(row, at);
+    return Format::get(word, row % Format::depth);
+}
+
+// The elements of a row that packing left out, times a weight, to every `stride`-th float from `to` on.
+template <class T> void add_wild_row(const T *row, std::int64_t n, float weight, float *to, std::int64_t stride) {
+    for (std::int64_t d = 0; d < n; ++d) {
+        const Floats value = load_floats(row + d, 1);
+        if (any(not_finite(bits_of(value)))) to[d * stride] += value[0] * weight;
+    }
+}
+
+template <class Format, class T> void add_wild_keys(const Meeting<Format> &w, const Meet &b) {
+    const std::int64_t seq = w.key_tile.seq, head = w.key_tile.head, end = w.key_tile.key1 - w.key_tile.key0;
+    for (std::int64_t c = 0; c < b.count && b.at + c < end; ++c) {
+        if (!w.k.wild[(b.at + c) / panel]) continue;
+        const std::int64_t key = w.key_tile.key0 + b.at + c;
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if (b.hidden && !bit_of(w.k.seen + i * (w.k.keys / 8), c)) continue;
+            const float weight = Format::get(w.k.dscores + i * (w.k.keys / Format::depth), c);
+            float *dq = w.r.dq + (b.row + i) * w.sizes.columns;
+            add_wild_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
+            if (!w.p.dim_rope) continue;
+            add_wild_row(row_of<const T>(w.o.k_rope, seq, head, key), w.p.dim_rope, weight, dq + w.sizes.main_columns, 1);
+        }
+    }
+}
+
+template <class Format, class T> void add_wild_rows(const Meeting<Format> &w, const Meet &b, std::int64_t i) {
+    const std::int64_t seq = w.row_tile.seq, head = w.row_tile.head, row = w.row_tile.row0 + b.row + i;
+    const std::int64_t end = least(b.at + b.count, w.key_tile.key1 - w.key_tile.key0);
+    for (std::int64_t at = b.at; at < end; ++at) {
+        if (b.hidden && !bit_of(w.k.seen + i * (w.k.keys / 8), at - b.at)) continue;
+        const std::int64_t first = at / panel * panel, lane = at % panel;
+        if (w.r.wild[b.row + i] & wild_q) {
+            const float weight = weight_of<Format>(w.k.dscore_rows, b.row + i, at);
+            float *dk = w.k.dk + first * w.sizes.columns + lane;
+            add_wild_row(row_of<const T>(w.o.q, seq, head, row), w.p.dim_qk, weight, dk, panel);
+            if (w.p.dim_rope) {
+                add_wild_row(row_of<const T>(w.o.q_rope, seq, head, row), w.p.dim_rope, weight,
+                             dk + w.sizes.main_columns * panel, panel);
+            }
+        }
+        if (w.p.dropout != Dropout::none && !bit_of(w.k.keep + i * (w.k.keys / 8), at - b.at)) continue;
+        if (w.r.wild[b.row + i] & wild_dout) {
+            const float weight = weight_of<Format>(w.k.prob_rows, b.row + i, at);
+            float *dv = w.k.dv + first * w.sizes.value_columns + lane;
+            add_wild_row(row_of<const T>(w.g.dout, seq, head, row), w.p.dim_v, weight, dv, panel);
+        }
+    }
+}
+
+template <class Format, class T> void add_wild(const Meeting<Format> &w, const Meet &b) {
+    bool some = false;
+    for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.wild[(b.at + c) / panel] != 0;
+    if (some) add_wild_keys<Format, T>(w, b);
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        if (w.r.wild[b.row + i]) add_wild_rows<Format, T>(w, b, i);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ from end to end
+
+// The part of the key tile that the block's rows see, in whole panels; count 0 if they see none.
+template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std::int64_t rows) {
+    const std::int64_t top = w.row_tile.row0 + row, bottom = top + rows - 1, begin = w.key_tile.key0;
+    const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
+    const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
+    const std::int64_t first = most(begin, some_begin / panel * panel);
+    const std::int64_t last = least(begin + round_up<std::int64_t>(w.key_tile.key1 - begin, panel),
+                                    round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
+    bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
+    for (std::int64_t i = 0; i < rows; ++i) hidden |= w.r.empty[row + i] != 0;
+    return {row, rows, first - begin, some_end > some_begin && last > first ? last - first : 0, hidden};
+}
+
+// Notes which rows of the tile meet each panel; rows between two blocks that do count as zeros.
+template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) {
+    for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
+        std::int64_t &begin = w.k.row_begin[at / panel], &end = w.k.row_end[at / panel];
+        if (begin == end) begin = end = b.row;
+        const std::int64_t gap = weight_at<Format>(end, at), words = (b.row - end) / Format::depth * panel;
+        std::memset(w.k.prob_rows + gap, 0, words * sizeof *w.k.prob_rows);
+        std::memset(w.k.dscore_rows + gap, 0, words * sizeof *w.k.dscore_rows);
+        end = b.row + round_up<std::int64_t>(b.rows, Format::depth);
+    }
+}
+
+template <class Format, class T> void meet_block(const Meeting<Format> &w, const Meet &b) {
+    by_height(b.rows, [&](auto height) { multiply_rows<Format, height()>(w, b); });
+    if (w.dressed) {
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
+                      w.k.scores + i * w.k.keys},
+                     w.p, w.o, w.seq);
+        }
+    }
+    if (b.hidden) mark_seen(w, b);
+    if (w.p.dropout != Dropout::none) mark_kept(w, b);
+    weigh(w, b);
+    if (w.g.dbias.base) add_dbias(w, b);
+    by_height(b.rows, [&](auto height) { add_dq<Format, height()>(w, b); });
+    note_rows(w, b);
+    add_wild<Format, T>(w, b);
+}
+
+template <class Format, class T> void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile) {
+    const Meeting<Format> w(job, row_tile, key_tile);
+    const std::int64_t rows = row_tile.row1 - row_tile.row0;
+    const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
+    for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
+    for (std::int64_t row = 0; row < rows; row += block_rows) {
+        const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
+        if (b.count) meet_block<Format, T>(w, b);
+    }
+    for (std::int64_t at = 0; at < keys; at += panel) {
+        const std::int64_t first = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
+        if (first == end) continue;
+        const std::int64_t from = weight_at<Format>(0, at);
+        add_transposed<Format>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
+                               w.k.dv + at * w.sizes.value_columns);
+        add_transposed<Format>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
+                               w.k.dk + at * w.sizes.columns);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- results
+
+template <class T> void store_row(T *to, const float *from, std::int64_t n, float factor) {
+    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load<Floats>(from + d) * factor, n - d);
+}
+
+template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
+    const Problem &p = *job.problem;
+    const GradientSizes<Format> sizes(p);
+    const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
+    const float scale = static_cast<float>(p.scale);
+    for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
+        const float *dq = part.dq + (row - tile.row0) * sizes.columns;
+        store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale);
+        if (!p.dim_rope) continue;
+        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope, scale);
+    }
+}
+
+// [panel][column][key] back to rows of n elements, times a factor.
+template <class T>
+void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n,
+                float factor) {
+    const std::int64_t count = tile.key1 - tile.key0;
+    for (std::int64_t at = 0; at < count; at += lanes) {
+        for (std::int64_t d = 0; d < n; d += lanes) {
+            const float *block = from + (at / panel * columns + d) * panel + at % panel;
+            Words words[lanes];
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) words[i] = load<Words>(block + i * panel);
+            transpose(words);
+            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, count - at); ++i) {
+                T *to = row_of<T>(rows, tile.seq, tile.head, tile.key0 + at + i) + d;
+                store_floats(to, floats_of(words[i]) * factor, n - d);
+            }
+        }
+    }
+}
+
+template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
+    const Problem &p = *job.problem;
+    const GradientSizes<Format> sizes(p);
+    const KeyPart<Format> part(sizes, tile.memory);
+    const float scale = static_cast<float>(p.scale);
+    store_keys<T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale);
+    if (p.dim_rope) {
+        const float *rope = part.dk + sizes.main_columns * panel;
+        store_keys<T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale);
+    }
+    store_keys<T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob));
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,41 @@
+// What this variant's instructions can do at most: loops of multiply-adds in registers, for a share of the peak to mean
+// something. Only benchmarks ask.
+
+#pragma once
+
+#include "vec.h"
+
+namespace fusion {
+namespace {
+
+constexpr int chains = 12;  // independent sums: more than latency times rate of any CPU we know, fewer than registers
+
+// Runs `turns` rounds of multiply-adds and returns how many operations that was; `result` keeps the compiler honest.
+double float_work(std::int64_t turns, float *result) {
+    Floats sums[chains];
+    for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));
+    const Floats x = all(0.9999f), y = all(1e-3f);
+    for (std::int64_t t = 0; t < turns; ++t) {
+#pragma GCC unroll 12
+        for (int i = 0; i < chains; ++i) sums[i] = sums[i] * x + y;
+    }
+    for (int i = 0; i < chains; ++i) *result += sum_of(sums[i]);
+    return 2.0 * lanes * chains * static_cast<double>(turns);
+}
+
+#if defined(__AVX512BF16__)
+double pair_work(std::int64_t turns, float *result) {
+    __m512 sums[chains];
+    for (int i = 0; i < chains; ++i) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+    const auto x = (__m512bh)_mm512_set1_epi16(0x3c00), y = (__m512bh)_mm512_set1_epi16(0x3d00);
+    for (std::int64_t t = 0; t < turns; ++t) {
+#pragma GCC unroll 12
+        for (int i = 0; i < chains; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], x, y);
+    }
+    for (int i = 0; i < chains; ++i) *result += sum_of((Floats)sums[i]);
+    return 4.0 * lanes * chains * static_cast<double>(turns);
+}
+#endif
+
+}  // namespace
+}  // namespace fusion

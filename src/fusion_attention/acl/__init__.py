@@ -1,0 +1,143 @@
+"""CANN's runtime in Python: memory, tensors, streams and executors for the two-phase operators of aclnn.py.
+
+Names and returns follow pyACL (functions return ret, or (value, ret)); what only C has is named after its C function.
+Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND, acl.ACL_MEMCPY_HOST_TO_DEVICE.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention import plan
+from fusion_attention.acl import rt, state, util
+from fusion_attention.acl.executor import (
+    Executor,
+    destroy_acl_op_executor,
+    set_acl_op_executor_repeatable,
+    set_input_tensor_addr,
+    set_output_tensor_addr,
+    set_tensor_addr,
+)
+from fusion_attention.acl.rt import MallocPolicy, MemcpyKind, RunMode
+from fusion_attention.acl.state import STATE, Context, State, Stream
+from fusion_attention.acl.tensors import (
+    DataType,
+    Format,
+    IntArray,
+    Tensor,
+    TensorList,
+    create_int_array,
+    create_tensor,
+    create_tensor_list,
+    destroy_int_array,
+    destroy_tensor,
+    destroy_tensor_list,
+)
+
+__all__ = [
+    "ACL_SUCCESS",
+    "Context",
+    "DataType",
+    "Executor",
+    "Format",
+    "IntArray",
+    "Stream",
+    "Tensor",
+    "TensorList",
+    "create_int_array",
+    "create_tensor",
+    "create_tensor_list",
+    "destroy_acl_op_executor",
+    "destroy_int_array",
+    "destroy_tensor",
+    "destroy_tensor_list",
+    "finalize",
+    "get_recent_err_msg",
+    "init",
+    "rt",
+    "set_acl_op_executor_repeatable",
+    "set_input_tensor_addr",
+    "set_output_tensor_addr",
+    "set_tensor_addr",
+    "util",
+]
+
+ACL_SUCCESS = state.SUCCESS
+_ENUMS = (DataType, Format, MemcpyKind, MallocPolicy, RunMode)
+
+
+def __getattr__(name: str) -> Any:
+    for enum in _ENUMS:
+        if name in enum.__members__:
+            return enum[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def init(config_path: str | None = None, *, device: str | torch.device = "cpu", backend: str = "auto") -> int:
+    """Starts the runtime; before any other call.
+
+    Args:
+        config_path: accepted without effect.
+        device: the device behind the ids 0 to 7: "cpu", or "cuda" where there is one.
+        backend: what computes: "auto", or a back end's name ("golden" for the reference).
+
+    Returns:
+        ret: 0; 100002 where it runs already, 207004 for a device that is not there, 100000 for an unknown back end.
+
+    Example:
+        >>> init(), init(), finalize()
+        (0, 100002, 0)
+    """
+    if STATE.device is not None:
+        state.note("acl: init: called before; acl.finalize() ends the running one")
+        return state.REPEAT_INITIALIZE
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        state.note(f"acl: device: {str(error).splitlines()[0]}")
+        return state.RT_NO_DEVICE
+    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        state.note(f"acl: device: expected cpu, or cuda where torch sees one, got {device!r}")
+        return state.RT_NO_DEVICE
+    if backend not in ("auto", *plan.BACKENDS):
+        state.note(f"acl: backend: expected auto, {', '.join(plan.BACKENDS)}, got {backend!r}")
+        return state.INVALID_PARAM
+    _reset()
+    if str(chosen) == "cuda":  # no index given
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    STATE.device, STATE.backend = chosen, backend
+    return state.SUCCESS
+
+
+def finalize() -> int:
+    """Ends the runtime: contexts and streams close, memory is given back; returns ret (100037: ended before)."""
+    if STATE.device is None:
+        state.note("acl: finalize: called twice, or before acl.init()")
+        return state.REPEAT_FINALIZE if STATE.finalized else state.UNINITIALIZED
+    _reset()
+    STATE.finalized = True
+    return state.SUCCESS
+
+
+def _reset() -> None:
+    for contexts in STATE.contexts.values():
+        for context in contexts:
+            context.open = False
+    for memory in STATE.memories.values():
+        memory.alive = False
+    fresh = State(local=STATE.local)
+    STATE.__dict__.update(fresh.__dict__)
+
+
+def get_recent_err_msg() -> str:
+    """The text of this thread's last failed call, once: reading it clears it; "" without one.
+
+    Example:
+        >>> finalize() in (100001, 100037), get_recent_err_msg()
+        (True, 'acl: finalize: called twice, or before acl.init()')
+        >>> get_recent_err_msg()
+        ''
+    """
+    return state.take_note()

@@ -1,0 +1,114 @@
+"""aclOpExecutor: a planned call between its two phases; used once, unless made repeatable and then destroyed.
+
+Knows which tensors it holds and what became of it. Refuses to know what it computes: aclnn.py gives it that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusion_attention.acl.state import Refusal, coded, integer
+from fusion_attention.acl.tensors import Tensor
+from fusion_attention.contract import INVALID, RUNTIME, Op
+
+INNER_NULL = 561103
+
+
+class Executor:
+    """What phase 1 of an operator returns and phase 2 takes.
+
+    Attributes:
+        op: the operator's record; workspace_size: bytes that phase 2 wants.
+        values: its arguments in the operator's order; options: what phase 1 was told beside them.
+        job: the call on the memory where its tensors lay last.
+        repeatable, used, destroyed: its life.
+    """
+
+    __slots__ = ("destroyed", "job", "op", "options", "repeatable", "used", "values", "workspace_size")
+
+    def __init__(self, op: Op, workspace_size: int, values: tuple[Any, ...], options: Any, job: Any) -> None:
+        self.op, self.workspace_size, self.values, self.options, self.job = op, workspace_size, values, options, job
+        self.repeatable = self.used = self.destroyed = False
+
+    def end(self) -> None:
+        """Lets go of everything it holds."""
+        self.destroyed = True
+        self.job, self.values = None, ()
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self.destroyed else "used" if self.used else "ready"
+        return f"acl.Executor({self.op.name}, {state}{', repeatable' if self.repeatable else ''})"
+
+
+def _live(executor: Any) -> Executor:
+    if executor is None:
+        raise Refusal(INNER_NULL, "executor: expected one from phase 1, got null")
+    if not isinstance(executor, Executor):
+        raise Refusal(INVALID, f"executor: expected one from phase 1, got {type(executor).__name__}")
+    if executor.destroyed:
+        raise Refusal(RUNTIME, f"executor: {executor.op.name}: destroyed before")
+    return executor
+
+
+@coded
+def set_acl_op_executor_repeatable(executor: Executor) -> None:
+    """aclSetAclOpExecutorRepeatable: lets phase 2 run any number of times; before the first run; returns ret."""
+    live = _live(executor)
+    if live.used:
+        raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")
+    live.repeatable = True
+
+
+@coded
+def destroy_acl_op_executor(executor: Executor) -> None:
+    """aclDestroyAclOpExecutor: ends an executor; a repeatable one needs it; returns ret."""
+    _live(executor).end()
+
+
+def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
+    """Sides: False counts inputs, True outputs."""
+    live = _live(executor)
+    if tensor is None:
+        raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")
+    if not isinstance(tensor, Tensor) or tensor.view is None:
+        raise Refusal(INVALID, f"tensor: expected a live acl.Tensor, got {tensor!r}")
+    if not live.repeatable:
+        raise Refusal(RUNTIME, f"executor: {live.op.name}: make it repeatable before addresses change")
+    at = integer(index, "index", INVALID)
+    slots = [p.name for side in sides for p in live.op.tensors(side)]
+    if not 0 <= at < len(slots):
+        raise Refusal(INVALID, f"index: expected 0 to {len(slots) - 1}, got {at}")
+    held = dict(zip(live.op.by_name, live.values, strict=True))[slots[at]]
+    if held is None:
+        raise Refusal(INVALID, f"index: {at} was null in phase 1")
+    if held is not tensor:
+        raise Refusal(INVALID, f"tensor: expected the one that phase 1 was given at index {at}, got {tensor!r}")
+    tensor.move(data)
+
+
+@coded
+def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
+    """aclSetInputTensorAddr: another address for an input of a repeatable executor.
+
+    Args:
+        executor: a repeatable one.
+        index: counts the operator's input tensors, absent ones too.
+        tensor: the tensor that phase 1 was given there.
+        addr: an address from acl.rt.malloc, a torch tensor or a torch storage that holds the same view.
+
+    Returns:
+        ret: 561103 for null, 161002 for an index, a tensor or memory that does not fit.
+    """
+    _move(executor, index, tensor, addr, (False,))
+
+
+@coded
+def set_output_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
+    """aclSetOutputTensorAddr: as set_input_tensor_addr(); index counts output tensors."""
+    _move(executor, index, tensor, addr, (True,))
+
+
+@coded
+def set_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
+    """aclSetTensorAddr: as set_input_tensor_addr(); index counts inputs, then outputs."""
+    _move(executor, index, tensor, addr, (False, True))

@@ -1,0 +1,323 @@
+"""acl.rt: devices, contexts, streams and memory by pyACL's names and returns: (value, ret), or ret; 0 is success.
+
+Eight device ids share the one device that acl.init() chose. Streams are synchronous. Addresses are ints; one that no
+allocation holds is refused, never followed.
+
+    >>> from fusion_attention import acl
+    >>> acl.init(), acl.rt.set_device(0)
+    (0, 0)
+    >>> address, ret = acl.rt.malloc(64, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+    >>> acl.rt.memcpy(address, 64, bytes(64), 64, acl.ACL_MEMCPY_HOST_TO_DEVICE)
+    0
+    >>> acl.rt.free(address), acl.finalize()
+    (0, 0)
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.acl import state
+from fusion_attention.acl.state import STATE, Context, Memory, Refusal, Stream, coded, integer, valued
+
+RT = state.RT_INVALID_PARAM
+
+
+class MallocPolicy(enum.IntEnum):
+    """aclrtMemMallocPolicy: accepted without effect."""
+
+    ACL_MEM_MALLOC_HUGE_FIRST = 0
+    ACL_MEM_MALLOC_HUGE_ONLY = 1
+    ACL_MEM_MALLOC_NORMAL_ONLY = 2
+
+
+class MemcpyKind(enum.IntEnum):
+    """aclrtMemcpyKind."""
+
+    ACL_MEMCPY_HOST_TO_HOST = 0
+    ACL_MEMCPY_HOST_TO_DEVICE = 1
+    ACL_MEMCPY_DEVICE_TO_HOST = 2
+    ACL_MEMCPY_DEVICE_TO_DEVICE = 3
+
+
+class RunMode(enum.IntEnum):
+    """aclrtRunMode: where the program runs."""
+
+    ACL_DEVICE = 0
+    ACL_HOST = 1
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+
+
+def _device_id(value: Any) -> int:
+    number = integer(value, "device_id", state.RT_INVALID_DEVICE)
+    if not 0 <= number < state.DEVICE_COUNT:
+        raise Refusal(state.RT_INVALID_DEVICE, f"device_id: expected 0 to {state.DEVICE_COUNT - 1}, got {number}")
+    return number
+
+
+def _current() -> Context:
+    if STATE.context is None or not STATE.context.open:
+        raise Refusal(state.RT_CONTEXT_NULL, "no device: call acl.rt.set_device(device_id) first")
+    return STATE.context
+
+
+@coded
+def set_device(device_id: int) -> None:
+    """Makes a device id current, with its default context; returns ret."""
+    number = _device_id(device_id)
+    STATE.context = STATE.contexts.setdefault(number, [Context(number)])[0]
+
+
+@coded
+def reset_device(device_id: int) -> None:
+    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns ret."""
+    number = _device_id(device_id)
+    if number not in STATE.contexts:
+        raise Refusal(state.RT_CONTEXT_NULL, f"device_id: {number} is not in use (acl.rt.set_device was not called)")
+    for context in STATE.contexts.pop(number):
+        context.open = False
+
+
+@valued(-1)
+def get_device() -> int:
+    """(device id, ret) of the current context."""
+    return _current().device_id
+
+
+@valued(0)
+def get_device_count() -> int:
+    """(8, ret)."""
+    return state.DEVICE_COUNT
+
+
+@valued(-1)
+def get_run_mode() -> RunMode:
+    """(ACL_HOST, ret): host and device memory are different things, also where they are not."""
+    return RunMode.ACL_HOST
+
+
+@coded
+def synchronize_device() -> None:
+    """Waits for the device's work; returns ret."""
+    _current()
+    _wait()
+
+
+def _wait() -> None:
+    if STATE.device is not None and STATE.device.type == "cuda":
+        torch.cuda.synchronize(STATE.device)
+
+
+# ----------------------------------------------------------------------------------------------- contexts and streams
+
+
+def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
+    """A context or stream that is still open."""
+    if not isinstance(value, kind):
+        raise Refusal(state.INVALID_PARAM, f"{name}: expected an acl {kind.__name__}, got {type(value).__name__}")
+    if not value.usable:
+        raise Refusal(state.RT_INVALID_HANDLE, f"{name}: destroyed, or its device was reset")
+    return value
+
+
+@valued()
+def create_context(device_id: int) -> Context:
+    """(a new context on a device id, ret); it becomes current."""
+    number = _device_id(device_id)
+    STATE.context = Context(number)
+    STATE.contexts.setdefault(number, [Context(number)]).append(STATE.context)
+    return STATE.context
+
+
+@coded
+def destroy_context(context: Context) -> None:
+    """Ends a context and its streams; returns ret."""
+    _handle(context, Context, "context").open = False
+
+
+@coded
+def set_context(context: Context) -> None:
+    """Makes a context current; returns ret."""
+    STATE.context = _handle(context, Context, "context")
+
+
+@valued()
+def get_context() -> Context:
+    """(the current context, ret)."""
+    return _current()
+
+
+@valued()
+def create_stream() -> Stream:
+    """(a new stream in the current context, ret)."""
+    return Stream(_current())
+
+
+@coded
+def destroy_stream(stream: Stream) -> None:
+    """Ends a stream; returns ret."""
+    _handle(stream, Stream, "stream").open = False
+
+
+@coded
+def synchronize_stream(stream: Stream | None) -> None:
+    """Waits for a stream's work (None or 0: the default stream); returns ret."""
+    check_stream(stream)
+    _wait()
+
+
+def check_stream(stream: Any) -> None:
+    """Refuses a stream that no work can be given to."""
+    if stream is None or (isinstance(stream, int) and stream == 0):
+        _current()
+    else:
+        _handle(stream, Stream, "stream")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def _allocate(size: Any, device: torch.device | None, host: bool) -> int:
+    count = integer(size, "size")
+    if count <= 0:
+        raise Refusal(state.INVALID_PARAM, f"size: expected bytes > 0, got {count}")
+    try:
+        memory = torch.empty(count, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        text = f"{count} bytes could not be allocated: {str(error).splitlines()[0]}"
+        raise Refusal(state.RT_MEMORY_ALLOCATION, text) from None
+    return STATE.add(Memory(memory, host))
+
+
+def _release(address: Any, host: bool, malloc: str) -> None:
+    start = integer(address, "address")
+    if start == 0:
+        raise Refusal(state.INVALID_PARAM, "address: expected one that malloc returned, got 0")
+    memory = STATE.memories.get(start)
+    if memory is None or memory.host is not host:
+        raise Refusal(state.RT_MEMORY_FREE, f"{start:#x}: freed before, or not from acl.rt.{malloc}")
+    STATE.remove(start)
+
+
+@valued(0)
+def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> int:
+    """(address of `size` new bytes on the device, ret)."""
+    _current()
+    return _allocate(size, STATE.device, host=False)
+
+
+@coded
+def free(address: int) -> None:
+    """Gives device memory back; returns ret."""
+    _release(address, False, "malloc")
+
+
+@valued(0)
+def malloc_host(size: int) -> int:
+    """(address of `size` new bytes on the host, ret)."""
+    return _allocate(size, torch.device("cpu"), host=True)
+
+
+@coded
+def free_host(address: int) -> None:
+    """Gives host memory back; returns ret."""
+    _release(address, True, "malloc_host")
+
+
+def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
+    """(free, total, ret) in bytes: what the device has, less what acl.rt.malloc handed out and was not freed."""
+    if STATE.device is None:
+        state.note("acl: get_mem_info: called before acl.init() or after acl.finalize()")
+        return 0, 0, state.UNINITIALIZED
+    if STATE.device.type == "cuda":
+        total = torch.cuda.get_device_properties(STATE.device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    held = sum(memory.bytes.numel() for memory in STATE.memories.values() if not memory.host)
+    return total - held, total, state.SUCCESS
+
+
+class Pointer(int):
+    """An address that keeps what it points to: what acl.util hands out for host data."""
+
+    owner: Any
+
+
+def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
+    """The first bytes of an array, a tensor or a bytes-like object."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or not value.is_contiguous():
+            raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
+        memory = value.detach().reshape(-1).view(torch.uint8)
+    else:
+        try:
+            view = memoryview(value)
+            flat = view.cast("B") if view.nbytes else memoryview(bytearray())
+        except (TypeError, ValueError) as error:
+            text = f"{type(value).__name__} is no address and no contiguous host data: {error}"
+            raise Refusal(state.INVALID_PARAM, text) from None
+        if written and view.readonly:
+            raise Refusal(RT, f"{type(value).__name__} is read-only")
+        # torch takes no read-only memory without a warning, so what is only read is copied.
+        memory = torch.from_numpy(np.array(flat, np.uint8) if flat.readonly else np.frombuffer(flat, np.uint8))
+    if memory.numel() < count:
+        raise Refusal(RT, f"{count} bytes asked of {memory.numel()}")
+    return memory[:count]
+
+
+def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tensor, bool]:
+    """(uint8 view of `count` bytes at an address or of host data, whether they are the host's)."""
+    if isinstance(place, Pointer):
+        return _host_bytes(place.owner, count, written), True
+    if not isinstance(place, (int, np.integer)) or isinstance(place, bool):
+        return _host_bytes(place, count, written), True
+    if place == 0:
+        raise Refusal(state.INVALID_PARAM, "address: expected an allocation's, got 0")
+    memory, start = STATE.find(int(place))
+    if start + count > memory.bytes.numel():
+        raise Refusal(RT, f"{count} bytes asked at byte {start} of an allocation of {memory.bytes.numel()}")
+    return memory.bytes[start : start + count], memory.host
+
+
+@coded
+def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
+    """Copies bytes, and nothing where a single one would fall outside.
+
+    Args:
+        dst: an address, or host data to fill (numpy array, torch tensor, bytearray).
+        dest_max: bytes that dst has room for.
+        src: an address, or host data (also bytes).
+        count: bytes to copy.
+        kind: ACL_MEMCPY_HOST_TO_DEVICE and its kin; it must say what dst and src are.
+
+    Returns:
+        ret: 0; 100000 for what is no memory, 107000 for sizes or a kind that do not fit.
+    """
+    size, room = integer(count, "count"), integer(dest_max, "dest_max")
+    if size < 0 or size > room:
+        raise Refusal(RT, f"count: expected 0 to dest_max={room}, got {size}")
+    if kind not in tuple(MemcpyKind):
+        raise Refusal(state.INVALID_PARAM, f"kind: expected 0 to 3, got {kind!r}")
+    source, source_on_host = bytes_at(src, size)
+    target, target_on_host = bytes_at(dst, size, written=True)
+    given = MemcpyKind((not source_on_host) * 2 + (not target_on_host))
+    if given != kind:
+        raise Refusal(RT, f"kind: {MemcpyKind(kind).name} given, but this is {given.name}")
+    # torch does not say what a copy within one allocation does where the two ends overlap.
+    target.copy_(source.clone() if source.untyped_storage()._cdata == target.untyped_storage()._cdata else source)
+
+
+@coded
+def memset(address: int, max_count: int, value: int, count: int) -> None:
+    """Sets `count` bytes to a value; returns ret."""
+    size, room = integer(count, "count"), integer(max_count, "max_count")
+    if size < 0 or size > room:
+        raise Refusal(RT, f"count: expected 0 to max_count={room}, got {size}")
+    bytes_at(address, size, written=True)[0].fill_(integer(value, "value") & 0xFF)

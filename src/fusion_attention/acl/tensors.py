@@ -1,0 +1,362 @@
+"""What operators take: tensors over device memory, int arrays, tensor lists, and CANN's numbers for dtypes and formats.
+
+A handle lives until it is destroyed or nobody holds it any more. Its strides and offset count elements.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.acl.state import STATE, Memory, Refusal, coded, integer, made
+from fusion_attention.contract import INVALID, NULL_POINTER
+
+
+class DataType(enum.IntEnum):
+    """aclDataType."""
+
+    ACL_DT_UNDEFINED = -1
+    ACL_FLOAT = 0
+    ACL_FLOAT16 = 1
+    ACL_INT8 = 2
+    ACL_INT32 = 3
+    ACL_UINT8 = 4
+    ACL_INT16 = 6
+    ACL_UINT16 = 7
+    ACL_UINT32 = 8
+    ACL_INT64 = 9
+    ACL_UINT64 = 10
+    ACL_DOUBLE = 11
+    ACL_BOOL = 12
+    ACL_STRING = 13
+    ACL_COMPLEX64 = 16
+    ACL_COMPLEX128 = 17
+    ACL_BF16 = 27
+    ACL_INT4 = 29
+    ACL_UINT1 = 30
+    ACL_COMPLEX32 = 33
+    ACL_HIFLOAT8 = 34
+    ACL_FLOAT8_E5M2 = 35
+    ACL_FLOAT8_E4M3FN = 36
+
+
+class Format(enum.IntEnum):
+    """aclFormat."""
+
+    ACL_FORMAT_UNDEFINED = -1
+    ACL_FORMAT_NCHW = 0
+    ACL_FORMAT_NHWC = 1
+    ACL_FORMAT_ND = 2
+    ACL_FORMAT_NC1HWC0 = 3
+    ACL_FORMAT_FRACTAL_Z = 4
+    ACL_FORMAT_NC1HWC0_C04 = 12
+    ACL_FORMAT_HWCN = 16
+    ACL_FORMAT_NDHWC = 27
+    ACL_FORMAT_FRACTAL_NZ = 29
+    ACL_FORMAT_NCDHW = 30
+    ACL_FORMAT_NDC1HWC0 = 32
+    ACL_FRACTAL_Z_3D = 33
+    ACL_FORMAT_NC = 35
+    ACL_FORMAT_NCL = 47
+
+
+# Tags of plain row-major memory; every other format orders elements as the chip's matrix unit wants them.
+PLAIN = frozenset(
+    getattr(Format, f"ACL_FORMAT_{name}") for name in ("ND", "NCHW", "NHWC", "HWCN", "NDHWC", "NCDHW", "NC", "NCL")
+)
+TORCH_DTYPES = {
+    DataType.ACL_FLOAT: torch.float32,
+    DataType.ACL_FLOAT16: torch.float16,
+    DataType.ACL_BF16: torch.bfloat16,
+    DataType.ACL_DOUBLE: torch.float64,
+    DataType.ACL_INT8: torch.int8,
+    DataType.ACL_UINT8: torch.uint8,
+    DataType.ACL_INT16: torch.int16,
+    DataType.ACL_UINT16: torch.uint16,
+    DataType.ACL_INT32: torch.int32,
+    DataType.ACL_UINT32: torch.uint32,
+    DataType.ACL_INT64: torch.int64,
+    DataType.ACL_UINT64: torch.uint64,
+    DataType.ACL_BOOL: torch.bool,
+    DataType.ACL_COMPLEX64: torch.complex64,
+    DataType.ACL_COMPLEX128: torch.complex128,
+    DataType.ACL_FLOAT8_E5M2: torch.float8_e5m2,
+    DataType.ACL_FLOAT8_E4M3FN: torch.float8_e4m3fn,
+}
+ACL_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Tensor:
+    """aclTensor: a strided window of device memory.
+
+    Attributes:
+        view: the memory as a torch tensor; None once destroyed.
+        dtype, format: as created; plain: whether the format is row-major.
+        offset: elements from its address to its first one.
+        memory: the allocation that holds it.
+        start, stop: addresses of its first byte and behind its last one.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "format", "memory", "offset", "plain", "start", "stop", "view")
+
+    def __init__(self, view: torch.Tensor, dtype: DataType, format: Format, offset: int, memory: Memory) -> None:
+        self.dtype, self.format, self.offset, self.plain = dtype, format, offset, format in PLAIN
+        self._attach(view, memory)
+
+    def _attach(self, view: torch.Tensor, memory: Memory) -> None:
+        self.view: torch.Tensor | None = view
+        self.memory = memory
+        self.start = view.data_ptr()
+        self.stop = self.start + _reach(view.shape, view.stride()) * view.element_size()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, format: Format = Format.ACL_FORMAT_ND) -> Tensor:
+        """A handle on a torch tensor's memory as it lies; it keeps the memory alive.
+
+        Args:
+            tensor: of a dtype that CANN has.
+            format: its tag.
+
+        Returns:
+            the handle; without destroy_tensor() it ends with its last reference.
+
+        Example:
+            >>> Tensor.of(torch.zeros(2, 3)).dtype.name
+            'ACL_FLOAT'
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in ACL_DTYPES:
+            raise TypeError(
+                f"expected a torch tensor of a dtype that CANN has, got {getattr(tensor, 'dtype', tensor)!r}"
+            )
+        return cls(tensor.detach(), ACL_DTYPES[tensor.dtype], format, 0, _memory_of(tensor.untyped_storage()))
+
+    @property
+    def alive(self) -> bool:
+        """Neither destroyed nor its memory freed."""
+        return self.view is not None and self.memory.alive
+
+    def destroy(self) -> None:
+        """Ends the handle; the memory stays."""
+        self.view = None
+
+    def move(self, data: Any) -> None:
+        """Lays the same window over other memory; refused, and nothing changed, where that does not hold it."""
+        assert self.view is not None
+        memory, first = _storage(data, self.view.element_size())
+        self._attach(_window(memory, self.view.dtype, self.view.shape, self.view.stride(), first + self.offset), memory)
+
+    def __repr__(self) -> str:
+        if self.view is None:
+            return "acl.Tensor(destroyed)"
+        return f"acl.Tensor({self.dtype.name}, {list(self.view.shape)}, strides={list(self.view.stride())})"
+
+
+class IntArray:
+    """aclIntArray: int64 values on the host; None once destroyed."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values: np.ndarray | None = values
+
+    def __repr__(self) -> str:
+        return f"acl.IntArray({'destroyed' if self.values is None else self.values.tolist()})"
+
+
+class TensorList:
+    """aclTensorList: tensors that it owns; None once destroyed."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors: tuple[Tensor, ...] | None = tensors
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a window's first one to behind its last one."""
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Memory:
+    """A torch storage as an allocation that nobody frees under its handles."""
+    return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
+
+
+def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
+    """(allocation, first element) of an address, a torch tensor or a torch storage."""
+    if isinstance(data, torch.Tensor):
+        memory, start = _memory_of(data.untyped_storage()), data.storage_offset() * data.element_size()
+    elif isinstance(data, torch.UntypedStorage):
+        memory, start = _memory_of(data), 0
+    else:
+        address = integer(0 if data is None else data, "data", INVALID)
+        if address == 0:
+            raise Refusal(NULL_POINTER, "data: expected an address, got null")
+        memory, start = STATE.find(address)
+        if memory.host:
+            raise Refusal(INVALID, f"data: {address:#x} is host memory")
+    if start % itemsize:
+        raise Refusal(INVALID, f"data: expected memory aligned to {itemsize} bytes, got byte {start} of an allocation")
+    return memory, start // itemsize
+
+
+def _window(
+    memory: Memory, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], first: int
+) -> torch.Tensor:
+    """Elements of a dtype in an allocation; refused where it does not hold them."""
+    size, count = dtype.itemsize, memory.bytes.numel()
+    stop = (first + _reach(shape, strides)) * size
+    if stop > count:
+        raise Refusal(INVALID, f"data: the view ends at byte {stop} of an allocation of {count}")
+    return memory.bytes[: count // size * size].view(dtype).as_strided(tuple(shape), tuple(strides), first)
+
+
+# ------------------------------------------------------------------------------------------------------------ handles
+
+
+def _sizes(values: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple, torch.Size, np.ndarray)):
+        raise Refusal(INVALID, f"{name}: expected a sequence of ints, got {type(values).__name__}")
+    sizes = tuple(integer(value, name, INVALID) for value in values)
+    if any(size < 0 for size in sizes):
+        raise Refusal(INVALID, f"{name}: expected no negative number, got {list(sizes)}")
+    return sizes
+
+
+def _number(kind: type[enum.IntEnum], value: Any, name: str) -> Any:
+    try:
+        return kind(integer(value, name, INVALID))
+    except ValueError:
+        raise Refusal(INVALID, f"{name}: {value!r} is no {kind.__name__} of CANN") from None
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of neighbouring rows."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = shape[axis + 1] * strides[axis + 1]
+    return tuple(strides)
+
+
+@made
+def create_tensor(
+    view_shape: Sequence[int],
+    dtype: int | torch.dtype,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    format: int = Format.ACL_FORMAT_ND,
+    storage_shape: Sequence[int] | None = None,
+    data: Any = None,
+) -> Tensor:
+    """aclCreateTensor: a strided window of device memory.
+
+    Args:
+        view_shape: sizes as operators see them.
+        dtype: a DataType, or the torch dtype.
+        strides: in elements, none negative; None: contiguous.
+        offset: elements from data to the first one.
+        format: a Format; operators take the plain ones.
+        storage_shape: sizes of the memory that the view must lie in; None: what data has.
+        data: an address from acl.rt.malloc (or inside such memory), a torch tensor or a torch storage.
+
+    Returns:
+        the handle; None where something does not fit, and acl.get_recent_err_msg() says what.
+
+    Example:
+        >>> from fusion_attention import acl
+        >>> acl.init(), acl.rt.set_device(3)
+        (0, 0)
+        >>> address, ret = acl.rt.malloc(24)
+        >>> acl.create_tensor((2, 3), acl.ACL_FLOAT, (1, 2), 0, acl.ACL_FORMAT_ND, (6,), address)
+        acl.Tensor(ACL_FLOAT, [2, 3], strides=[1, 2])
+        >>> acl.finalize()
+        0
+    """
+    shape = _sizes(view_shape, "view_shape")
+    steps = contiguous_strides(shape) if strides is None else _sizes(strides, "strides")
+    number = ACL_DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else _number(DataType, dtype, "dtype")
+    if number not in TORCH_DTYPES:
+        raise Refusal(INVALID, f"dtype: {dtype if number is None else number.name} cannot be computed with here")
+    first = integer(offset, "offset", INVALID)
+    if len(steps) != len(shape) or first < 0:
+        got = f"{len(steps)} strides, offset {first}"
+        raise Refusal(INVALID, f"strides: expected {len(shape)} of them and an offset >= 0, got {got}")
+    tag = _number(Format, format, "format")
+    torch_dtype = TORCH_DTYPES[number]
+    memory, base = _storage(data, torch_dtype.itemsize)
+    if storage_shape is not None:
+        room = int(np.prod(_sizes(storage_shape, "storage_shape"), dtype=object))
+        reach = _reach(shape, steps)
+        if reach and first + reach > room:
+            raise Refusal(INVALID, f"view_shape: the view ends at element {first + reach} of a storage of {room}")
+        _window(memory, torch_dtype, (room,), (1,), base)
+    return Tensor(_window(memory, torch_dtype, shape, steps, base + first), number, tag, first, memory)
+
+
+@made
+def create_int_array(values: Sequence[int]) -> IntArray:
+    """aclCreateIntArray: int64 values on the host; None where they are none.
+
+    Example:
+        >>> from fusion_attention import acl
+        >>> acl.init()
+        0
+        >>> acl.create_int_array([3, 8])
+        acl.IntArray([3, 8])
+        >>> acl.finalize()
+        0
+    """
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        raise Refusal(INVALID, f"values: expected a sequence of ints, got {type(values).__name__}")
+    numbers = [integer(value, "values", INVALID) for value in values]
+    try:
+        return IntArray(np.array(numbers, np.int64))
+    except OverflowError:
+        raise Refusal(INVALID, "values: expected int64, got a larger one") from None
+
+
+@made
+def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
+    """aclCreateTensorList: a list that owns its tensors: destroying it destroys them; None where one is no tensor."""
+    if not isinstance(tensors, (list, tuple)):
+        raise Refusal(INVALID, f"tensors: expected a sequence of tensors, got {type(tensors).__name__}")
+    return TensorList(tuple(_owned(tensor, Tensor, "view", f"tensors[{i}]") for i, tensor in enumerate(tensors)))
+
+
+def _owned(value: Any, kind: type, held: str, name: str) -> Any:
+    """A handle that was not destroyed."""
+    if value is None:
+        raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
+    if not isinstance(value, kind):
+        raise Refusal(INVALID, f"{name}: expected an acl.{kind.__name__}, got {type(value).__name__}")
+    if getattr(value, held) is None:
+        raise Refusal(INVALID, f"{name}: destroyed before")
+    return value
+
+
+@coded
+def destroy_tensor(tensor: Tensor) -> None:
+    """aclDestroyTensor: ends a handle, not its memory; returns ret."""
+    _owned(tensor, Tensor, "view", "tensor").destroy()
+
+
+@coded
+def destroy_int_array(array: IntArray) -> None:
+    """aclDestroyIntArray: ends an array; returns ret."""
+    _owned(array, IntArray, "values", "array").values = None
+
+
+@coded
+def destroy_tensor_list(tensors: TensorList) -> None:
+    """aclDestroyTensorList: ends a list and its tensors; returns ret."""
+    owned = _owned(tensors, TensorList, "tensors", "tensors")
+    for tensor in owned.tensors:
+        tensor.destroy()
+    owned.tensors = None

@@ -1,0 +1,290 @@
+"""CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) plans and checks, aclnnXxx(...) runs; codes, no exceptions.
+
+Every function is made from its record on first use; the parameters are CANN's, in CANN's order, named as the record
+spells them. Refuses to know any single operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import acl
+from fusion_attention.acl import rt, state
+from fusion_attention.acl.jobs import Job, check_disjoint, job_of, layout_of, may_lack, refusal
+from fusion_attention.acl.state import STATE, Refusal
+from fusion_attention.contract import (
+    INVALID,
+    NULL_POINTER,
+    RUNTIME,
+    Array,
+    Attr,
+    BackendError,
+    ContractError,
+    ContractWarning,
+    Op,
+    Tensor,
+    bind,
+    to_array,
+)
+from fusion_attention.expressions import show
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.flash_lower import lower
+
+SUCCESS = state.SUCCESS
+INNER, NO_KERNEL = 561000, 561003
+OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
+PHASE_1 = "GetWorkspaceSize"
+
+__all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
+
+
+# ------------------------------------------------------------------------------------------------------------ phase 1
+
+
+def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
+    """(ret, workspace_size, executor) of any operator."""
+    try:
+        job = _lay(op, values, strict)
+        size = job.layout.workspace
+        return SUCCESS, size, acl.Executor(op, size, values, (strict, check_content), job)
+    except Exception as error:
+        return _code(op, error), 0, None
+
+
+def _code(op: Op, error: Exception) -> int:
+    """The code of a failure, its text kept. Whatever goes wrong inside is a code too: callers of C catch nothing."""
+    if isinstance(error, ContractWarning):
+        raise error  # The caller asked for warnings to be exceptions.
+    code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
+    if isinstance(error, (ContractError, Refusal)):
+        code, text = error.code, str(error)
+    elif isinstance(error, BackendError):
+        code = NO_KERNEL
+    elif isinstance(error, MemoryError) or "memory" in str(error):
+        code = RUNTIME
+    state.note(text)
+    return code
+
+
+def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
+    """Checks a call and lays it on the memory of its tensors."""
+    if STATE.device is None:
+        raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
+    args = _arguments(op, values)
+    bound = bind(op, args, strict=strict)
+    call = lower(bound)
+    layouts = bound.memo.setdefault("two_phase", {})
+    layout = layouts.get((STATE.backend, STATE.device))
+    if layout is None:
+        layout = layouts[STATE.backend, STATE.device] = layout_of(bound, call, args, strict)
+    check_disjoint(op, values, layout)
+    return job_of(layout, call, args)
+
+
+def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
+    """What bind() takes, by canonical name: memory of tensors, values of int arrays."""
+    args = dict(zip(op.by_name, values, strict=True))
+    for i in op.positions[Tensor]:
+        value = values[i]
+        if value is not None:
+            if type(value) is not acl.Tensor or value.view is None or not value.memory.alive or not value.plain:
+                raise _no_tensor(op, op.params[i].shown, value)
+            args[op.params[i].name] = value.view
+    for i in may_lack(op):
+        view = args[op.params[i].name]
+        if view is not None and view.dim() < 2 and (view.dim() == 0 or view.numel() == 0):
+            args[op.params[i].name] = None  # An empty one is the other way to say that there is none.
+    for i in op.positions[Array]:
+        value, p = values[i], op.params[i]
+        if isinstance(value, acl.IntArray):
+            if value.values is None:
+                raise refusal(op, p.shown, "a live int array", "a destroyed one")
+            args[p.name] = value.values
+        elif value is not None:
+            if not isinstance(value, (list, tuple, np.ndarray)):
+                raise refusal(op, p.shown, "an acl.IntArray, a list or None", show(value))
+            args[p.name] = to_array(value)
+    return args
+
+
+def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
+    if not isinstance(value, acl.Tensor):
+        made = " (acl.Tensor.of(tensor) makes one)" if isinstance(value, torch.Tensor) else ""
+        return refusal(op, param, "an acl.Tensor or None", show(value) + made)
+    if not value.alive:
+        return refusal(op, param, "a live tensor", "one destroyed, or whose memory was freed")
+    return refusal(op, param, "a plain format", value.format.name, "ACL_FORMAT_ND")
+
+
+# ------------------------------------------------------------------------------------------------------------ phase 2
+
+
+def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
+    """ret of any operator's second phase; nothing is written before everything is checked."""
+    try:
+        ready = _check_executor(op, executor)
+        _check_stream(op, stream)
+        _check_workspace(op, workspace, workspace_size, ready.workspace_size)
+        strict, check_content = ready.options
+        job = ready.job
+        if _moved(op, job, ready.values):
+            # Int arrays were read in phase 1, and need not be there any more.
+            pairs = zip(op.params, ready.values, strict=True)
+            values = tuple(job.args[p.name] if isinstance(p, Array) else value for p, value in pairs)
+            job = ready.job = _lay(op, values, strict)
+        if check_content or job.layout.reads:
+            _check_content(op, job.args, strict, check_content)
+        ready.used = True
+        if not ready.repeatable:
+            ready.end()
+        job.run()
+    except Exception as error:
+        return _code(op, error)
+    return SUCCESS
+
+
+def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
+    """Whether tensors lie elsewhere than when the job was made; refused where one lies nowhere any more."""
+    moved = False
+    for i, name in job.layout.given:
+        tensor = values[i]
+        if tensor.view is not job.args[name] or not tensor.memory.alive:
+            if not tensor.alive:
+                text = "destroyed, or its memory freed, since phase 1"
+                raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
+            moved = True
+    return moved
+
+
+def _check_executor(op: Op, executor: Any) -> acl.Executor:
+    if STATE.device is None:
+        raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
+    if executor is None:
+        raise refusal(op, "executor", f"what {op.name}{PHASE_1} returned", "None", code=NULL_POINTER)
+    if not isinstance(executor, acl.Executor):
+        raise refusal(op, "executor", "an acl.Executor", type(executor).__name__)
+    if executor.op is not op:
+        raise refusal(op, "executor", f"one of {op.name}{PHASE_1}", f"one of {executor.op.name}{PHASE_1}")
+    if executor.destroyed:
+        how = "one that ran before" if executor.used and not executor.repeatable else "a destroyed one"
+        advice = "plan again, or acl.set_acl_op_executor_repeatable(executor) before the first run"
+        raise refusal(op, "executor", "one that has not run", how, advice, RUNTIME)
+    return executor
+
+
+def _check_stream(op: Op, stream: Any) -> None:
+    try:
+        rt.check_stream(stream)
+    except Refusal as error:
+        code = INVALID if error.code == state.INVALID_PARAM else RUNTIME
+        raise Refusal(code, f"{op.name}: {error.text}") from None
+
+
+def _check_workspace(op: Op, workspace: Any, size: Any, needed: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise refusal(op, "workspace_size", "an int", type(size).__name__)
+    if not needed:
+        return
+    advice = f"phase 1 returned workspace_size={needed}"
+    if workspace is None or (isinstance(workspace, int) and workspace == 0):
+        raise refusal(op, "workspace", f"{needed} bytes of device memory", "None", advice, RUNTIME)
+    if size < needed:
+        raise refusal(op, "workspace_size", f"at least {needed}", str(size), advice, RUNTIME)
+    if isinstance(workspace, torch.Tensor):
+        held = workspace.numel() * workspace.element_size()
+    elif isinstance(workspace, (int, np.integer)) and not isinstance(workspace, bool):
+        try:
+            memory, start = STATE.find(int(workspace))
+        except Refusal as error:
+            raise refusal(op, "workspace", f"{size} bytes of device memory", error.text, advice, RUNTIME) from None
+        held = 0 if memory.host else memory.bytes.numel() - start
+    else:
+        raise refusal(op, "workspace", "an address or a torch tensor", type(workspace).__name__)
+    if held < size:
+        raise refusal(op, "workspace", f"{size} bytes of device memory", f"{held}", advice, RUNTIME)
+
+
+def _check_content(op: Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
+    """Asks again what depends on tensor content, which may have come after phase 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContractWarning)  # Phase 1 gave them.
+        bind(op, args, strict=strict, check_content=check_content)
+
+
+# ---------------------------------------------------------------------------------------------------------- functions
+
+
+def _annotation(p: Any) -> Any:
+    if isinstance(p, Attr):
+        return p.type
+    return acl.IntArray | None if isinstance(p, Array) else acl.Tensor | None
+
+
+def _phase_1(op: Op) -> Callable[..., Any]:
+    """aclnnXxxGetWorkspaceSize, with the record's parameters as its own."""
+    names = ", ".join(p.shown for p in op.params)
+    head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
+    space: dict[str, Any] = {"_first": _first, "_op": op}
+    # A function with a real signature, as dataclasses make theirs; the names come from the record, not from a caller.
+    exec(f"def {head}:\n    return _first(_op, ({names},), strict, check_content)", space)
+    function: Callable[..., Any] = space[op.name + PHASE_1]
+    function.__annotations__ = {p.shown: _annotation(p) for p in op.params} | {
+        "strict": bool,
+        "check_content": bool,
+        "return": tuple[int, int, acl.Executor | None],
+    }
+    lines = "\n".join(f"    {p.shown}: {p.text}{' May be None.' if p.optional else ''}" for p in op.params)
+    function.__doc__ = f"""{op.summary} Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+Args:
+{lines}
+    strict: the chip's limits are errors too.
+    check_content: phase 2 checks tensor content too.
+
+Returns:
+    (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+Source: {op.source}.
+"""
+    return function
+
+
+def _phase_2(op: Op) -> Callable[..., Any]:
+    """aclnnXxx."""
+
+    def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:
+        return _second(op, workspace, workspace_size, executor, stream)
+
+    run.__name__ = run.__qualname__ = op.name
+    run.__doc__ = f"""{op.summary} Phase 2: runs what phase 1 planned, into its output tensors.
+
+Args:
+    workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+    workspace_size: as phase 1 returned it, or more.
+    executor: as phase 1 returned it; one run each, unless made repeatable.
+    stream: from acl.rt.create_stream(); None is the default one.
+
+Returns:
+    ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+Source: {op.source}.
+"""
+    return run
+
+
+def __getattr__(name: str) -> Any:
+    op = OPERATORS.get(name.removesuffix(PHASE_1))
+    if op is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = _phase_1(op) if name.endswith(PHASE_1) else _phase_2(op)
+    function.__module__ = __name__
+    return globals().setdefault(name, function)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,22 @@
+"""torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
+
+from fusion_attention.npu.install import install, uninstall
+from fusion_attention.npu.training import (
+    npu_fusion_attention,
+    npu_fusion_attention_grad,
+    npu_fusion_attention_grad_v2,
+    npu_fusion_attention_grad_v3,
+    npu_fusion_attention_v2,
+    npu_fusion_attention_v3,
+)
+
+__all__ = [
+    "install",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_fusion_attention_grad_v2",
+    "npu_fusion_attention_grad_v3",
+    "npu_fusion_attention_v2",
+    "npu_fusion_attention_v3",
+    "uninstall",
+]

@@ -1,0 +1,333 @@
+"""The operators that torch sees where it does not simply run: under torch.compile, export, function transforms, modes.
+
+They take a call as it was made (tensors, lengths as int64 tensors, numbers, one line of text), so that a trace holds
+no length and no plan: checking, lowering and planning happen inside, when the operator runs. Eager calls on plain
+tensors go to autograd.py directly, which saves the dispatcher's and the text's time.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction, once_differentiable
+
+from fusion_attention import autograd
+from fusion_attention.contract import Array, Attr, Op, Tensor, bind
+from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
+from fusion_attention.ops import RECORDS, attention, flash_lower
+
+Tensors = tuple[torch.Tensor, ...]
+Given = Sequence[torch.Tensor | None]
+
+_LIBRARY = torch.library.Library("fusion_attention", "DEF")
+_CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tensor? seed, str call"
+_LIBRARY.define(f"attn_fwd({_CALL}) -> (Tensor out, Tensor max, Tensor sum)")
+_LIBRARY.define(f"attn_bwd(Tensor dout, Tensor out, Tensor max, Tensor sum, {_CALL}, bool dbias) -> Tensor[]")
+# The arguments of a gradient record that attn_bwd takes by themselves.
+_SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple})
+
+
+def needed(args: Iterable[Any]) -> bool:
+    """Whether a call with these arguments must be one of the operators: it is traced, transformed, under a mode, or
+    on tensors of a class of their own."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return True
+    return not _USUAL.issuperset(map(type, args)) and any(
+        isinstance(value, torch.Tensor) and type(value) not in _USUAL for value in args
+    )
+
+
+def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
+    """Under autocast: the named tensors in its dtype, as scaled_dot_product_attention has them cast; names[0] is q."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return  # the usual case, found out faster than a tensor's device
+    q = args[names[0]]
+    device = q.device.type if isinstance(q, torch.Tensor) else ""
+    if device not in ("", "meta") and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        for name in names:
+            tensor = args.get(name)
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+                args[name] = tensor.to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+@torch.compiler.assume_constant_result
+def _names(op: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The canonical names of a record's input tensors, arrays and attributes."""
+    params = RECORDS[op].params
+    return (
+        tuple(p.name for p in params if isinstance(p, Tensor) and not p.output and p.name not in _SAVED),
+        tuple(p.name for p in params if isinstance(p, Array)),
+        tuple(p.name for p in params if isinstance(p, Attr)),
+    )
+
+
+def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
+    """The arguments of _CALL, from a record's name and arguments by canonical name.
+
+    A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
+    record's: what is wrong with them bind() says.
+    """
+    tensors, arrays, attributes = _names(op)
+    ints: dict[str, Any] = {}
+    floats: dict[str, Any] = {}
+    words: dict[str, Any] = {}
+    for name in attributes:
+        value = args.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (bool, str)):
+            words[name] = value
+        elif isinstance(value, (int, torch.SymInt)):
+            ints[name] = value
+        elif isinstance(value, (float, torch.SymFloat)):
+            floats[name] = value
+        else:
+            words[name] = tuple(getattr(value, f.name) for f in fields(value))
+    text = f"{op};{backend};{','.join(ints)};{','.join(floats)};{words!r}"
+    given = [args.get(name) for name in tensors]
+    for name, value in zip(tensors, given, strict=True):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name}: expected a tensor, got {type(value)}")
+    lengths = [_as_tensor(args.get(name)) for name in arrays]
+    return given, lengths, list(ints.values()), list(floats.values()), seed, text
+
+
+def _as_tensor(lengths: Any) -> torch.Tensor | None:
+    if lengths is None or isinstance(lengths, torch.Tensor):
+        return lengths
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What the line of text says: the record, the back end, the names of the numbers, and the words themselves."""
+
+    op: Op
+    backend: str
+    ints: tuple[str, ...]
+    floats: tuple[str, ...]
+    words: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> _Text:
+    name, backend, ints, floats, words = text.split(";", 4)
+    op = RECORDS[name]
+    values = ast.literal_eval(words)
+    for key, value in values.items():
+        attr = op.by_name[key]
+        if isinstance(value, tuple) and isinstance(attr, Attr):
+            values[key] = attr.type(*value)
+    return _Text(op, backend, tuple(filter(None, ints.split(","))), tuple(filter(None, floats.split(","))), values)
+
+
+def _unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:
+    """The arguments by canonical name."""
+    names = _names(text.op.name)
+    args = dict(text.words)
+    for keys, values in zip((*names[:2], text.ints, text.floats), (tensors, arrays, ints, floats), strict=True):
+        args.update(zip(keys, values, strict=True))
+    return args
+
+
+def _lowered(text: _Text, args: dict[str, Any], seed: torch.Tensor | None) -> Call:
+    """The checked and lowered call; a seed that was drawn for it comes as a tensor."""
+    op = text.op
+    if op is attention.RECORD:
+        drawn = args.get("seed") if seed is None else int(seed)
+        return attention.lower(bind(op, args), seed=int(drawn or 0))
+    if seed is not None:
+        args = {**args, "seed": int(seed)}
+    bound = bind(op, args)
+    return flash_lower.lower(bound, **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+
+def _forward(
+    tensors: Given, arrays: Given, ints: Any, floats: Any, seed: torch.Tensor | None, call: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    text = _read(call)
+    lowered = _lowered(text, _unpack(tensors, arrays, ints, floats, text), seed)
+    with torch.no_grad():
+        out, max_, sum_ = autograd.attention(lowered, text.backend)
+        return (out, max_, sum_) if text.op is attention.RECORD else (out, *finite(lowered, max_, sum_))
+
+
+def _backward(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    max_: torch.Tensor,
+    sum_: torch.Tensor,
+    tensors: Given,
+    arrays: Given,
+    ints: Any,
+    floats: Any,
+    seed: torch.Tensor | None,
+    call: str,
+    dbias: bool,
+) -> list[torch.Tensor]:
+    text = _read(call)
+    args = _unpack(tensors, arrays, ints, floats, text)
+    lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
+    if _SAVED[0] in text.op.by_name:
+        args |= dict(zip(_SAVED, (dout, out, *lanes), strict=True))
+    lowered = _lowered(text, args, seed)
+    stats = (max_, sum_) if text.op is attention.RECORD else from_finite(lowered, max_, sum_)
+    with torch.no_grad():
+        grads = autograd.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
+    return list(grads)
+
+
+def _heads(op: Op, args: Mapping[str, Any], q: torch.Tensor, layout: str) -> Any:
+    head = LAYOUTS[layout][2]
+    if head is not None:
+        return q.shape[head]
+    return next(args[p.name] for p in op.params if isinstance(p, Attr) and p.axis == "N1")
+
+
+def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: Any, call: str) -> Tensors:
+    text = _read(call)
+    args = _unpack(tensors, arrays, ints, floats, text)
+    _check(text.op, args, arrays)
+    q, k, v = (t for t in tensors[:3] if t is not None)
+    layout = args.get(text.op.layout_attr, text.op.layouts[0])
+    heads = _heads(text.op, args, q, layout)
+    batch, token, head = LAYOUTS[layout]
+    dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
+    out = q.new_empty(row_shape(q, layout, heads, dim_v))
+    shape = (q.shape[0], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(shape, dtype=stats), q.new_empty(shape, dtype=stats)
+
+
+def _check(op: Op, args: dict[str, Any], arrays: Given) -> None:
+    """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
+    tensors = [t for t in args.values() if isinstance(t, torch.Tensor)]
+    known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
+    if known and not any(t is not None for t in arrays):
+        bind(op, args)
+
+
+def _backward_fake(
+    dout: torch.Tensor, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor, tensors: Given, *rest: Any
+) -> list[torch.Tensor]:
+    *_, call, dbias = rest
+    names = _names(_read(call).op.name)[0]
+    own = attention.RECORD.name == _read(call).op.name
+    slots = ("q_rope", "k_rope", "bias") if own else ("query_rope", "key_rope", "pse")
+    given = dict(zip(names, tensors, strict=True))
+    present = [*tensors[:3], *(given.get(name) for name in slots[:2]), given.get(slots[2]) if dbias else None]
+    present.append(given.get("sink"))
+    return [dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in present]
+
+
+class _Differentiable(_SingleLevelFunction):
+    """attn_fwd with attn_bwd as its derivative.
+
+    Of one level: torch.func brings the level itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[Any, ...], places: tuple[int, ...], *tensors: Any) -> Tensors:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.fusion_attention.attn_fwd(list(tensors), *rest)
+        arrays, ints, floats, seed, call = rest
+        ctx.save_for_backward(*results, seed, *tensors, *arrays)
+        ctx.rest, ctx.count, ctx.places = (ints, floats, call), len(tensors), places
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        gradients: list[Any] = [None] * len(wanted)
+        if dout is not None:
+            out, max_, sum_, seed, *saved = ctx.saved_tensors
+            tensors, arrays = saved[: ctx.count], saved[ctx.count :]
+            ints, floats, call = ctx.rest
+            *_, bias, _ = ctx.places
+            grads = torch.ops.fusion_attention.attn_bwd(
+                dout, out, max_, sum_, tensors, arrays, ints, floats, seed, call, bias >= 0 and wanted[bias]
+            )
+            for place, gradient in zip(ctx.places, grads, strict=True):
+                if place >= 0 and wanted[place]:
+                    gradients[place] = gradient
+        return None, None, *gradients
+
+
+def _places(op: Op, args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Where the tensors of the seven gradients stand among the record's; -1 where it has none."""
+    names = _names(op.name)[0]
+    slots = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
+    if op is not attention.RECORD:
+        pse = "pse" if args.get("pse_type", 1) in (0, 1) else ""  # slopes have no gradient
+        slots = ("query", "key", "value", "query_rope", "key_rope", pse, "sink")
+    return tuple(names.index(name) if name in names else -1 for name in slots)
+
+
+def _forward_autograd(
+    tensors: Given, arrays: Given, ints: Any, floats: Any, seed: torch.Tensor | None, call: str
+) -> Any:
+    rest = (arrays, ints, floats, seed, call)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        text = _read(call)
+        places = _places(text.op, _unpack(tensors, arrays, ints, floats, text))
+        with enable_single_level_autograd_function():
+            return _Differentiable.apply(rest, places, *tensors)  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.fusion_attention.attn_fwd(tensors, *rest)
+
+
+def _no_vmap(*args: Any) -> Any:
+    raise NotImplementedError(
+        "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
+    )
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attn_fwd", _forward, _key)
+    _LIBRARY.impl("attn_bwd", _backward, _key)
+torch.library.register_fake("fusion_attention::attn_fwd", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("fusion_attention::attn_bwd", _backward_fake, lib=_LIBRARY)
+_LIBRARY.impl("attn_fwd", _forward_autograd, "Autograd")
+for _name in ("attn_fwd", "attn_bwd"):
+    _LIBRARY.impl(_name, _no_vmap, "FuncTorchBatched")
+
+
+# --------------------------------------------------------------------------------------------------------------- faces
+
+
+def forward(
+    op: Op, args: Mapping[str, Any], *, seed: torch.Tensor | None = None, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, max, sum) of a forward record's call by canonical name; attention's statistics are the kernels', the
+    others' finite, one lane."""
+    out, max_, sum_ = torch.ops.fusion_attention.attn_fwd(*pack(op.name, args, seed, backend))
+    return out, max_, sum_
+
+
+def backward(op: Op, args: Mapping[str, Any], *, seed: torch.Tensor | None, dbias: bool) -> Tensors:
+    """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a gradient record's call by canonical name."""
+    dy, out, max_, sum_ = (args[name] for name in _SAVED)
+    packed = pack(op.name, args, seed)
+    return tuple(torch.ops.fusion_attention.attn_bwd(dy, out, max_[..., 0], sum_[..., 0], *packed, dbias))

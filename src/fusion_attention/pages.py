@@ -1,0 +1,111 @@
+"""The page of a record: what an operator computes, its parameters, their shapes, its rules by level, its sources.
+
+Knows records and Markdown tables. Refuses to know what any operator computes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fusion_attention.expressions import shape_text
+from fusion_attention.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor
+
+TITLES = {
+    "meaning": "Rules (always an error)",
+    "limit": "Limits of the chip (an error when strict)",
+    "content": "Rules on tensor content (on request)",
+    "note": "Notes (a warning)",
+}
+AXES = {
+    "B": "sequences",
+    "S1": "query tokens",
+    "S2": "key tokens",
+    "T1": "query tokens of all sequences",
+    "T2": "key tokens of all sequences",
+    "N1": "query heads",
+    "N2": "key heads",
+    "D": "elements per row of query and key",
+    "Dv": "elements per row of value",
+    "Dr": "elements per row of rope",
+}
+
+
+def render(op: Op) -> str:
+    """The page of a record."""
+    lines = [f"# {op.name}", "", op.summary, ""]
+    if op.formula:
+        lines += ["```text", op.formula, "```", ""]
+    lines += ["## Parameters", "", *_table("name", "kind", "dtype", "shape or default", "meaning")]
+    lines += [_row(op, p) for p in op.params]
+    lines += _shapes(op)
+    for level in LEVELS:
+        rules = [r for r in op.asked if r.level == level]
+        if rules:
+            lines += ["", f"## {TITLES[level]}", ""]
+            lines += _table("parameter", "expected", "when", "code", "why, or what to do")
+            lines += [_rule_row(op, r) for r in rules]
+    if op.rulings:
+        numbers = ", ".join(map(str, sorted(set(op.rulings))))
+        lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
+    return "\n".join([*lines, "", f"Source: {op.source}.", ""])
+
+
+def _line(*cells: str) -> str:
+    """A line of a table; a bar inside a cell would end it."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(*titles: str) -> list[str]:
+    return [_line(*titles), "|---" * len(titles) + "|"]
+
+
+def _row(op: Op, p: Param) -> str:
+    kind, dtype, shape = "integers", "int64", ""
+    if isinstance(p, Tensor):
+        kind = "output" if p.output else "tensor"
+        dtype = f"as `{op.by_name[p.dtypes[1:]].shown}`" if p.dtypes.startswith("=") else p.dtypes.replace(" ", ", ")
+        shapes = _by_layout(op, p)
+        shape = shape_text(shapes[0]) if len(set(shapes)) == 1 else "by layout"
+        if not any(shapes):
+            judged = any(r.param == p.name and r.level == "meaning" for r in op.asked)
+            shape = "by the rules" if judged else "any"
+            dtype = dtype or shape
+    elif isinstance(p, Attr):
+        kind, dtype = "attribute", p.type.__name__
+        shape = "required" if p.default is REQUIRED else f"`{p.default!r}`"
+    if p.optional:
+        kind += ", optional"
+    domain = f" `{op.spell(p.domain)}`" if isinstance(p, Attr) and p.domain else ""
+    return _line(f"`{p.shown}`", kind, dtype, shape, p.text + domain)
+
+
+def _by_layout(op: Op, p: Tensor) -> list[str]:
+    return [" ".join(p.words(layout)) for layout in op.layouts or ("",)]
+
+
+def _shapes(op: Op) -> list[str]:
+    """The shapes that depend on the layout, those of one shape together, and what the axes are."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for p in op.params:
+        if isinstance(p, Tensor) and any(shapes := _by_layout(op, p)):
+            groups.setdefault(tuple(shapes), []).append(f"`{p.shown}`")
+    words = " ".join(shape for shapes in groups for shape in shapes)
+    axes = [f"{axis} {text}" for axis, text in AXES.items() if re.search(rf"\b{axis}\b", words)]
+    lines = ["", f"Axes: {', '.join(axes)}."] if axes else []
+    if len(op.layouts) > 1:
+        layout = op.by_name[op.layout_attr].shown
+        lines += ["", "## Shapes by layout", "", *_table(f"`{layout}`", *op.layouts)]
+        several = {shapes: names for shapes, names in groups.items() if len(set(shapes)) > 1}
+        lines += [_line(", ".join(names), *map(shape_text, shapes)) for shapes, names in several.items()]
+    elif op.layouts:
+        lines += ["", f"Layout: `{op.layouts[0]}` only."]
+    return lines
+
+
+def _rule_row(op: Op, r: Rule) -> str:
+    when = [f"`{op.spell(r.when)}`"] if r.when else []
+    only = [name for name in op.layouts if name in r.only]
+    when += ["layout " + ", ".join(only)] if only and len(only) < len(op.layouts) else []
+    expected = op.spell(r.expected)
+    expected = f"`{expected}`" if r.expected == r.check else expected
+    return _line(f"`{op.by_name[r.param].shown}`", expected, "; ".join(when), str(r.code), op.spell(r.advice))

@@ -1,0 +1,264 @@
+"""What a correct call is, as data: the parameters and rules of an operator, and how a broken one is worded.
+
+From one record calls are checked (contract.bind), pages written (pages.py), test cases made (sampling.py). Refuses to
+know what any operator computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.expressions import shape_text
+
+# Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
+NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
+# meaning: no result is defined; limit: documented for the chip, an error when strict; content: reads tensor data, on
+# request; note: a warning.
+LEVELS = ("meaning", "limit", "content", "note")
+# In this order. "dtype" covers devices and the layout string too; the stage of a rule is one of the named four.
+STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+
+Check = Callable[..., Any]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One broken rule, in the wording of every error of this library."""
+
+    op: str
+    param: str
+    expected: str
+    got: str
+    advice: str = ""
+    code: int = INVALID
+    rule: Rule | None = None
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.param}: expected {self.expected}, got {self.got}" + (
+            f" ({self.advice})" if self.advice else ""
+        )
+
+
+class ContractError(ValueError):
+    """A wrong call. The message has one line per failure; op, param and code are the first one's.
+
+    Attributes:
+        failures: every failure of the first stage that found one.
+    """
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__("\n".join(map(str, failures)))
+        self.failures = tuple(failures)
+        self.op, self.param, self.code = failures[0].op, failures[0].param, failures[0].code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self.failures),)  # What worker processes send home.
+
+
+class BackendError(NotImplementedError):
+    """A valid call that no back end can compute; the message lists every back end's reasons."""
+
+
+class ContractWarning(UserWarning):
+    """A legal call that probably does not mean what it says."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """What every parameter has: its canonical name, one sentence, and (if different) how this record spells it."""
+
+    name: str
+    text: str
+    optional: bool = False
+    spelled: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The name that users see."""
+        return self.spelled or self.name
+
+
+@dataclass(frozen=True)
+class Tensor(Param):
+    """A tensor.
+
+    Args:
+        dtypes: allowed dtypes, or "=other" for the dtype of another tensor, or "" for a rule's decision.
+        shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
+        output: written by the operator; a caller may leave it to the face to allocate.
+        on_host: may lie in host memory beside tensors of a device.
+        make: sample content from a shape, where random numbers would not be legal.
+    """
+
+    dtypes: str = ""
+    shape: str | Mapping[str, str] = ""
+    output: bool = False
+    on_host: bool = False
+    make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
+
+    def words(self, layout: str) -> list[str]:
+        """The axis words in a layout; empty where the record leaves the shape to a rule."""
+        shape = self.shape if isinstance(self.shape, str) else self.shape.get(layout, "")
+        return shape.split()
+
+
+@dataclass(frozen=True)
+class Array(Param):
+    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
+
+
+@dataclass(frozen=True)
+class Attr(Param):
+    """A number or a string.
+
+    Args:
+        type: int, float or str (an int is a float too), or any class that is hashable.
+        default: REQUIRED without one.
+        domain: an expression that must hold; bad: a value that breaks it.
+        axis: the axis word that this number is.
+    """
+
+    type: type = int
+    default: Any = REQUIRED
+    domain: str = ""
+    bad: Any = None
+    axis: str = ""
+    code: int = TILING
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
+
+    Functions of the record may be called; one that returns a string has failed, and the string says what came.
+
+    Args:
+        check: the expression.
+        param: the canonical name of the parameter that is blamed.
+        advice: why, or what to do.
+        text: the error's wording where the expression reads badly.
+        when: an expression; the rule is asked only where it holds.
+        only: the layouts in which it is asked; empty for all.
+        needs: parameters without which a record does not have the rule.
+        level: one of LEVELS.
+        stage: "presence", "dtype", "lengths" or "rules".
+        reads: needs tensor data, so it is asked at every call (not for a note).
+        given: sample settings under which the rule is asked; spoil: further settings that break it alone.
+    """
+
+    check: str
+    param: str
+    advice: str = ""
+    text: str = ""
+    when: str = ""
+    only: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    level: str = "meaning"
+    code: int = TILING
+    stage: str = "rules"
+    reads: bool = False
+    given: Settings = field(default_factory=dict, compare=False)
+    spoil: Settings = field(default_factory=dict, compare=False)
+
+    @property
+    def id(self) -> str:
+        """Names the rule in tests."""
+        return f"{self.param}-{self.level}-{re.sub(r'[^a-zA-Z0-9]+', '_', self.text or self.check)[:48]}"
+
+    @property
+    def expected(self) -> str:
+        """The wording after "expected"."""
+        if self.text:
+            return self.text
+        found = re.fullmatch(r"fits\(\w+, '([^']*)'\)", self.check)
+        return f"shape {shape_text(found[1])}" if found else self.check
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Op:
+    """The record of one operator.
+
+    Args:
+        name: as the interface names it.
+        summary: one sentence; formula: what is computed.
+        source: the page it follows; rulings: numbers of docs/rulings.md that decide where the page is silent.
+        params: in the interface's order.
+        rules: asked in stages; one about a parameter or a layout that the record lacks is left out.
+        layouts: the layout strings, first one sampled; layout_attr: the attribute that chooses.
+        neutral: canonical names that rules and lowering may mention, with the value they have where the record
+            lacks the parameter.
+        blank_is_absent: an optional tensor without dimensions or elements was not given.
+        derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
+        functions: what rules may call.
+        sizes: axis sizes of a sample; samples: further sample settings per layout.
+    """
+
+    name: str
+    summary: str
+    source: str
+    params: tuple[Param, ...]
+    rules: tuple[Rule, ...] = ()
+    formula: str = ""
+    rulings: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ()
+    layout_attr: str = "input_layout"
+    neutral: Settings = field(default_factory=dict)
+    blank_is_absent: bool = False
+    derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda names: {}
+    functions: Mapping[str, Check] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[str, Settings] = field(default_factory=dict)
+    by_name: dict[str, Param] = field(init=False)
+    asked: tuple[Rule, ...] = field(init=False)
+    signatures: dict[Any, Any] = field(init=False)
+    positions: dict[type, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        def positions(kind: type) -> tuple[int, ...]:
+            return tuple(i for i, p in enumerate(self.params) if isinstance(p, kind))
+
+        object.__setattr__(self, "by_name", {p.name: p for p in self.params})
+        object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
+        object.__setattr__(self, "signatures", {})
+        object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Array, Attr)})
+
+    def __repr__(self) -> str:
+        return f"<record of {self.name}>"
+
+    def _has(self, rule: Rule) -> bool:
+        needed = {rule.param, *rule.needs}
+        return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
+
+    def version(
+        self,
+        name: str,
+        summary: str,
+        *,
+        after: Mapping[str, tuple[Param, ...]] | None = None,
+        without: tuple[str, ...] = (),
+        **changes: Any,
+    ) -> Op:
+        """This record with parameters inserted after others or left out, and further fields changed."""
+        params: list[Param] = []
+        for p in self.params:
+            params += [] if p.name in without else [p]
+            params += (after or {}).get(p.name, ())
+        return replace(self, name=name, summary=summary, params=tuple(params), **changes)
+
+    def tensors(self, output: bool = False) -> list[Tensor]:
+        """The input (or output) tensors, in order."""
+        return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
+
+    def spell(self, text: str) -> str:
+        """A text with canonical names as this record spells them."""
+        for p in self.params:
+            if p.spelled:
+                text = re.sub(rf"\b{p.name}\b", p.spelled, text)
+        return text

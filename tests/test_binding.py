@@ -1,0 +1,263 @@
+"""What bind() makes of values: numbers, lengths and blank tensors in any form; and what it remembers of a call."""
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_contract import ATTENTION, PACKED, Args, call, one, outcome
+
+from fusion_attention.contract import SIGNATURES_KEPT, Bound, bind, to_array
+from fusion_attention.mask import Band
+from fusion_attention.ops import RECORDS, flash
+from fusion_attention.sampling import sample
+
+# ------------------------------------------------------------------------------------------------- values at the door
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [3, 8],
+        (3, 8),
+        range(3, 13, 5),
+        np.array([3, 8]),
+        np.array([3, 8], np.int32),
+        torch.tensor([3, 8]),
+        torch.tensor([3, 8], dtype=torch.int32),
+        torch.tensor([3, 0, 8])[::2],
+        [np.int64(3), torch.tensor(8)],
+    ],
+    ids=str,
+)
+def test_lengths_in_any_form(value: Any) -> None:
+    args = sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": value}
+    bound = bind(flash.TORCH_V1, args)
+    assert bound["actual_seq_qlen"].tolist() == [3, 8]
+    assert bound["q_len"].dtype == np.int64
+    assert bound["q_len"].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            5,
+            "38",
+            [3.0, 8.0],
+            [3, None],
+            [[3], [8]],
+            [3, [8]],
+            [3, 1 << 70],
+            [True, False],
+            {3: 8},
+            {3, 8},
+            [object()],
+        ),
+        *(np.array(3), np.array([3.0, 8.0]), np.array([3, 8], np.uint64), torch.tensor(3), torch.tensor([3.0, 8.0])),
+        *(torch.ones(2, 2).int(), torch.ones(2).int().to("meta"), [object()], [torch.ones(1, device="meta")]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_are_no_lengths(value: Any) -> None:
+    text = one(flash.TORCH_V1, sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": value})
+    assert "actual_seq_qlen: expected integers (list, tuple or tensor), got " in text
+
+
+def test_lengths_are_copied() -> None:
+    for mine in (torch.tensor([3, 8]), np.array([3, 8])):
+        bound = bind(replace(flash.TORCH_V1), sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": mine})
+        mine[0] = 1
+        assert bound["actual_seq_qlen"].tolist() == [3, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("head_num", np.int32(4), True),
+        ("head_num", 4.0, False),
+        ("head_num", True, False),
+        ("head_num", "4", False),
+        ("scale", 1, True),
+        ("scale", np.float32(0.5), True),
+        ("scale", True, False),
+        ("scale", 1j, False),
+        ("scale", 10**400, False),
+        ("pre_tokens", 1 << 63, False),
+        ("pre_tokens", -(1 << 63), True),
+        ("sync", 1, False),
+        ("sync", np.True_, True),
+        ("input_layout", b"BSND", False),
+        ("input_layout", np.str_("BSND"), True),
+        ("keep_prob", float("nan"), False),
+        ("keep_prob", [0.5], False),
+        ("inner_precise", torch.tensor(1), False),
+    ],
+)
+def test_types_of_numbers(name: str, value: Any, legal: bool) -> None:
+    args = sample(flash.TORCH_V1, input_layout="BSND") | {name: value}
+    assert (outcome(flash.TORCH_V1, args)[0] == ()) is legal
+
+
+def test_blank_optional_tensors_were_not_given() -> None:
+    blanks = {p.name: torch.empty(0) for p in flash.TORCH_V2.tensors() if p.optional}
+    names = bind(flash.TORCH_V2, sample(flash.TORCH_V2) | blanks, strict=True).names
+    assert all(names[name] is None for name in blanks)
+    names = bind(flash.TORCH_V2, sample(flash.TORCH_V2) | {"sink": torch.tensor(1.0)}).names
+    assert names["sink"] is None
+    assert "sink: expected 1 dimensions [N1]" in one(ATTENTION, sample(ATTENTION) | {"sink": torch.tensor(1.0)})
+    assert "blocked: expected" in one(ATTENTION, sample(ATTENTION) | {"blocked": torch.tensor(True)})
+
+
+EMPTY = [
+    {"input_layout": "BSND", "B": 0},
+    {"input_layout": "BNSD", "S1": 0},
+    {"input_layout": "SBH", "S2": 0},
+    {"input_layout": "BSND", "S1": 0, "atten_mask": "S1 S2", "pse": "B N1 S1 S2", "pse_type": 0},
+    {"input_layout": "BSND", "S2": 0, "atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": 1, "next_tokens": 0},
+    {"input_layout": "BSND", "S1": 0, "query_rope": True, "key_rope": True},
+    {"input_layout": "TND", "T1": 0, "actual_seq_qlen": [0, 0]},
+    {"input_layout": "TND", "T1": 0, "actual_seq_qlen": [0, 0], "query_rope": True, "key_rope": True},
+    {"input_layout": "TND", "T2": 0, "actual_seq_kvlen": [0, 0]},
+]
+
+
+@pytest.mark.parametrize("settings", EMPTY)
+@pytest.mark.parametrize("name", ["npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"])
+def test_empty_tensors_are_legal(name: str, settings: Args) -> None:
+    op = RECORDS[name]
+    args = sample(op, **settings)
+    results = call(op, args)
+    assert all(not t.any() for t in results if isinstance(t, torch.Tensor))
+    if args["query_rope"] is not None and name.startswith("npu_fusion_attention_grad"):
+        assert [t.shape for t in results[4:6]] == [args["query_rope"].shape, args["key_rope"].shape]
+
+
+def test_tail_of_disabled_sequences() -> None:
+    args = sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": [3, 8, 0], "actual_seq_kvlen": [0, 12, 12]}
+    bound = bind(flash.TORCH_V1, args)
+    assert (bound["q_len"].tolist(), bound["kv_len"].tolist()) == ([3, 5, 0], [0, 12, 0])
+    assert (bound["B"], bound["S1"], bound["S2"]) == (3, 5, 12)
+
+
+# --------------------------------------------------------------------------------------------- remembered signatures
+
+
+def plain(bound: Bound) -> Args:
+    return {k: v.tolist() if isinstance(v, (np.ndarray, torch.Tensor)) else v for k, v in bound.names.items()}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
+    op = replace(RECORDS[name])  # remembers nothing
+    for layout in op.layouts:
+        args = sample(op, **{op.layout_attr: layout})
+        first = bind(op, args)
+        kept = len(op.signatures)
+        second = bind(op, args)
+        assert len(op.signatures) == kept
+        assert plain(first) == plain(second)
+        assert first.memo is second.memo
+        assert all(second[p.name] is args[p.name] for p in op.tensors())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
+    op = replace(flash.TORCH_V1)
+    legal = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3)
+    first = bind(op, legal, strict=strict)
+    for wrong in ([5, 13], [12, 5], [12], [], [5.0, 12.0], None):
+        assert outcome(op, legal | {"actual_seq_kvlen": wrong}, strict=strict)[0], wrong
+    # Rows without keys: a limit.
+    assert bool(outcome(op, legal | {"actual_seq_kvlen": [2, 12]}, strict=strict)[0]) is strict
+    other = bind(op, legal | {"actual_seq_kvlen": [4, 12]}, strict=strict)
+    assert (other["kv_len"].tolist(), other["S2"]) == ([4, 8], 8)
+    assert other.memo is not first.memo
+    assert plain(bind(op, legal, strict=strict)) == plain(first)
+    assert len(op.signatures) == 1
+
+
+def test_axes_of_lengths_are_not_remembered() -> None:
+    """B, S1 and S2 of a packed call follow from its lengths alone."""
+    op = replace(ATTENTION)
+    legal = sample(op, layout="TND")
+    bind(op, legal)
+    bound = bind(op, legal | {"q_len": [1, 1, 6], "kv_len": [4, 4, 4], "bias": legal["q"].new_zeros(1, 4, 6, 4)})
+    bound = bind(op, legal | {"q_len": [1, 1, 6], "kv_len": [4, 4, 4]})
+    assert (bound["B"], bound["S1"], bound["S2"]) == (3, 6, 4)
+    text = one(op, legal | {"kv_len": [12]})
+    assert text == (
+        "attention: kv_len: expected len(q_len) == len(kv_len), got q_len=[3, 5], kv_len=[12] (one length per sequence "
+        "in both)"
+    )
+
+
+def test_content_is_asked_again() -> None:
+    op = replace(flash.TORCH_V1)
+    args = sample(op, S1=1030, S2=1030, N1=2, B=1, pse="1 N1 1024 S2", atten_mask="S1 S2", sparse_mode=1)
+    args["atten_mask"].fill_(1).tril_(-1)
+    args["atten_mask"] = args["atten_mask"].T.contiguous()  # above the diagonal
+    bind(op, args)
+    args["atten_mask"][0, 3] = 0
+    for _ in range(2):
+        assert "pse: expected no visible key beyond the diagonal" in one(op, args)
+    args["atten_mask"][0, 3] = 1
+    args["atten_mask"][1026, 1027] = 0  # a row that the table holds
+    bind(op, args)
+
+
+def test_one_and_true_are_different_calls() -> None:
+    op = replace(flash.TORCH_V1)
+    legal = sample(op, inner_precise=1)
+    bind(op, legal)
+    for value in (True, 1.0, "1", np.float64(1.0)):
+        assert outcome(op, legal | {"inner_precise": value})[0], value
+    assert not outcome(op, legal | {"inner_precise": np.int64(1), "keep_prob": 1, "scale": np.float64(1.0)})[0]
+    assert outcome(op, legal | {"sync": 0})[0]
+    assert outcome(op, legal | {"keep_prob": True})[0]
+
+
+def test_what_differs_in_a_signature() -> None:
+    op = replace(flash.TORCH_V1)
+    legal = sample(op, sink="N1", Dv=16)
+    bind(op, legal)
+    assert outcome(op, legal, strict=True)[0], "strict after lenient"
+    assert not outcome(op, legal)[0]
+    assert outcome(op, legal | {"sink": legal["sink"].double()})[0]
+    assert outcome(op, legal | {"sink": legal["sink"].to("meta")})[0]
+    assert outcome(op, legal | {"sink": legal["sink"].to_sparse()})[0]
+    assert outcome(op, legal | {"value": legal["value"][:, :, :1]})[0]
+    assert not outcome(op, legal | {"sink": None})[0]
+    assert bind(op, legal | {"sink": None})["sink"] is None
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    op = replace(flash.TORCH_V1)
+    args = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3, sink="N1")
+    watched = [weakref.ref(t) for t in args.values() if isinstance(t, torch.Tensor)]
+    bind(op, args)
+    bind(op, args | {"actual_seq_qlen": [4, 8]})
+    outcome(op, args | {"actual_seq_qlen": [9]})
+    del args
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 5
+    assert op.signatures
+
+
+def test_memory_is_bounded() -> None:
+    op = replace(ATTENTION)
+    args = sample(op, S1=1, S2=1, D=1, Dv=1, B=1)
+    for offset in range(SIGNATURES_KEPT + 10):
+        bind(op, args | {"offset": offset})
+    assert 0 < len(op.signatures) <= SIGNATURES_KEPT
+    bind(op, args | {"band": Band(prefix=[1])})  # type: ignore[arg-type]
+    assert len(op.signatures) <= 10, "what has no hash is not remembered"
+
+
+def test_arrays_without_a_value() -> None:
+    assert to_array([]).tolist() == []
+    assert to_array(None) is None
+    assert to_array("ab") == "ab"

@@ -1,0 +1,280 @@
+"""capture() and replay(): what is recorded is what was called, and a bad file is one clear error."""
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.npu import npu_fusion_attention as imported_before
+from fusion_attention.npu import training
+from fusion_attention.testing import hostile
+
+Files = list[Path]
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def forward(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+    return imported_before(q, q, q, 4, "BSND", scale=0.25, **given)
+
+
+def backward(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+    out, top, total, _, seed, offset, _ = forward(q, **given)
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "seed": seed, "offset": offset}
+    return npu.npu_fusion_attention_grad(q, q, q, q, 4, "BSND", scale_value=0.25, **saved, **given)
+
+
+def packed(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+    flat = q.reshape(-1, *q.shape[2:])
+    ends = torch.tensor([3, flat.shape[0]])
+    return npu.npu_fusion_attention_v3(
+        flat, flat, flat, 4, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends.tolist(), **given
+    )
+
+
+def slopes(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+    pse = torch.full((4,), 0.5)
+    out, top, total, *_ = npu.npu_fusion_attention_v2(q, q, q, 4, "BSND", pse=pse, pse_type=2)
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
+    return npu.npu_fusion_attention_grad_v2(q, q, q, q, 4, "BSND", pse=pse, pse_type=2, **saved)
+
+
+def own(q: torch.Tensor, **given: Any) -> torch.Tensor:
+    blocked = torch.zeros(5, 5, dtype=torch.bool)
+    return fa.attention(q, q, q, band=fa.Band.prefix_causal([1, 2]), blocked=blocked, bias=rows(5, 5), **given)
+
+
+CALLS = [forward, backward, packed, slopes, own]
+
+
+@pytest.mark.parametrize("given", [{}, {"keep_prob": 0.7}], ids=["plain", "drawn"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_call_is_recorded_and_replayed(call: Callable[..., Any], given: dict[str, Any], tmp_path: Path) -> None:
+    q = hostile(rows(2, 5, 4, 16))
+    torch.manual_seed(1)
+    want = call(q, **given)
+    torch.manual_seed(1)
+    with fa.capture(tmp_path / "calls") as recorded:
+        got = call(q, **given)
+    call(q, **given)
+    for one, other in zip(want, got, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    assert recorded.files == sorted((tmp_path / "calls").iterdir())
+    for file in recorded.files:
+        again = fa.replay(file)
+        assert again.operator in file.name
+        assert again.recorded.keys() == again.differences.keys() >= {"out"} & again.recorded.keys()
+        assert again.worst == 0.0
+        assert fa.replay(file, backend="golden").worst < 1e-4
+    first = again.recorded[next(iter(again.recorded))]
+    assert torch.equal(first, want if isinstance(want, torch.Tensor) else want[0])
+
+
+def test_what_a_file_holds(tmp_path: Path) -> None:
+    q = rows(2, 4, 5, 16).transpose(1, 2).requires_grad_()
+    with fa.capture(tmp_path) as recorded:
+        forward(q, atten_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+        packed(q)
+    dense, ragged = recorded.files
+    assert [dense.name, ragged.name] == [
+        "0000-npu_fusion_attention.safetensors",
+        "0001-npu_fusion_attention_v3.safetensors",
+    ]
+    with safetensors.safe_open(dense, framework="pt") as file:
+        text = file.metadata()
+        names = {"query", "key", "value", "atten_mask"}
+        assert set(file.keys()) == names | {f"output.{n}" for n in ("attention_out", "softmax_max", "softmax_sum")}
+        assert torch.equal(file.get_tensor("key"), q)
+    assert text["operator"] == "npu_fusion_attention"
+    assert json.loads(text["attributes"])["scale"] == 0.25
+    assert json.loads(text["strides"])["query"] == list(q.stride())
+    with safetensors.safe_open(ragged, framework="pt") as file:
+        assert json.loads(file.metadata()["arrays"]) == {"actual_seq_qlen": [3, 10], "actual_seq_kvlen": [3, 10]}
+
+
+def test_a_second_capture_writes_behind_the_first(tmp_path: Path) -> None:
+    for _ in range(2):
+        with fa.capture(tmp_path):
+            forward(rows(1, 4, 4, 8))
+    assert [file.name[:4] for file in sorted(tmp_path.iterdir())] == ["0000", "0001"]
+
+
+def test_a_decorated_function_and_a_failing_call(tmp_path: Path) -> None:
+    recorder = fa.capture(tmp_path)
+
+    @recorder
+    def work(q: torch.Tensor) -> None:
+        forward(q)
+        with pytest.raises(fa.ContractError):
+            forward(q, keep_prob=2.0)
+        raise KeyError
+
+    for count in (1, 2):
+        with pytest.raises(KeyError):
+            work(rows(1, 4, 4, 8))
+        assert len(recorder.files) == len(list(tmp_path.iterdir())) == count
+    forward(rows(1, 4, 4, 8))
+    assert len(recorder.files) == 2
+
+
+def test_around_an_installed_torch_npu(tmp_path: Path) -> None:
+    npu.install()
+    try:
+        import torch_npu
+
+        with fa.capture(tmp_path) as recorded:
+            q = rows(1, 4, 4, 8).npu()
+            torch_npu.npu_fusion_attention(q, q, q, 4, "BSND")
+    finally:
+        npu.uninstall()
+    assert len(recorded.files) == 1
+    assert fa.replay(recorded.files[0]).worst == 0.0
+
+
+def test_around_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = types.ModuleType("torch_npu")
+
+    def npu_fusion_attention(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = training.npu_fusion_attention(*args, **kwargs)
+        return out + 1e-3, *rest
+
+    def npu_fusion_attention_grad(*args: Any, **kwargs: Any) -> Any:
+        return training.npu_fusion_attention_grad(*args, **kwargs)[:4]  # as older releases
+
+    real.npu_fusion_attention = npu_fusion_attention  # type: ignore[attr-defined]
+    real.npu_fusion_attention_grad = npu_fusion_attention_grad  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", real)
+    q = rows(1, 4, 4, 8)
+    with fa.capture(tmp_path) as recorded:
+        out, top, total, *_ = real.npu_fusion_attention(q, q, q, 4, input_layout="BSND", scale=0.5)
+        saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
+        real.npu_fusion_attention_grad(q, q, q, q, 4, "BSND", scale_value=0.5, **saved)
+    assert real.npu_fusion_attention is npu_fusion_attention
+    # The stand-in computes by our functions, which are recorded too.
+    chip = [fa.replay(f) for f in recorded.files if metadata(f)["backend"] == "torch_npu"]
+    assert [call.operator for call in chip] == ["npu_fusion_attention", "npu_fusion_attention_grad"]
+    assert chip[0].differences["attention_out"] == pytest.approx(1e-3, rel=1e-3)
+    assert chip[0].differences["softmax_max"] == 0
+    assert chip[1].recorded.keys() == {"dq", "dk", "dv"}
+    assert chip[1].worst == 0.0
+
+
+def metadata(file: Path) -> dict[str, str]:
+    with safetensors.safe_open(file, framework="pt") as content:
+        return dict(content.metadata())
+
+
+def test_compiled_calls_are_not_recorded(tmp_path: Path) -> None:
+    q = rows(1, 4, 4, 8)
+    fast = torch.compile(lambda q: forward(q)[0], fullgraph=True, backend="aot_eager")
+    with fa.capture(tmp_path) as recorded:
+        assert torch.equal(fast(q), imported_before(q, q, q, 4, "BSND", scale=0.25)[0])
+    assert len(recorded.files) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ bad files
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    with fa.capture(tmp_path) as recorded:
+        forward(rows(2, 5, 4, 16))
+    return recorded.files[0]
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    text = metadata(file)
+    tensors = safetensors.torch.load_file(file)
+    for name, value in changes.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name.replace("__", ".")] = value
+        elif value is None:
+            text.pop(name)
+        else:
+            text[name] = value if isinstance(value, str) else json.dumps(value)
+    safetensors.torch.save_file(tensors, file, text)
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 100, 700, -1])
+def test_a_truncated_file(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(fa.CaptureError, match=r"0000-.*: not a readable .safetensors file"):
+        fa.replay(file)
+
+
+@pytest.mark.parametrize("place", range(0, 160, 7))
+def test_a_spoiled_header(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0x55
+    file.write_bytes(bytes(content))
+    try:
+        fa.replay(file)
+    except fa.CaptureError as error:
+        assert str(file) in str(error)  # noqa: PT017
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no tensors here" * 9)
+    safetensors.torch.save_file({"weight": torch.ones(2)}, tmp_path / "model")
+    for name, what in (("text", "not a readable"), ("model", "not one that capture")):
+        with pytest.raises(fa.CaptureError, match=what):
+            fa.replay(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        fa.replay(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        fa.replay(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"operator": "npu_fusion_attention_v9"}, "has no record here"),
+        ({"operator": "npu_fusion_attention_grad"}, "parts do not belong|not one of|no output"),
+        ({"operator": "attention"}, "parts do not belong"),
+        ({"version": "2"}, "format version 2"),
+        ({"seed": None}, "not one that capture"),
+        ({"seed": "x"}, "parts do not belong"),
+        ({"attributes": "{"}, "parts do not belong"),
+        ({"attributes": [1]}, "parts do not belong"),
+        ({"attributes": {"scale": 1.0}}, "not one of npu_fusion_attention"),
+        ({"attributes": {"head_num": 3, "input_layout": "BSND"}}, "not one of npu_fusion_attention: .*head_num"),
+        ({"attributes": {"color": 3}}, "parts do not belong"),
+        ({"arrays": {"prefix": ["a"]}}, "parts do not belong"),
+        ({"arrays": {"heads": [1]}}, "parts do not belong"),
+        ({"outputs": ["attention_out", "dq"]}, "parts do not belong"),
+        ({"outputs": []}, "parts do not belong"),
+        ({"query": torch.ones(2, 5, 4, 8)}, "not one of npu_fusion_attention: "),
+        ({"extra": torch.ones(1)}, "parts do not belong"),
+        (
+            {"output__dq": torch.ones(1), "outputs": ["attention_out", "softmax_max", "softmax_sum", "dq"]},
+            "no output dq",
+        ),
+    ],
+)
+def test_mislabelled_files(file: Path, changes: dict[str, Any], what: str) -> None:
+    rewrite(file, **changes)
+    with pytest.raises(fa.CaptureError, match=what) as caught:
+        fa.replay(file)
+    assert str(file) in str(caught.value)
+
+
+def test_other_values_show_as_differences(file: Path) -> None:
+    tensors = safetensors.torch.load_file(file)
+    out, top = tensors["output.attention_out"], tensors["output.softmax_max"]
+    rewrite(file, output__attention_out=out + 0.5, output__softmax_max=top[:1].clone())
+    again = fa.replay(file)
+    assert again.differences["attention_out"] == pytest.approx(0.5, abs=1e-5)
+    assert again.differences["softmax_max"] == float("inf")
+    assert again.differences["softmax_sum"] == 0.0
+    rewrite(file, output__attention_out=torch.full_like(out, torch.nan))
+    assert fa.replay(file).differences["attention_out"] == float("inf")

@@ -1,0 +1,209 @@
+"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3 and ...ScoreV2, call for call.
+
+What they should print comes from golden and from a few lines of arithmetic.
+
+Their host data are odd: floats that the tensors read as pairs of bfloat16, shorts that they read as float16.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_attention import acl, aclnn
+
+
+@pytest.fixture(autouse=True)
+def finalized() -> Iterator[None]:
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+def check(ret: int) -> None:
+    """CHECK_RET."""
+    assert ret == acl.ACL_SUCCESS, (ret, acl.get_recent_err_msg())
+
+
+def start(device_id: int, backend: str) -> acl.Stream:
+    """Init: aclInit, aclrtSetDevice, aclrtCreateStream."""
+    check(acl.init(None, backend=backend))
+    check(acl.rt.set_device(device_id))
+    stream, ret = acl.rt.create_stream()
+    check(ret)
+    return stream
+
+
+def create_acl_tensor(host_data: np.ndarray, shape: list[int], dtype: int) -> tuple[int, acl.Tensor]:
+    """CreateAclTensor: aclrtMalloc, aclrtMemcpy, contiguous strides, aclCreateTensor."""
+    assert host_data.size == math.prod(shape)
+    size = host_data.nbytes
+    address, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+    check(ret)
+    check(acl.rt.memcpy(address, size, host_data, size, acl.ACL_MEMCPY_HOST_TO_DEVICE))
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = shape[i + 1] * strides[i + 1]
+    tensor = acl.create_tensor(shape, dtype, strides, 0, acl.ACL_FORMAT_ND, shape, address)
+    assert tensor is not None, acl.get_recent_err_msg()
+    return address, tensor
+
+
+def print_out_result(shape: list[int], address: int, dtype: type = np.float32) -> np.ndarray:
+    """PrintOutResult: what it copies to the host to print, one number per element."""
+    result = np.zeros(math.prod(shape), dtype)
+    check(acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST))
+    return result
+
+
+def end(tensors: list[acl.Tensor], addresses: list[int], stream: acl.Stream, device_id: int) -> None:
+    """Steps 6 and 7: everything goes back, in the programs' order."""
+    for tensor in tensors:
+        check(acl.destroy_tensor(tensor))
+    for address in addresses:
+        check(acl.rt.free(address))
+    check(acl.rt.destroy_stream(stream))
+    check(acl.rt.reset_device(device_id))
+    check(acl.finalize())
+
+
+# ------------------------------------------------------------------------------------------------ UnpaddingScoreGradV3
+
+
+def unpadding_score_grad_v3(device_id: int = 0, backend: str = "auto") -> dict[str, np.ndarray]:
+    stream = start(device_id, backend)
+    head, rope, stats = [256, 1, 128], [256, 1, 64], [256, 1, 8]
+    ones = np.ones(32768, np.float32)
+    memory: dict[str, tuple[int, acl.Tensor]] = {}
+    for name, host, shape, dtype in (
+        ("q", ones, head, acl.ACL_BF16),
+        ("qRope", np.ones(16384, np.float32), rope, acl.ACL_BF16),
+        ("k", ones, head, acl.ACL_BF16),
+        ("kRope", np.ones(16384, np.float32), rope, acl.ACL_BF16),
+        ("v", ones, head, acl.ACL_BF16),
+        ("dx", ones, head, acl.ACL_BF16),
+        ("attenmask", np.zeros(65536, np.uint8), [256, 256], acl.ACL_UINT8),
+        ("softmaxMax", np.full(2048, 3.0, np.float32), stats, acl.ACL_FLOAT),
+        ("softmaxSum", np.full(2048, 3.0, np.float32), stats, acl.ACL_FLOAT),
+        ("attentionIn", ones, head, acl.ACL_BF16),
+        ("dq", np.zeros(32768, np.float32), head, acl.ACL_BF16),
+        ("dqRope", np.zeros(16384, np.float32), rope, acl.ACL_BF16),
+        ("dk", np.zeros(32768, np.float32), head, acl.ACL_BF16),
+        ("dkRope", np.zeros(16384, np.float32), rope, acl.ACL_BF16),
+        ("dv", np.zeros(32768, np.float32), head, acl.ACL_BF16),
+    ):
+        memory[name] = create_acl_tensor(host, shape, dtype)
+    t = {name: tensor for name, (_, tensor) in memory.items()}
+    prefix = acl.create_int_array([0])
+    q_ends, kv_ends = acl.create_int_array([256]), acl.create_int_array([256])
+    q_start, kv_start = acl.create_int_array([0]), acl.create_int_array([0])
+    pse = drop_mask = padding = softmax_in = dpse = None
+    scale, keep_prob, pre, following, heads, layout = 0.088388, 1.0, 65536, 65536, 1, "TND"
+    inner_precise, sparse_mode, pse_type = 0, 0, 1
+    ret, size, executor = aclnn.aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(
+        *(t["q"], t["qRope"], t["k"], t["kRope"], t["v"], t["dx"], pse, drop_mask, padding, t["attenmask"]),
+        *(t["softmaxMax"], t["softmaxSum"], softmax_in, t["attentionIn"], prefix, q_ends, kv_ends, q_start, kv_start),
+        *(scale, keep_prob, pre, following, heads, layout, inner_precise, sparse_mode, pse_type),
+        *(t["dq"], t["dqRope"], t["dk"], t["dkRope"], t["dv"], dpse),
+    )
+    check(ret)
+    workspace = None
+    if size > 0:
+        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+    check(aclnn.aclnnFlashAttentionUnpaddingScoreGradV3(workspace, size, executor, stream))
+    check(acl.rt.synchronize_stream(stream))
+    printed = {}
+    for name, shape in (("dq", head), ("dqRope", rope), ("dk", head), ("dkRope", rope), ("dv", head)):
+        printed[name] = print_out_result(shape, memory[name][0])
+    addresses = [address for address, _ in memory.values()] + ([workspace] if workspace else [])
+    end(list(t.values()), addresses, stream, device_id)
+    return printed
+
+
+def bf16(printed: np.ndarray) -> torch.Tensor:
+    """The first half of what the program prints as floats is all of a bfloat16 tensor."""
+    return torch.from_numpy(printed[: printed.size // 2]).view(torch.bfloat16).double()
+
+
+def test_unpadding_score_grad_v3() -> None:
+    got = unpadding_score_grad_v3()
+    # A float 1 is the pair (0, 1): 96 products of ones per score. The saved statistics are max 3 and sum 3.
+    p = math.exp(0.088388 * 96 - 3) / 3
+    p, odd = torch.tensor(p).bfloat16().item(), torch.tensor([0.0, 1.0]).double()
+    torch.testing.assert_close(bf16(got["dv"]).view(-1, 2), (256 * p * odd).expand(256 * 64, 2), rtol=2**-7, atol=0)
+    # dY V^T and rowsum(dY * out) are both 64: nothing is left for q and k.
+    assert all(not bf16(got[name]).any() for name in ("dq", "dqRope", "dk", "dkRope"))
+    # The rest of each buffer is as the program filled it.
+    assert all(not values[values.size // 2 :].any() for values in got.values())
+    expected = unpadding_score_grad_v3(backend="golden")
+    for name in got:
+        torch.testing.assert_close(bf16(got[name]), bf16(expected[name]), rtol=2**-7, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- ScoreV2
+
+
+def score_v2(device_id: int = 0, backend: str = "auto") -> dict[str, np.ndarray]:
+    stream = start(device_id, backend)
+    rows, statistics = [256, 1, 128], [1, 1, 256, 8]
+    shorts = np.ones(32768, np.int16)
+    memory = {
+        "q": create_acl_tensor(shorts, rows, acl.ACL_FLOAT16),
+        "k": create_acl_tensor(shorts, rows, acl.ACL_FLOAT16),
+        "v": create_acl_tensor(shorts, rows, acl.ACL_FLOAT16),
+        "attenmask": create_acl_tensor(np.zeros(65536, np.uint8), [256, 256], acl.ACL_UINT8),
+        "attentionOut": create_acl_tensor(np.zeros(32768, np.int16), rows, acl.ACL_FLOAT16),
+        "softmaxMax": create_acl_tensor(np.full(2048, 3.0, np.float32), statistics, acl.ACL_FLOAT),
+        "softmaxSum": create_acl_tensor(np.full(2048, 3.0, np.float32), statistics, acl.ACL_FLOAT),
+    }
+    t = {name: tensor for name, (_, tensor) in memory.items()}
+    prefix, q_start, kv_start = (acl.create_int_array([0]) for _ in range(3))
+    pse = drop_mask = padding = softmax_out = None
+    scale, keep_prob, pre, following, heads, layout = 0.088388, 1.0, 65536, 65536, 1, "SBH"
+    inner_precise, sparse_mode, pse_type = 0, 0, 1
+    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(
+        *(t["q"], t["k"], t["v"], pse, drop_mask, padding, t["attenmask"], prefix, q_start, kv_start, scale),
+        *(keep_prob, pre, following, heads, layout, inner_precise, sparse_mode, pse_type),
+        *(t["softmaxMax"], t["softmaxSum"], softmax_out, t["attentionOut"]),
+    )
+    check(ret)
+    workspace = None
+    if size > 0:
+        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+    check(aclnn.aclnnFlashAttentionScoreV2(workspace, size, executor, stream))
+    check(acl.rt.synchronize_stream(stream))
+    # As printed, the program copies the output as floats: twice the bytes that it has. Here that is an error.
+    result = np.zeros(32768, np.float32)
+    ret = acl.rt.memcpy(result, result.nbytes, memory["attentionOut"][0], result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
+    assert (ret, result.any()) == (107000, False)
+    assert acl.get_recent_err_msg() == "131072 bytes asked at byte 0 of an allocation of 65536"
+    printed = {
+        "attentionOut": print_out_result(rows, memory["attentionOut"][0], np.int16),
+        "softmaxMax": print_out_result(statistics, memory["softmaxMax"][0]),
+        "softmaxSum": print_out_result(statistics, memory["softmaxSum"][0]),
+    }
+    addresses = [address for address, _ in memory.values()] + ([workspace] if workspace else [])
+    end(list(t.values()), addresses, stream, device_id)
+    return printed
+
+
+def test_score_v2() -> None:
+    got = score_v2()
+    # The short 1 is the smallest float16, 2**-24: all scores are one number, and the mean of equal rows is that row.
+    assert got["attentionOut"].tolist() == [1] * 32768
+    np.testing.assert_allclose(got["softmaxMax"], 0.088388 * 128 * 2.0**-48, rtol=128 * 2.0**-24)
+    assert got["softmaxSum"].tolist() == [256.0] * 2048
+    expected = score_v2(device_id=7, backend="golden")
+    assert got["attentionOut"].tolist() == expected["attentionOut"].tolist()
+    np.testing.assert_allclose(got["softmaxMax"], expected["softmaxMax"], rtol=128 * 2.0**-24)
+    np.testing.assert_allclose(got["softmaxSum"], expected["softmaxSum"], rtol=1e-6)
+
+
+def test_a_device_that_is_not_there() -> None:
+    check(acl.init(None))
+    assert acl.rt.set_device(8) == 107001
+    assert acl.get_recent_err_msg() == "device_id: expected 0 to 7, got 8"

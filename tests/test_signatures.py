@@ -1,0 +1,175 @@
+"""Signatures: the functions against their records, and the records against CANN's and torch_npu's declarations."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import fusion_attention
+from fusion_attention import npu
+from fusion_attention.ops import RECORDS, flash
+from fusion_attention.record import REQUIRED, Attr, Tensor
+
+FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
+FACES["attention"] = fusion_attention.attention
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_signature_is_its_record(name: str) -> None:
+    op, extra = RECORDS[name], {"return_lse", "backend"} if name == "attention" else set()
+    inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
+    given = [p for p in inspect.signature(FACES[name]).parameters.values() if p.name not in extra]
+    assert [p.name for p in given] == [p.shown for p in inputs]
+    for parameter, p in zip(given, inputs, strict=True):
+        # torch_npu declares what its gradients need as optional.
+        declared_optional = p.optional or p.name in ("softmax_max", "softmax_sum", "attention_in")
+        default = p.default if isinstance(p, Attr) else None if declared_optional else REQUIRED
+        default = inspect.Parameter.empty if default is REQUIRED else default
+        assert parameter.default == default, p.name
+        assert type(parameter.default) is type(default), p.name
+
+
+KEYWORD_ONLY_FROM = {
+    "npu_fusion_attention": None,
+    "npu_fusion_attention_v2": "pse",
+    "npu_fusion_attention_v3": None,
+    "npu_fusion_attention_grad": "pse",
+    "npu_fusion_attention_grad_v2": "pse",
+    "npu_fusion_attention_grad_v3": "pse",
+    "attention": "layout",
+}
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_what_may_be_positional(name: str) -> None:
+    parameters = inspect.signature(FACES[name]).parameters.values()
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert (keywords or [None])[0] == KEYWORD_ONLY_FROM[name]
+
+
+# torch_npu's own signatures, of the newest op_plugin_functions.yaml: names, order and defaults.
+WINDOW = "pre_tockens=2147483647 next_tockens=2147483647 inner_precise=0"
+TOKENS = WINDOW.replace("tockens", "tokens")
+LENGTHS = "prefix actual_seq_qlen actual_seq_kvlen sparse_mode=0 gen_mask_parallel=True sync=False"
+STARTS = "pse_type=1 q_start_idx kv_start_idx"
+SAVED = "softmax_max softmax_sum softmax_in attention_in"
+HEAD = "query key value head_num input_layout pse padding_mask atten_mask"
+GRAD_HEAD = f"query key value dy head_num input_layout pse padding_mask atten_mask {SAVED}"
+TORCH_NPU = {
+    "npu_fusion_attention": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink dropout_mask"
+    " seed=0 offset=0",
+    "npu_fusion_attention_v2": f"{HEAD} query_rope key_rope scale=1.0 keep_prob=1.0 {TOKENS} {LENGTHS} {STARTS}"
+    " softmax_layout='' sink dropout_mask seed=0 offset=0",
+    "npu_fusion_attention_v3": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink",
+    "npu_fusion_attention_grad": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed=0 offset=0 numels=0"
+    f" {LENGTHS} softmax_layout='' sink",
+    "npu_fusion_attention_grad_v2": f"{GRAD_HEAD} query_rope key_rope scale_value=1.0 keep_prob=1.0 {TOKENS} seed=0"
+    f" offset=0 numels=0 {LENGTHS} {STARTS} softmax_layout='' sink",
+    "npu_fusion_attention_grad_v3": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed offset {LENGTHS}"
+    " softmax_layout='' sink",
+}
+
+
+@pytest.mark.parametrize("name", TORCH_NPU)
+def test_torch_npu_signatures(name: str) -> None:
+    found = []
+    for p in inspect.signature(FACES[name]).parameters.values():
+        plain = p.default is p.empty or p.default is None
+        found.append(p.name if plain else f"{p.name}={p.default!r}")
+    assert found == TORCH_NPU[name].split()
+
+
+# The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
+ACLNN = {
+    "aclnnFlashAttentionScore": """
+        query key value pse drop_mask padding_mask atten_mask prefix scale keep_prob pre_tokens next_tokens head_num
+        input_layout inner_precise sparse_mode softmax_max softmax_sum softmax_out attention_out
+    """,
+    "aclnnFlashAttentionScoreV2": """
+        query key value pse drop_mask padding_mask atten_mask prefix q_start_idx kv_start_idx scale keep_prob
+        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
+        softmax_out attention_out
+    """,
+    "aclnnFlashAttentionScoreV3": """
+        query key value pse drop_mask padding_mask atten_mask sink prefix q_start_idx kv_start_idx scale keep_prob
+        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
+        softmax_out attention_out
+    """,
+    "aclnnFlashAttentionVarLenScore": """
+        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
+        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum
+        softmax_out attention_out
+    """,
+    "aclnnFlashAttentionVarLenScoreV2": """
+        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen q_start_idx
+        kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type
+        softmax_max softmax_sum softmax_out attention_out
+    """,
+    "aclnnFlashAttentionVarLenScoreV3": """
+        query query_rope key key_rope value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen
+        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
+        inner_precise sparse_mode pse_type softmax_max softmax_sum softmax_out attention_out
+    """,
+    "aclnnFlashAttentionVarLenScoreV4": """
+        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
+        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_layout softmax_max
+        softmax_sum softmax_out attention_out
+    """,
+    "aclnnFlashAttentionVarLenScoreV5": """
+        query query_rope key key_rope value pse drop_mask padding_mask atten_mask sink prefix actual_seq_qlen
+        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
+        inner_precise sparse_mode pse_type softmax_layout softmax_max softmax_sum softmax_out attention_out
+    """,
+    "aclnnFlashAttentionScoreGrad": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        prefix scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode dq dk dv dpse
+    """,
+    "aclnnFlashAttentionScoreGradV2": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise
+        sparse_mode pse_type dq dk dv dpse
+    """,
+    "aclnnFlashAttentionScoreGradV3": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        sink prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
+        inner_precise sparse_mode pse_type dq dk dv dpse dsink
+    """,
+    "aclnnFlashAttentionUnpaddingScoreGrad": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
+        inner_precise sparse_mode dq dk dv dpse
+    """,
+    "aclnnFlashAttentionUnpaddingScoreGradV2": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens
+        head_num input_layout inner_precise sparse_mode pse_type dq dk dv dpse
+    """,
+    "aclnnFlashAttentionUnpaddingScoreGradV3": """
+        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum
+        softmax_in attention_in prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob
+        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type dq dq_rope dk dk_rope dv
+        dpse
+    """,
+    "aclnnFlashAttentionUnpaddingScoreGradV4": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
+        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
+        inner_precise sparse_mode dq dk dv dpse softmax_layout
+    """,
+    "aclnnFlashAttentionUnpaddingScoreGradV5": """
+        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum
+        softmax_in attention_in sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
+        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_layout dq
+        dq_rope dk dk_rope dv dpse dsink
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ACLNN)
+def test_aclnn_parameter_order(name: str) -> None:
+    assert [p.shown for p in RECORDS[name].params] == ACLNN[name].split()
+
+
+def test_every_record_is_compared() -> None:
+    assert set(ACLNN) | set(TORCH_NPU) | {"attention"} == set(RECORDS)
+    assert set(TORCH_NPU) == {record.name for record in flash.TORCH}
