@@ -32,7 +32,7 @@ template <class Format> struct Scratch {  // one thread's
     float *out;       // [tile_rows][columns], not yet divided by the sum
     float *sum;       // [tile_rows][lanes], one sum per lane
     float *peak;      // [tile_rows], the largest score so far
-    float *shift;     // [tile_rows], the same as a power of two, rounded: weights are 2^(score * factor - shift)
+    float *shift;     // [tile_rows], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
     float *scores;    // [block_rows][most_step]
     Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
     std::uint8_t *seen, *keep, *nothing;  // [block_rows][most_step / 8]
@@ -196,26 +196,31 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         before[i] = shift;
         if (found > peak) {
             peak = found;
-            shift = found * w.factor;
+            shift = Format::fused ? found * w.factor : found;
         }
         now[i] = shift;
     }
     for (int i = 0; i < padded; i += lanes) {
         const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
-        Floats factor = from == to ? all(1.0f) : exp2(from - to);  // equal infinities: no difference
-        if (wild) factor = from > all(-infinity) ? larger(all(least_weight), factor) : factor;
-        store(fade + i, factor);
+        const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
+        Floats share = from == to ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
+        store(fade + i, share);
     }
 }
 
-// Weights of one row, 2^(scores * factor - shift), added to `sum`; those that dropout takes are stored as zeros.
+template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
+    return exp2(Format::fused ? scores * factor - shift : (scores - shift) * factor);
+}
+
+// The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
 template <class Format, bool Drops>
 FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float shift, Floats sum,
                            const std::uint8_t *keep, typename Format::Word *weights) {
     Floats other = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        Floats low = exp2(load<Floats>(scores + c) * factor - shift);
-        Floats high = exp2(load<Floats>(scores + c + lanes) * factor - shift);
+        Floats low = weight_of<Format>(load<Floats>(scores + c), factor, shift);
+        Floats high = weight_of<Format>(load<Floats>(scores + c + lanes), factor, shift);
         sum += low;
         other += high;
         if constexpr (Drops) {
@@ -361,10 +366,12 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         const std::int64_t row = w.tile.row0 + i;
         const float nan = __builtin_nanf("");
         float sum = sum_of(load<Floats>(w.s.sum + i * lanes)), peak = w.s.peak[i] * w.natural;
-        // All weights carry the shift's rounding error, as one factor.
-        const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
-        float share = rounding == rounding ? __builtin_exp2f(-rounding) : 1.0f;
-        sum *= share;
+        float share = 1.0f;
+        if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
+            const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
+            if (rounding == rounding) share = __builtin_exp2f(-rounding);
+            sum *= share;
+        }
         if (w.p.has_sink && sum == sum) {
             const float sink = w.o.sink[w.head], top = sink > peak ? sink : peak;
             const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);

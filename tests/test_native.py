@@ -175,12 +175,13 @@ def plain(call: Call, b: int, want: Results) -> dict[str, torch.Tensor]:
 def product_size(call: Call) -> float:
     """The largest sum of absolute products behind a score: what cancels in it may be larger than what remains."""
     own = torch.arange(call.problem.heads_q) // call.problem.group
-    sums = [
-        (q.double().abs() @ k.double().abs()[own].mT).amax()
-        for q, k in zip(call.q, call.k, strict=True)
-        if q.numel() and k.numel()
-    ]
-    return abs(call.problem.scale) * float(max(sums))
+    q, k = call.q, call.k
+    if call.problem.dim_rope:
+        q, k = (
+            [torch.cat(pair, -1) for pair in zip(*both, strict=True)] for both in ((q, call.q_rope), (k, call.k_rope))
+        )
+    sizes = [x.double().abs() @ y.double().abs()[own].mT for x, y in zip(q, k, strict=True) if x.numel() and y.numel()]
+    return abs(call.problem.scale) * max(float(size.max()) for size in sizes)
 
 
 def assert_close(
@@ -212,7 +213,8 @@ def compare(call: Call, got: Results, want: Results, at: Any) -> None:
             triple = values[b], plainly[name], want[name][b]
             pieces[name].append(tuple(t[~empty.expand_as(t)].view(-1, t.shape[-1]) for t in triple))
             if name != "max" and empty.any():
-                assert_close(*(t[empty.expand_as(t)] for t in triple), 1, (at, name, "empty"))
+                keys = int(call.extents.kv_len[b])
+                assert_close(*(t[empty.expand_as(t)] for t in triple), keys, (at, name, "empty"))
     for name, triples in pieces.items():
         if triples and (joined := [torch.cat(t) for t in zip(*triples, strict=True)])[0].numel():
             least = product_size(call) if name == "max" else 0.0
