@@ -160,49 +160,52 @@ template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, s
 template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
-    const float kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
+    // Copies: for all the compiler knows, a store may change what w refers to.
+    const KeyPart<Format> k = w.k;
+    const float natural = w.natural, kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
+    const bool wants_dbias = w.g.dbias.base != nullptr;
+    const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
-        for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
-            Floats p[depth][2], ds[depth][2];
+        float peak[depth] = {}, share[depth] = {}, delta[depth] = {};
+        const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
+        for (int e = 0; e < there; ++e) {
+            peak[e] = w.r.peak[b.row + i + e];
+            share[e] = w.r.share[b.row + i + e];
+            delta[e] = w.r.delta[b.row + i + e];
+        }
+        float *const scores = k.scores + i * keys;
+        const float *const dprobs = k.dprobs + i * keys;
+        for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+            Floats p[2][depth] = {}, ds[2][depth] = {};
             FUSION_UNROLL for (int e = 0; e < depth; ++e) {
-                const std::int64_t row = b.row + i + e;
-                const float peak = w.r.peak[row], share = w.r.share[row], delta = w.r.delta[row];
-                const bool there = e == 0 || i + e < b.rows;
+                if (e >= there) break;
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                    const std::int64_t at = (i + e) * keys + c + u * lanes, bit = c + u * lanes;
+                    const std::int64_t at = e * keys + c + u * lanes;
                     // The product is rounded as the saved maximum was, so that their difference is exact.
-                    const Floats score = rounded(load<Floats>(w.k.scores + at) * w.natural);
-                    Floats weight = exp2((score - peak) * log2_e) * share;
-                    Floats dprob = load<Floats>(w.k.dprobs + at), kept = weight;
+                    const Floats score = rounded(load<Floats>(scores + at) * natural);
+                    const Floats weight = exp2((score - peak[e]) * log2_e) * share[e];
+                    Floats dprob = load<Floats>(dprobs + at), kept = weight;
                     if constexpr (Drops) {
-                        const std::uint32_t bits = lane_bits(w.k.keep + (i + e) * (keys / 8), bit);
+                        const std::uint32_t bits = lane_bits(k.keep + (i + e) * (keys / 8), c + u * lanes);
                         kept = pick(bits, weight, Floats{});
                         dprob = pick(bits, dprob * kept_factor, Floats{});
                     }
-                    Floats dscore = weight * (dprob - delta);
+                    Floats dscore = weight * (dprob - delta[e]);
                     if constexpr (Hidden) {
-                        const std::uint32_t bits = lane_bits(w.k.seen + (i + e) * (keys / 8), bit);
+                        const std::uint32_t bits = lane_bits(k.seen + (i + e) * (keys / 8), c + u * lanes);
                         kept = pick(bits, kept, Floats{});
                         dscore = pick(bits, dscore, Floats{});
                     }
-                    p[e][u] = there ? kept : Floats{};
-                    ds[e][u] = there ? dscore : Floats{};
+                    p[u][e] = kept;
+                    ds[u][e] = dscore;
+                    if (wants_dbias) store(scores + at, dscore);
                 }
-                Format::put(w.k.dscores + (i + e) * (keys / depth), c, ds[e][0], ds[e][1]);
-                if (w.g.dbias.base) {
-                    store(w.k.scores + (i + e) * keys + c, ds[e][0]);
-                    store(w.k.scores + (i + e) * keys + c + lanes, ds[e][1]);
-                }
+                Format::put(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                Floats column[depth], other[depth];
-                FUSION_UNROLL for (int e = 0; e < depth; ++e) {
-                    column[e] = p[e][u];
-                    other[e] = ds[e][u];
-                }
-                store(w.k.prob_rows + to + u * lanes, Format::stack(column));
-                store(w.k.dscore_rows + to + u * lanes, Format::stack(other));
+                store(k.prob_rows + to + u * lanes, Format::stack(p[u]));
+                store(k.dscore_rows + to + u * lanes, Format::stack(ds[u]));
             }
         }
     }
