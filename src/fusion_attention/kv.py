@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class RowView:
     """Rows of `dim` neighbouring elements: row (sequence b, head h, token t) starts at
 
@@ -34,9 +34,7 @@ class RowView:
 
     def over(self, tensor: torch.Tensor) -> RowView:
         """The same rows of another tensor, for all sequences."""
-        view: RowView = object.__new__(RowView)  # The constructor of a frozen class costs more than a kernel's start.
-        view.__dict__.update(self.__dict__, keep=(tensor,))
-        return view
+        return RowView((tensor,), self.address, self.stride_token, self.stride_head, self.dim)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
         """Sequence b as a view [heads, length, dim] on the kept memory."""
@@ -45,7 +43,7 @@ class RowView:
         return base.as_strided((heads, length, self.dim), (int(self.stride_head[b]), self.stride_token, 1), start)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class MatrixView:
     """A value per (head, row, key) of each sequence; broadcast axes have stride 0. Element (b, h, i, j) lies at
 

@@ -137,7 +137,7 @@ class Extents:
         return total
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stats:
     """Softmax statistics, one float32 per row and head (RowViews with dim 1).
 
@@ -148,7 +148,7 @@ class Stats:
     sum: RowView
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Operands:
     """The memory of one call: inputs, and out and stats, which forward writes and backward reads."""
 
@@ -168,7 +168,7 @@ class Operands:
     sink: torch.Tensor | None = None  # float32 [heads_q]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Grads:
     """What backward reads (dout) and writes; what the problem has no operand for is None.
 
