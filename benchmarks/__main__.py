@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +54,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a file has room for every column
     if only not in ("all", *dense.GROUPS):
         raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
