@@ -139,12 +139,13 @@ def try_call(op: Op, args: Args) -> None:
         if refused:
             assert refused.startswith(f"{op.name}: {bound.param}: expected ")
             assert bound.code in (161001, 161002, 561002)
-        answer, error = refusal(lambda: call(op, args))
-        if isinstance(error, BackendError):
-            assert not refused
-            assert "float64" in answer or "meta" in answer
-        else:
-            assert answer == refused, "bind and the function differ"
+        if op.name in FACES:  # the two-phase functions take handles: tests/test_aclnn.py
+            answer, error = refusal(lambda: call(op, args))
+            if isinstance(error, BackendError):
+                assert not refused
+                assert "float64" in answer or "meta" in answer
+            else:
+                assert answer == refused, "bind and the function differ"
         if not refused and is_small(bound):
             run_golden(bound)
 
@@ -167,12 +168,12 @@ def fuzz(op: Op, examples: int) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", RECORDS)
 def test_strange_values(name: str) -> None:
     fuzz(RECORDS[name], 300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", RECORDS)
 def test_many_strange_values(name: str) -> None:
     fuzz(RECORDS[name], 10_000)
