@@ -140,12 +140,6 @@ def band_empties_rows(extents: Extents) -> bool:
 # ------------------------------------------------------------------------------------------------------------ views
 
 
-def heads_of(tensor: torch.Tensor, layout: str, dim: int) -> int:
-    """Heads of a tensor whose rows have dim elements."""
-    head = LAYOUTS[layout][2]
-    return tensor.shape[head] if head is not None else tensor.shape[-1] // max(dim, 1)
-
-
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
     """The shape of a tensor with the batch and sequence axes of another, and rows of dim elements per head."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
