@@ -92,8 +92,8 @@ def run(problem: Problem, lengths: list[tuple[int, int]], layout: str, first: in
         dq_rope=made(0, p.heads_q, p.dim_rope, 0, dtype, True) if rope else None,
         dk_rope=made(0, p.heads_kv, p.dim_rope, 1, dtype, True) if rope else None,
     )
-    cpu.attention_forward(p, e, cpu.schedule(p, e, False), operands)
-    cpu.attention_backward(p, e, cpu.schedule(p, e, True), operands, grads)
+    cpu.attention_forward(p, e, cpu.schedule(p, e, "attention_forward"), operands)
+    cpu.attention_backward(p, e, cpu.schedule(p, e, "attention_backward"), operands, grads)
     by_row = [operands.out, operands.stats.max, operands.stats.sum, grads.dq, grads.dq_rope]
     views = [(v, p.heads_q, 0) for v in by_row] + [(v, p.heads_kv, 1) for v in (grads.dk, grads.dk_rope, grads.dv)]
     return [
@@ -142,10 +142,11 @@ def test_an_empty_batch_runs() -> None:
     none = RowView((torch.empty(0),), e.q_len, 1, e.q_len, 1)
     operands = Operands(none, none, none, none, Stats(none, none), sink=torch.zeros(4))
     dsink = torch.full((4,), math.nan)
-    cpu.attention_forward(PLAIN, e, cpu.schedule(PLAIN, e, False), operands)
-    cpu.attention_backward(PLAIN, e, cpu.schedule(PLAIN, e, True), operands, Grads(none, none, none, none, dsink=dsink))
+    cpu.attention_forward(PLAIN, e, cpu.schedule(PLAIN, e, "attention_forward"), operands)
+    grads = Grads(none, none, none, none, dsink=dsink)
+    cpu.attention_backward(PLAIN, e, cpu.schedule(PLAIN, e, "attention_backward"), operands, grads)
     assert torch.equal(dsink, torch.zeros(4))
-    assert cpu.workspace_bytes(PLAIN, e, True) == 0
+    assert cpu.workspace_bytes(PLAIN, e, "attention_backward") == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -160,7 +161,7 @@ def test_blocked_keys_reach_no_row_and_seen_ones_do(value: float) -> None:
     q, k, values, out_rows = (rows_of([t], "packed", torch.float32) for t in (zeros, zeros, v, v))
     stats = Stats(*(rows_of([zeros[..., :1]], "packed", torch.float32) for _ in range(2)))
     operands = Operands(q, k, values, out_rows, stats, blocked=MatrixView(blocked, axis, axis, axis + 6, 1))
-    cpu.attention_forward(problem, e, cpu.schedule(problem, e, False), operands)
+    cpu.attention_forward(problem, e, cpu.schedule(problem, e, "attention_forward"), operands)
     out = out_rows.sequence(0, 1, 6)[0]
     assert torch.equal(out[:4], torch.ones(4, 4))
     assert torch.equal(out[4:].nan_to_num(nan=5.0), torch.full((2, 4), value).nan_to_num(nan=5.0))
@@ -182,8 +183,8 @@ def forward(length):
     n = np.array([length])
     e = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
     operands = Operands(*(rows(16, length) for _ in range(4)), Stats(rows(1, length), rows(1, length)))
-    cpu.attention_forward(problem, e, cpu.schedule(problem, e, False), operands)
-    return cpu.workspace_bytes(problem, e, False)
+    cpu.attention_forward(problem, e, cpu.schedule(problem, e, "attention_forward"), operands)
+    return cpu.workspace_bytes(problem, e, "attention_forward")
 
 torch.set_num_threads(1)
 problem = Problem(1, 1, 16, 16, scale=0.25)

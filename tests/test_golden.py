@@ -263,8 +263,8 @@ def test_the_interface() -> None:
     call = make(PLAIN)
     assert golden.NAME == "golden"
     assert golden.reasons_against(call.problem, torch.device("cpu")) == []
-    assert golden.schedule(call.problem, call.extents, backward=True) is None
-    sizes = [golden.workspace_bytes(call.problem, call.extents, backward) for backward in (False, True)]
+    assert golden.schedule(call.problem, call.extents, "attention_backward") is None
+    sizes = [golden.workspace_bytes(call.problem, call.extents, f"attention_{way}") for way in ("forward", "backward")]
     assert 4 * 8 * 5 * 7 < sizes[0] < sizes[1]
     nothing = Extents(*[np.zeros(0, np.int64)] * 6)
-    assert golden.workspace_bytes(call.problem, nothing, backward=True) == 0
+    assert golden.workspace_bytes(call.problem, nothing, "attention_backward") == 0

@@ -114,7 +114,7 @@ def native(call: Call, variant: str | None = None, packed: bool = True, threads:
         operands = replace(operands, q=rows(call.q, False), k=rows(call.k), v=rows(call.v, False))
     torch.set_num_threads(threads)
     cpu.attention_forward(
-        call.problem, call.extents, cpu.schedule(call.problem, call.extents, False, variant), operands
+        call.problem, call.extents, cpu.schedule(call.problem, call.extents, "attention_forward", variant), operands
     )
     return results(call, operands)
 
@@ -285,7 +285,7 @@ def test_drawn_bits_are_the_specified_ones(variant: str, keep_prob: float) -> No
     problem = Problem(3, 1, 4, 300, dropout="philox", keep_prob=keep_prob)
     extents, operands = unit_views(problem, 30, 300)
     operands = replace(operands, seed=-5, offset=2**32 + 77)
-    cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, False, variant), operands)
+    cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward", variant), operands)
     got = operands.out.sequence(0, 3, 30) > 0
     want = dropout.keep_from_philox(-5, 2**32 + 77, keep_prob, 0, 3, slice(0, 30), slice(0, 300))
     assert torch.equal(got, want)
@@ -332,7 +332,7 @@ def test_workspace_grows_with_length_not_with_its_square() -> None:
     def workspace(length: int) -> int:
         n = np.array([length])
         extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype="bfloat16"), extents, False)
+        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype="bfloat16"), extents, "attention_forward")
 
     assert workspace(65536) < 60_000_000
     assert workspace(65536) < 2.1 * workspace(32768)
@@ -345,7 +345,7 @@ def test_memory_that_is_not_there_is_an_error() -> None:
     view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
     operands = Operands(view, view, view, view, Stats(one, one))
     with pytest.raises(MemoryError):
-        cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, False), operands)
+        cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward"), operands)
 
 
 def test_one_openmp_runtime_serves_torch_and_the_core() -> None:
@@ -387,7 +387,7 @@ def test_sizes_that_disagree_are_an_error(name: str) -> None:
     extents, operands = unit_views(problem, 5, 300)
     blocked = MatrixView(torch.zeros(300, dtype=torch.uint8), *[np.zeros(1, np.int64)] * 3, 1)
     operands = replace(operands, sink=torch.zeros(1), blocked=blocked)
-    schedule = cpu.schedule(problem, extents, False)
+    schedule = cpu.schedule(problem, extents, "attention_forward")
     cpu.attention_forward(problem, extents, schedule, operands)
     out = operands.out.sequence(0, 1, 5).clone()
     changes, message = bad_calls()[name]
@@ -401,8 +401,9 @@ def test_memory_of_another_dtype_is_an_error() -> None:
     extents, operands = unit_views(problem, 5, 300)
     zero = np.zeros(1, np.int64)
     wrong = RowView((torch.zeros(64, dtype=torch.float64),), zero, 4, zero, 4)
+    plan = cpu.schedule(problem, extents, "attention_forward")
     with pytest.raises(TypeError, match="float64"):
-        cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, False), replace(operands, q=wrong))
+        cpu.attention_forward(problem, extents, plan, replace(operands, q=wrong))
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,7 @@ def test_problems_that_do_not_fit_are_an_error(change: dict[str, Any], message: 
     n = np.array([5])
     extents = Extents(n, n, n - INFINITE, n + INFINITE, n * 0, n * 0)
     with pytest.raises(ValueError, match=message):
-        cpu.schedule(replace(problem, **change), extents, False)
+        cpu.schedule(replace(problem, **change), extents, "attention_forward")
 
 
 def test_tiles_outside_their_sequence_are_an_error() -> None:

@@ -53,7 +53,8 @@ def gradients(
     dsink = None if call.sink is None else torch.full_like(call.sink, math.nan)
     grads = Grads(rows([t.to(dtype) for t in call.dout], packed=not packed), dbias=dbias, dsink=dsink, **found)
     torch.set_num_threads(threads)
-    cpu.attention_backward(p, call.extents, cpu.schedule(p, call.extents, True, variant), operands, grads)
+    plan = cpu.schedule(p, call.extents, "attention_backward", variant)
+    cpu.attention_backward(p, call.extents, plan, operands, grads)
     results = {name: [t.clone() for t in read(view, inputs[name[1:]])] for name, view in found.items()}
     if dbias is not None:
         views_of = [dbias.sequence(b, *t.shape) - 1 for b, t in enumerate(call.bias)]
@@ -153,7 +154,7 @@ def test_workspace_grows_with_length_not_with_its_square() -> None:
     def workspace(length: int, dtype: str) -> int:
         n = np.array([length])
         extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, True)
+        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, "attention_backward")
 
     assert workspace(65536, "bfloat16") < 120_000_000
     assert workspace(65536, "float32") < 220_000_000
@@ -165,7 +166,7 @@ def test_memory_that_is_not_there_is_an_error() -> None:
     problem, extents = Problem(1, 1, 64, 64), Extents(none + (1 << 48), none + 1, *[none] * 4)
     view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
     operands = Operands(view, view, view, view, Stats(one, one))
-    plan = cpu.schedule(problem, extents, True)
+    plan = cpu.schedule(problem, extents, "attention_backward")
     with pytest.raises(MemoryError):
         cpu.attention_backward(problem, extents, plan, operands, Grads(view, view, view, view))
 
@@ -175,7 +176,7 @@ def small() -> tuple[Problem, Extents, Operands, Grads]:
     extents, operands = unit_views(problem, 5, 30)
     zero = np.zeros(1, np.int64)
     operands = replace(operands, bias=MatrixView(torch.zeros(150), zero, zero, zero + 30, 1))
-    cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, False), operands)
+    cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward"), operands)
     views = (operands.out, operands.q, operands.k, operands.v)
     return problem, extents, operands, Grads(*(v.over(torch.zeros_like(v.keep[0])) for v in views))
 
@@ -195,7 +196,7 @@ def bad_gradients() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
 @pytest.mark.parametrize("name", bad_gradients())
 def test_sizes_that_disagree_are_an_error(name: str) -> None:
     problem, extents, operands, grads = small()
-    plan = cpu.schedule(problem, extents, True)
+    plan = cpu.schedule(problem, extents, "attention_backward")
     changes, kind, message = bad_gradients()[name]
     with pytest.raises(kind, match=message):
         cpu.attention_backward(problem, extents, plan, operands, replace(grads, **changes))
@@ -208,7 +209,7 @@ def test_statistics_of_another_call_do_no_harm(value: float) -> None:
     problem, extents, operands, grads = small()
     operands.stats.sum.keep[0].fill_(value)
     operands.stats.max.keep[0].fill_(-1e30)
-    cpu.attention_backward(problem, extents, cpu.schedule(problem, extents, True), operands, grads)
+    cpu.attention_backward(problem, extents, cpu.schedule(problem, extents, "attention_backward"), operands, grads)
 
 
 def test_long_sequences_of_several_waves() -> None:

@@ -85,7 +85,7 @@ def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tens
             dbias=None if summed is None else matrix_view(summed, form.bias, p.heads_q, e),
             dsink=dsink if p.has_sink else None,
         )
-        plan(p, e, call.q.device, backend, backward=True).run(operands_of(call, *saved), grads)
+        plan(p, e, call.q.device, backend, "attention_backward").run(operands_of(call, *saved), grads)
     if summed is not None:
         dbias.copy_(summed)
 

@@ -44,6 +44,54 @@ class RowView:
 
 
 @dataclass(eq=False, slots=True)
+class PagedView:
+    """Rows of a paged cache: row (sequence b, head h, token t) starts at
+
+        table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
+
+    elements from the pool's first one. Table entries beyond a sequence's length, pages that no entry names and slots
+    behind a sequence's last token are never read: anything may lie there.
+
+    Args:
+        pool: the tensor that holds all pages.
+        table: int32 [sequences, pages], neighbouring elements in a row; checked by whoever built the view.
+        page_size: tokens of a page.
+        stride_page, stride_token, stride_head: elements.
+        dim: elements of a row.
+    """
+
+    pool: torch.Tensor
+    table: torch.Tensor
+    page_size: int
+    stride_page: int
+    stride_token: int
+    stride_head: int
+    dim: int
+
+    def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
+        """Sequence b as a copy [heads, length, dim], gathered page by page."""
+        size = self.page_size
+        pages = self.table[b, : -(-length // size)].long()
+        start, strides = self.pool.storage_offset(), (self.stride_page, self.stride_head, self.stride_token, 1)
+        count = int(pages.max()) + 1 if len(pages) else 0
+        rows = self.pool.as_strided((count, heads, size, self.dim), strides, start)[pages]
+        return rows.transpose(0, 1).reshape(heads, len(pages) * size, self.dim)[:, :length]
+
+
+@dataclass(eq=False, slots=True)
+class Dequant:
+    """What stored integers mean: value = (stored + offset) * scale, applied where a row is loaded and nowhere else.
+
+    Args:
+        scale, offset: float32; views as those of the rows that they serve. Per channel: rows of the same dim that all
+            tokens share (stride_token 0). Per token: rows of one element. offset None: 0.
+    """
+
+    scale: RowView | PagedView
+    offset: RowView | PagedView | None = None
+
+
+@dataclass(eq=False, slots=True)
 class MatrixView:
     """A value per (head, row, key) of each sequence; broadcast axes have stride 0. Element (b, h, i, j) lies at
 

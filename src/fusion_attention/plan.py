@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import BackendError
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.problem import Extents, Problem
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("cpu",)
@@ -29,31 +29,27 @@ class Plan:
 
     Attributes:
         backend: the name of the back end that was chosen.
+        verb: what is computed: the back end's function of that name.
         workspace_bytes: memory that a run takes besides operands and results.
     """
 
     problem: Problem
     extents: Extents
     backend: str
-    backward: bool
+    verb: str
     schedule: Any
     workspace_bytes: int
     module: ModuleType
 
-    def run(self, operands: Operands, grads: Grads | None = None) -> None:
-        """Computes into operands.out and operands.stats, or (a backward plan) into grads."""
+    def run(self, *operands: Any) -> None:
+        """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
+        compute = getattr(self.module, self.verb)
         if torch._C._is_any_autocast_enabled():
             # Back ends say where they round; autocast would narrow their float32 products too.
-            with torch.autocast(operands.q.keep[0].device.type, enabled=False):
-                self._run(operands, grads)
+            with torch.autocast(operands[0].q.keep[0].device.type, enabled=False):
+                compute(self.problem, self.extents, self.schedule, *operands)
         else:
-            self._run(operands, grads)
-
-    def _run(self, operands: Operands, grads: Grads | None) -> None:
-        if self.backward:
-            self.module.attention_backward(self.problem, self.extents, self.schedule, operands, grads)
-        else:
-            self.module.attention_forward(self.problem, self.extents, self.schedule, operands)
+            compute(self.problem, self.extents, self.schedule, *operands)
 
 
 def _load(name: str) -> ModuleType:
@@ -80,7 +76,11 @@ def choose(problem: Problem, device: torch.device, backend: str) -> str:
 
 
 def plan(
-    problem: Problem, extents: Extents, device: torch.device, backend: str = "auto", *, backward: bool = False
+    problem: Problem,
+    extents: Extents,
+    device: torch.device,
+    backend: str = "auto",
+    verb: str = "attention_forward",
 ) -> Plan:
     """A plan for a problem on given lengths; the last ones are kept and found again.
 
@@ -89,19 +89,19 @@ def plan(
         extents: lengths and bands of the sequences.
         device: where the operands lie.
         backend: "auto", or a name in BACKENDS.
-        backward: plan the gradients instead.
+        verb: "attention_forward" or "attention_backward".
 
     Raises:
         ValueError, BackendError: as choose().
     """
-    key = (problem, extents.key, device, backend, backward)
+    key = (problem, extents.key, device, backend, verb)
     found = _PLANS.get(key)
     if found is None:
         name = choose(problem, device, backend)
         module = _load(name)
-        schedule = module.schedule(problem, extents, backward)
-        workspace = module.workspace_bytes(problem, extents, backward)
-        found = Plan(problem, extents, name, backward, schedule, workspace, module)
+        schedule = module.schedule(problem, extents, verb)
+        workspace = module.workspace_bytes(problem, extents, verb)
+        found = Plan(problem, extents, name, verb, schedule, workspace, module)
         _PLANS[key] = found
         while len(_PLANS) > _PLANS_KEPT:
             _PLANS.popitem(last=False)

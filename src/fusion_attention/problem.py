@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.kv import MatrixView, RowView
+from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 
@@ -39,6 +39,15 @@ class Problem:
         keep_prob: share of kept probabilities, and the divisor.
         empty_rows: what an empty row of a sequence with keys returns: "zero"; "mean" of all its V rows; or
             "mean_in_band", the mean only where the band leaves keys and `blocked` takes them all, else zero.
+        shares_kv: v is the first dim_v elements of k's rows; there is no v operand, and dk receives both gradients.
+        page_size: tokens of a page of k and v; 0: not paged.
+        kv_dtype: how k and v are stored where that is not dtype: "" (as dtype), "int8", or "int4" (two in a byte, the
+            even element in the low half).
+        dequant_k, dequant_v: "none", "channel" (a scale per head and element) or "token" (a scale per head and token).
+        out_quant: "none"; "tensor" or "channel": out is int8, round(out * out_scale + out_offset) saturated, halves to
+            even ("tensor") or away from zero ("channel").
+        select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
+        select_block: tokens of a selected block.
     """
 
     heads_q: int
@@ -55,6 +64,14 @@ class Problem:
     dropout: str = "none"
     keep_prob: float = 1.0
     empty_rows: str = "zero"
+    shares_kv: bool = False
+    page_size: int = 0
+    kv_dtype: str = ""
+    dequant_k: str = "none"
+    dequant_v: str = "none"
+    out_quant: str = "none"
+    select_count: int = 0
+    select_block: int = 1
 
     @property
     def group(self) -> int:
@@ -153,12 +170,12 @@ class Operands:
     """The memory of one call: inputs, and out and stats, which forward writes and backward reads."""
 
     q: RowView
-    k: RowView
-    v: RowView
+    k: RowView | PagedView
+    v: RowView | PagedView  # k, narrowed to dim_v, where the problem shares them
     out: RowView
     stats: Stats
     q_rope: RowView | None = None
-    k_rope: RowView | None = None
+    k_rope: RowView | PagedView | None = None
     bias: MatrixView | None = None
     slopes: torch.Tensor | None = None  # float32 [sequences, heads_q]
     blocked: MatrixView | None = None  # true (non-zero) = not seen
@@ -166,6 +183,11 @@ class Operands:
     seed: int = 0
     offset: int = 0
     sink: torch.Tensor | None = None  # float32 [heads_q]
+    dequant_k: Dequant | None = None
+    dequant_v: Dequant | None = None
+    out_scale: torch.Tensor | None = None  # float32 [heads_q, dim_v], broadcast by strides
+    out_offset: torch.Tensor | None = None  # as out_scale
+    indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
 
 
 @dataclass(eq=False)
@@ -178,7 +200,7 @@ class Grads:
     dout: RowView
     dq: RowView
     dk: RowView
-    dv: RowView
+    dv: RowView | None  # None where dk receives it (shares_kv)
     dq_rope: RowView | None = None
     dk_rope: RowView | None = None
     dbias: MatrixView | None = None

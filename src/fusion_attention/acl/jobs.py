@@ -175,7 +175,8 @@ def layout_of(bound: Bound, call: Call, args: dict[str, Any], strict: bool) -> L
     backward = "dy" in op.by_name
     found = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.q.device, STATE.backend, backward=backward)
+        verb = "attention_backward" if backward else "attention_forward"
+        found = plan(call.problem, call.extents, call.q.device, STATE.backend, verb)
     shape = stats_shape(call.q, call.form, call.problem.heads_q)
     blank = torch.empty(0, dtype=torch.float32, device=call.q.device)
     stats = [blank.new_empty(shape) for _ in STATISTICS]

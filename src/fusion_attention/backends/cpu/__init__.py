@@ -15,6 +15,7 @@ from fusion_attention.problem import Extents, Grads, Operands, Problem
 NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
+_PLANNERS = {"attention_forward": plan_forward, "attention_backward": plan_backward}
 
 
 def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
@@ -27,20 +28,18 @@ def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
     ]
 
 
-def schedule(
-    problem: Problem, extents: Extents, backward: bool, variant: str | None = None
-) -> ForwardPlan | BackwardPlan:
+def schedule(problem: Problem, extents: Extents, verb: str, variant: str | None = None) -> ForwardPlan | BackwardPlan:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
-    return (plan_backward if backward else plan_forward)(problem, extents, variant)
+    return _PLANNERS[verb](problem, extents, variant)
 
 
-def workspace_bytes(problem: Problem, extents: Extents, backward: bool) -> int:
+def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, with torch's present number of threads."""
-    return schedule(problem, extents, backward).workspace_bytes(torch.get_num_threads())
+    return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: ForwardPlan, operands: Operands) -> None:

@@ -16,25 +16,7 @@ from fusion_attention import bias, dropout
 from fusion_attention.kv import RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
-NAME = "golden"
 _INF = float("inf")
-# Buffers of heads_q * q_len * kv_len doubles that are alive at once (measured on the plain formula, rounded up).
-_BUFFERS_FORWARD, _BUFFERS_BACKWARD = 6, 10
-
-
-def reasons_against(problem: Problem, device: torch.device) -> list[str]:
-    """Why this back end cannot compute the problem: never; dtype "float64" and every device are welcome."""
-    return []
-
-
-def schedule(problem: Problem, extents: Extents, backward: bool) -> None:
-    """Nothing is planned: one sequence after the other, each as a whole."""
-
-
-def workspace_bytes(problem: Problem, extents: Extents, backward: bool) -> int:
-    """About what the score matrices of the largest sequence take."""
-    pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
-    return 8 * problem.heads_q * pairs * (_BUFFERS_BACKWARD if backward else _BUFFERS_FORWARD)
 
 
 @dataclass(frozen=True, eq=False)
