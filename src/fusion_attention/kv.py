@@ -6,6 +6,7 @@ what the rows mean.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,10 @@ class PagedView:
     stride_token: int
     stride_head: int
     dim: int
+
+    def over(self, tensor: torch.Tensor) -> PagedView:
+        """The same rows of another pool."""
+        return dataclasses.replace(self, pool=tensor)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
         """Sequence b as a copy [heads, length, dim], gathered page by page."""

@@ -15,14 +15,21 @@ from fusion_attention.problem import Extents, Grads, Operands, Problem
 NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
-_PLANNERS = {"attention_forward": plan_forward, "attention_backward": plan_backward}
 
 
 def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
-    table = (("device", torch.device(device).type, DEVICES), ("dtype", problem.dtype, DTYPES))
+    table = (
+        ("device", torch.device(device).type, DEVICES),
+        ("dtype", problem.dtype, DTYPES),
+        ("page_size", problem.page_size, (0,)),
+        ("shares_kv", problem.shares_kv, (False,)),
+        ("kv_dtype", problem.kv_dtype, ("",)),
+        ("out_quant", problem.out_quant, ("none",)),
+        ("select_count", problem.select_count, (0,)),
+    )
     return [
-        f"the cpu back end computes {what} {', '.join(accepted)}, not {given}."
+        f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
@@ -34,7 +41,8 @@ def schedule(problem: Problem, extents: Extents, verb: str, variant: str | None 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
-    return _PLANNERS[verb](problem, extents, variant)
+    planner = plan_backward if verb == "attention_backward" else plan_forward
+    return planner(problem, extents, variant)
 
 
 def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:

@@ -52,6 +52,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
         share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
         for keys in _steps(int(extents.kv_len[b]), _KEYS):
             given = _kept_sum(_kept(p, operands, b, rows, keys).mT, share)
+            assert grads.dv is not None  # a problem with means has a v of its own
             target = grads.dv.sequence(b, p.heads_kv, keys.stop)[:, keys]
             target.copy_(target.float() + given.unflatten(0, (p.heads_kv, p.group)).sum(1))
 

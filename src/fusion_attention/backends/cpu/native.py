@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention import _native, dropout
-from fusion_attention.kv import MatrixView, RowView
+from fusion_attention.kv import MatrixView, PagedView, RowView
 from fusion_attention.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.tiles import by_query
 
@@ -110,7 +110,9 @@ def _operands(p: Problem, o: Operands, floats: _Floats) -> tuple[Any, ...]:
     )
 
 
-def _rows(view: RowView, dtype: torch.dtype) -> _Rows:
+def _rows(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
+    if not isinstance(view, RowView):
+        raise TypeError(f"fusion_attention: native core: expected rows at addresses, got {type(view).__name__}")
     first, address = view.keep[0], view.address
     if first.dtype is not dtype:
         raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {first.dtype}")

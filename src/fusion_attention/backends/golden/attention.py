@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention import bias, dropout
-from fusion_attention.kv import RowView
+from fusion_attention.kv import PagedView, RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")
@@ -95,7 +95,7 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     def query(view: RowView) -> torch.Tensor:
         return view.sequence(b, problem.heads_q, q_len).double()
 
-    def key(view: RowView) -> torch.Tensor:
+    def key(view: RowView | PagedView) -> torch.Tensor:
         return view.sequence(b, problem.heads_kv, kv_len).double()[kv_heads]
 
     q, k, v = query(operands.q), key(operands.k), key(operands.v)
