@@ -205,3 +205,57 @@ class Grads:
     dk_rope: RowView | None = None
     dbias: MatrixView | None = None
     dsink: torch.Tensor | None = None  # float32 [heads_q], overwritten
+
+
+@dataclass(frozen=True)
+class IndexerProblem:
+    """The lightning indexer: how much each visible key matters to a row, and the keys that matter most.
+
+        I[i, j] = sum_h weights[i, h] * max(0, q[i, h] . k[j])
+
+    over the keys that a row sees, one key head for all query heads. Chosen are the top_k largest, by descending score
+    and, among equals, ascending index; a row that sees fewer has index -1 and value -inf behind its last.
+
+    Args:
+        heads, dim: query heads, and elements of a row.
+        dtype: of q, k and values.
+        weights_dtype: of the weights.
+        top_k: how many keys a row chooses.
+        has_values: the chosen scores are returned too.
+        page_size: tokens of a page of k; 0: not paged.
+    """
+
+    heads: int
+    dim: int
+    dtype: str = "float32"
+    weights_dtype: str = "float32"
+    top_k: int = 2048
+    has_values: bool = False
+    page_size: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+@dataclass(eq=False)
+class IndexerOperands:
+    """The memory of one call of the indexer; indices and values are written forward and indices read backward."""
+
+    q: RowView
+    k: RowView | PagedView
+    weights: RowView  # one head, rows of `heads` elements
+    indices: RowView  # int32, one head, rows of top_k elements, positions within the sequence
+    values: RowView | None = None
+
+
+@dataclass(eq=False)
+class IndexerGrads:
+    """What the indexer's backward reads (dvalues, per chosen key) and writes."""
+
+    dvalues: RowView  # one head, rows of top_k elements
+    dq: RowView
+    dk: RowView
+    dweights: RowView
