@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import json
 import math
 import re
 import runpy
@@ -60,14 +59,3 @@ def test_pages_run(path: Path) -> None:
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(path), "exec"), names)
-
-
-def test_benchmarks_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--turns", "1", "--only", "packed"]
-    command += ["--output", str(tmp_path / "figures")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
-    assert [row["group"] for row in figures["rows"]] == ["packed", "packed"]
-    assert all(row["ratio"] > 0 for row in figures["rows"])
-    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
