@@ -19,11 +19,11 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-asan lint bench docs clean
+.PHONY: help demo test test-all test-asan test-core test-aarch64 lint bench docs clean
 .NOTPARALLEL:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 	$(BIN)/fusion-attention demo
@@ -42,7 +42,22 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	$(subst $(VENV)/,$(ASAN)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_SANITIZE=ON ".[test]"
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_native_backward.py tests/test_cpu_backend.py $(PYTEST_ARGS)
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_native_backward.py tests/test_statistics.py \
+	  tests/test_cpu_backend.py $(PYTEST_ARGS)
+
+CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DCMAKE_BUILD_TYPE=Release -S .
+test-core: ## the native core against naive loops, without Python: every instruction set of this machine
+	$(CORE_TEST) -B build/core
+	cmake --build build/core --parallel
+	build/core/core_test
+
+test-aarch64: ## the same test, compiled for aarch64 and run by qemu
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
+	  "make test-aarch64: needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	$(CORE_TEST) -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	cmake --build build/aarch64 --parallel
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/core_test
 
 lint: $(VENV)/.extra-lint ## style, format, types, and no stale generated page
 	$(BIN)/python -m ruff check .

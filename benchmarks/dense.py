@@ -127,31 +127,34 @@ def shapes(size: int, peaks: Peaks) -> Iterator[Pair]:
         yield Pair("shapes", f"bf16 D{dim}", "SDPA", ours, theirs, arithmetic(q, size**2, 2), peaks.get(dtype, 0.0))
 
 
+def packed_lengths(count: int) -> list[int]:
+    """A long-tailed mix of lengths."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.exp(torch.randn(count, generator=generator) + 4).int() + 4).clamp(max=512).tolist()
+
+
+def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Packed rows [T, heads, dim] as [B, heads, longest, dim] each, and the mask of keys that are there."""
+    longest = max(lengths)
+    wide = torch.zeros(3, len(lengths), q.shape[1], longest, q.shape[2], dtype=q.dtype)
+    for b, part in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
+        wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
+    return *wide, (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
+
+
 def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
     """Sequences of a long-tailed mix of lengths: packed here, padded with a key mask there."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.exp(torch.randn(count, generator=generator) + 4).int() + 4).clamp(max=512).tolist()
-    total, longest, heads, dim = sum(lengths), max(lengths), 12, 64
+    lengths, heads, dim = packed_lengths(count), 12, 64
+    total = sum(lengths)
     for label in ("fp32", "bf16"):
         dtype = DTYPES[label]
-        q, k, v = (torch.randn(total, heads, dim, dtype=dtype, generator=None) for _ in range(3))
-        wide = torch.zeros(3, count, heads, longest, dim, dtype=dtype)
-        for b, part in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
-            wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
-        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
+        q, k, v = (torch.randn(total, heads, dim, dtype=dtype) for _ in range(3))
+        *wide, mask = padded(q, k, v, lengths)
         ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths))
         theirs = torch.no_grad()(functools.partial(sdpa, *wide, attn_mask=mask))
         flops = sum(4 * heads * n * n * dim for n in lengths)
-        name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
+        name = f"{label}, {count} sequences, {total} of {count * max(lengths)} tokens"
         yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, peaks.get(dtype, 0.0))
 
 
 GROUPS = {"training": training, "masks": masks, "shapes": shapes, "packed": packed}
-
-
-def pairs(quick: bool, peaks: Peaks, only: str) -> Iterator[Pair]:
-    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
-    size = 512 if quick else 2048
-    for name, group in GROUPS.items():
-        if only in ("all", name):
-            yield from group((32 if quick else 100) if name == "packed" else size, peaks)

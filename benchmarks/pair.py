@@ -18,6 +18,7 @@ class Pair:
         peer_name: how a user would compute it otherwise.
         ours, peer: compute it once.
         flops: of ours, multiply-adds counted twice; peak: the machine's rate for them in GFLOP/s, 0 if not measured.
+        peer_flops: of the peer where it does other work, and the ratio shall compare rates; else 0.
     """
 
     group: str
@@ -27,11 +28,15 @@ class Pair:
     peer: Callable[[], object]
     flops: int
     peak: float = 0.0
+    peer_flops: int = 0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of both, the median of the ratios peer / ours of neighbouring turns, and our rate."""
+    """Median milliseconds of both, the median of the ratios peer / ours of neighbouring turns, and our rate.
+
+    Where the peer does other work, the ratio is our rate / the peer's.
+    """
 
     group: str
     name: str
@@ -55,6 +60,8 @@ def measure(pair: Pair, turns: int) -> Timing:
     pair.ours(), pair.peer()
     ours, peer = zip(*((seconds(pair.ours), seconds(pair.peer)) for _ in range(turns)), strict=True)
     ratio = statistics.median(b / a for a, b in zip(ours, peer, strict=True))
+    if pair.peer_flops:
+        ratio *= pair.flops / pair.peer_flops
     mine = statistics.median(ours)
     gflops = pair.flops / mine / 1e9
     share = gflops / pair.peak if pair.peak else 0.0

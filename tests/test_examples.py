@@ -2,23 +2,45 @@
 
 import doctest
 import importlib
-import json
+import math
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+import fusion_attention as fa
 
 ROOT = Path(__file__).resolve().parents[1]
+# The everyday suite trains for a moment only.
+ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"]}
 DOCUMENTED = ("api", "npu.training", "npu.install", "capture", "mask", "sampling")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(path: Path) -> None:
-    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, math.nan])
+def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "finetune_minilm.py"))
+    texts = [
+        ("Return the sum.", "Missing values count as zero, others as they are."),
+        ("Stop.", "Wait for no thread."),
+    ] * 3
+    monkeypatch.setitem(script["main"].__globals__, "draw_pairs", lambda count, seed: texts)
+    right = fa.attention
+    monkeypatch.setattr(fa, "attention", lambda *args, **kwargs: right(*args, **kwargs) * factor)
+    with pytest.raises(typer.Exit) as end:
+        script["main"](steps=3, pairs=2, seed=0)
+    assert end.value.exit_code == (0 if factor == 1.0 else 1)
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -37,14 +59,3 @@ def test_pages_run(path: Path) -> None:
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(path), "exec"), names)
-
-
-def test_benchmarks_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--turns", "1", "--only", "packed"]
-    command += ["--output", str(tmp_path / "figures")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
-    assert [row["group"] for row in figures["rows"]] == ["packed", "packed"]
-    assert all(row["ratio"] > 0 for row in figures["rows"])
-    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")

@@ -251,7 +251,8 @@ LONGER: dict[str, str] = {}
 
 def house_files() -> list[Path]:
     code = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
-    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    folders = ("csrc", "tests/native")
+    native = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".cpp", ".h")]
     return sorted(code + native)
 
 

@@ -1,0 +1,92 @@
+"""What a long sequence's forward and backward take besides inputs, outputs and gradients: the growth of a process's
+resident memory at its peak, each measured in a process of its own, beside what the plans announce.
+
+    python -m benchmarks.memory bf16 65536      # one row, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import fusion_attention as fa
+from benchmarks.dense import DTYPES, rows
+from fusion_attention.backends import cpu
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import Extents, Problem
+
+DIM = 64
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One head of one causal sequence, forward and backward; megabytes of 1e6 bytes.
+
+    Args:
+        dtype, length: of the call.
+        operands_mb: q, k, v, dout, the output with its statistics, and the gradients.
+        extra_mb: what the process grew beyond them at its peak.
+        forward_mb, backward_mb: what the plans announce as workspace.
+    """
+
+    dtype: str
+    length: int
+    operands_mb: float
+    extra_mb: float
+    forward_mb: float
+    backward_mb: float
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, or VmHWM at the peak."""
+    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def workspaces(dtype: torch.dtype, length: int) -> tuple[int, int]:
+    """Bytes that the plans of both verbs announce."""
+    n = np.array([length])
+    extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
+    problem = Problem(1, 1, DIM, DIM, dtype=str(dtype).removeprefix("torch."))
+    forward, backward = (cpu.workspace_bytes(problem, extents, f"attention_{way}") for way in ("forward", "backward"))
+    return forward, backward
+
+
+def measure_here(name: str, length: int) -> Memory:
+    """Runs the call in this process, which must not have run a large one before."""
+    dtype = DTYPES[name]
+
+    def run(size: int) -> tuple[int, int]:
+        inputs = rows(dtype, (1, 1), size, DIM, grad=True)
+        dout = torch.randn_like(inputs[0])
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        out = fa.attention(*inputs, layout="BNSD", band=fa.Band.causal())
+        grads = torch.autograd.grad(out, inputs, dout)
+        statistics = 2 * 4 * size
+        results = sum(t.nbytes for t in (out, *grads)) + statistics
+        return results + sum(t.nbytes for t in (*inputs, dout)), resident("VmHWM") - before - results
+
+    run(64)  # loads and caches what every call needs
+    operands, extra = run(length)
+    return Memory(name, length, *(round(n / 1e6, 1) for n in (operands, extra, *workspaces(dtype, length))))
+
+
+def measured(length: int, names: Iterable[str] = DTYPES) -> Iterator[Memory]:
+    """A row for every dtype."""
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.memory", name, str(length)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        yield Memory(**json.loads(run.stdout))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure_here(sys.argv[1], int(sys.argv[2])))))
