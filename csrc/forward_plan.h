@@ -26,30 +26,41 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    // A range of units that are packed together, then read by all their tiles.
+    // One piece of work for one thread: a run of panels to pack, or a tile of one query head, which waits for the runs
+    // [first, end) that hold its keys. `first` counts runs over the whole plan.
+    struct Item {
+        std::size_t unit;
+        std::int64_t head;   // of the query; `packs` if the item packs
+        std::size_t at;      // the tile, or the first panel
+        std::size_t first, end;
+    };
+    static constexpr std::int64_t packs = -1;
+    // A range of items whose units lie in memory together.
     struct Wave {
         std::size_t first, end;
-        std::vector<std::int64_t> pack_start, tile_start;  // items before each unit, and in total
     };
     struct PlannedUnit {
         std::int64_t seq, head;
         std::size_t offset;  // in the wave's memory
     };
+    struct Threads;  // what those of one run share
 
     void check() const;
     void cut_waves();
-    void run_wave(const Wave &wave, const Job &job, char *packed, void *scratch, std::int64_t &empty) const;
+    void add_items(std::size_t unit, const std::vector<std::size_t> &tiles);
+    void pack_ahead(const Wave &wave);
+    std::int64_t work(const Job &job, const Threads &shared, void *scratch) const;
+    std::int64_t do_item(const Item &item, const Job &job, const Threads &shared, void *scratch) const;
 
     const Variant &variant_;
     const Kernels &kernels_;
     Problem problem_;
     std::vector<Sequence> sequences_;
     std::vector<Tile> tiles_;
-    std::vector<std::size_t> first_tile_;  // of each sequence, and their number
     std::vector<PlannedUnit> units_;
+    std::vector<Item> items_;
     std::vector<Wave> waves_;
-    std::size_t packed_bytes_ = 0, scratch_bytes_ = 0;
-    std::int64_t most_items_ = 0;
+    std::size_t packed_bytes_ = 0, scratch_bytes_ = 0, shared_bytes_ = 0, runs_ = 0, most_items_ = 0;
 };
 
 }  // namespace fusion
