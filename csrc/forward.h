@@ -77,7 +77,7 @@ template <class Format> struct Work {  // a tile and all that it needs
     const float factor;  // and to give it as a power of two
 
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, seq, unit_.packed),
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
           s(sizes, scratch), unit(unit_), tile(tile_), head(head_),
           // The largest product belongs to the largest score only under a positive scale.
           dressed(p.bias != Bias::none || !(p.scale > 1e-30)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
