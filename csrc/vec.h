@@ -327,6 +327,10 @@ struct Pair {
         std::memcpy(&out, &bits, 4);
         return out;
     }
+    // a * b - product, exactly: what rounding the product left.
+    static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
+        return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
+    }
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
         typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
@@ -341,8 +345,8 @@ private:
 };
 #endif
 
-// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add,
-// fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
+// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add and
+// fade, fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
 // would lose bits).
 template <class Format, int M, int N, int Stride, bool Add>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
@@ -364,7 +368,7 @@ FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_strid
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < N; ++j) {
             float *at = c + i * c_stride + j * lanes;
-            if constexpr (Add) sum[i][j] += load<Floats>(at) * all(fade[i]);
+            if (Add && fade) sum[i][j] += load<Floats>(at) * all(fade[i]);
             store(at, sum[i][j]);
         }
     }
