@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import chart, dense
-from benchmarks.pair import Timing, measure
+from benchmarks import chart, dense, features
+from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
 
 
@@ -30,10 +31,31 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {_native.cpu_features()['chosen']}"
 
 
+GROUPS: dict[str, Callable[[bool], Iterator[Pair]]] = {
+    "training": dense.training,
+    "masks": dense.masks,
+    "shapes": dense.shapes,
+    "packed": dense.packed,
+    "costs": features.costs,
+    "rates": features.rates,
+    "threads": features.threads,
+}
+
+
+LIMITS = {"plan.run, us": 15, "memory beside operands, S 65536 causal, MB": 60}
+
+
+def pairs(quick: bool, only: str) -> Iterator[Pair]:
+    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
+    for name, group in GROUPS.items():
+        if only in ("all", name):
+            yield from group(quick)
+
+
 def show(timings: list[Timing], console: Console) -> None:
     """The table of all figures."""
-    table = Table(title="Medians of alternating runs; ratio = peer's time / ours")
-    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak"):
+    table = Table(title=f"Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / theirs); reached from {REACHED} on")
+    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak", "goal", "reached"):
         table.add_column(name, justify="left" if name in ("case", "peer") else "right", no_wrap=True)
     group = ""
     for t in timings:
@@ -42,7 +64,10 @@ def show(timings: list[Timing], console: Console) -> None:
             table.add_section()
             table.add_row(f"[bold]{group}")
         share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+        goals = [f"{t.goal:.2f}" if t.goal else "", f"{t.share_goal:.2f} of peak" if t.share_goal else ""]
+        reached = "" if t.reached is None else "yes" if t.reached else "no"
         figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+        figures = (*figures, ", ".join(g for g in goals if g), reached)
         table.add_row(t.name, t.peer_name, *figures)
     console.print(table)
 
@@ -50,27 +75,33 @@ def show(timings: list[Timing], console: Console) -> None:
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    only: Annotated[str, typer.Option(help=f"One of {', '.join(dense.GROUPS)}, or all.")] = "all",
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(GROUPS)}, or all.")] = "all",
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
-    console = Console(width=None if sys.stdout.isatty() else 120)  # a file has room for every column
-    if only not in ("all", *dense.GROUPS):
-        raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
+    console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
+    if only not in ("all", *GROUPS):
+        raise typer.BadParameter(f"expected all or one of {', '.join(GROUPS)}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
-    peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
-    pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
-    timings = [measure(pair, turns) for pair in pairs]
+    shown = track(pairs(quick, only), "Measuring", total=None, console=console, transient=True)
+    timings = [measure(pair, turns) for pair in shown]
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
     show(timings, console)
+    others = {}
+    if only in ("all", "threads"):
+        others = {"plan.run, us": features.overhead_us()}
+        if not quick:
+            others["memory beside operands, S 65536 causal, MB"] = features.long_row_megabytes()
+        for name, value in others.items():
+            console.print(f"{name}: {value:.1f} (goal: below {LIMITS[name]})")
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
-        text = json.dumps({**facts, "rows": [asdict(t) for t in timings]}, indent=1)
+        text = json.dumps({**facts, **others, "rows": [asdict(t) for t in timings]}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         chart.draw(timings, output.with_suffix(".png"))
 

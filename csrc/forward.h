@@ -394,7 +394,7 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
         Floats sum = {}, share = all(1.0f);
         for (std::int64_t i = 0; i < here; ++i) sum[i] = sum_of(load<Floats>(w.s.sum + (first + i) * lanes));
-        const Floats highest = load<Floats>(w.s.peak + first);
+        const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
             share = rest == rest ? exp2(-rest) : share;
@@ -407,11 +407,12 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
         for (std::int64_t i = 0; i < here; ++i) {
             const std::int64_t row = w.tile.row0 + first + i;
-            const bool none = peak[i] == -infinity;
+            const bool none = peak[i] == -infinity;  // not even a sink: an empty row
+            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
             const float *from = w.s.out + (first + i) * w.sizes.columns;
             T *out = row_of<T>(w.o.out, w.tile.seq, w.head, row);
             for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-                store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * factor[i], w.p.dim_v - d);
+                store_floats(out + d, zeros ? Floats{} : load<Floats>(from + d) * factor[i], w.p.dim_v - d);
             }
             *row_of<float>(w.o.max, w.tile.seq, w.head, row) = peak[i];
             *row_of<float>(w.o.sum, w.tile.seq, w.head, row) = none ? 0.0f : sum[i];
