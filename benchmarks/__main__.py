@@ -42,6 +42,10 @@ GROUPS: dict[str, Callable[[bool], Iterator[Pair]]] = {
 }
 
 
+TITLE = (
+    "Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / the peer's);"
+    f" reached from {REACHED} of the goal on"
+)
 LIMITS = {"plan.run, us": 15, "memory beside operands, S 65536 causal, MB": 60}
 
 
@@ -54,7 +58,7 @@ def pairs(quick: bool, only: str) -> Iterator[Pair]:
 
 def show(timings: list[Timing], console: Console) -> None:
     """The table of all figures."""
-    table = Table(title=f"Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / theirs); reached from {REACHED} on")
+    table = Table(title=TITLE)
     for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak", "goal", "reached"):
         table.add_column(name, justify="left" if name in ("case", "peer") else "right", no_wrap=True)
     group = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import resource
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from benchmarks.dense import arithmetic, forward, rows, triangle
 from benchmarks.pair import Pair
 from fusion_attention import _native
 from fusion_attention.backends import cpu
-from fusion_attention.lower import operands_of
+from fusion_attention.contract import bind
+from fusion_attention.lower import mode_band, operands_of
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_v2
 from fusion_attention.ops import attention as record
 from fusion_attention.plan import Plan, plan
@@ -82,14 +84,13 @@ def rates(quick: bool) -> Iterator[Pair]:
         q_len, kv_len = np.array([size, size]), np.array([size + size // 2, size + size // 2])
         given = [torch.randn(int(n.sum()), 8, 128, dtype=BF16) for n in (q_len, kv_len, kv_len)]
         ends = dict(actual_seq_qlen=np.cumsum(q_len).tolist(), actual_seq_kvlen=np.cumsum(kv_len).tolist())
-        options: dict[str, Any] = dict(ends, scale=128**-0.5, atten_mask=mask, sparse_mode=mode, next_tockens=-size // 4)
+        shape: dict[str, Any] = dict(atten_mask=mask, sparse_mode=mode, next_tockens=-size // 4)
+        options = dict(ends, **shape, scale=128**-0.5)
         ours = torch.no_grad()(lambda given=given, options=options: npu_fusion_attention(*given, 8, "TND", **options))
         yield pair(f"mode {mode}, 2 x S{size}", ours, _visible(q_len, kv_len, mode, -size // 4) * 8 * 512, cost)
 
 
 def _visible(q_len: np.ndarray, kv_len: np.ndarray, mode: int, next_: int) -> int:
-    from fusion_attention.lower import mode_band
-
     lo, hi, prefix = mode_band(mode, True, 2**31 - 1, next_, None, q_len, kv_len)
     total = 0
     for b in range(len(q_len)):
@@ -125,7 +126,7 @@ def threads(quick: bool) -> Iterator[Pair]:
         made, operands = planned(q, k, v)
         v3 = dataclasses.replace(made, schedule=cpu.schedule(made.problem, made.extents, made.verb, "v3"))
         flops = arithmetic(q, size * size, 2)
-        ours = lambda: v3.run(operands)  # noqa: E731
+        ours = functools.partial(v3.run, operands)
         goal = 0.0 if quick else 0.80
         yield Pair(
             "threads", "AVX2, fp32 D128", "ours", ours, forward(q, k, v), flops, "float32", "v3", share_goal=goal
@@ -134,8 +135,6 @@ def threads(quick: bool) -> Iterator[Pair]:
 
 def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Plan, Any]:
     """The plan of a plain call, and its operands."""
-    from fusion_attention.contract import bind
-
     call = record.lower(bind(record.RECORD, {"q": q, "k": k, "v": v, "layout": "BNSD"}))
     stats = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)]
     return plan(call.problem, call.extents, q.device), operands_of(call, torch.empty_like(q), *stats)
