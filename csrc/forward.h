@@ -210,20 +210,21 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
     for (int i = 0; i < padded; i += lanes) {  // the lanes behind block_rows are the next block's, and stay as they are
         float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
         const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
-        Floats peak = load<Floats>(peaks);
-        peak = highest > peak ? highest : peak;
+        const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
         const Floats to = Format::fused ? rounded(peak * w.factor) : peak;
         store(peaks, peak);
         store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
-        Floats share = from == to ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        Floats share = before == peak ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
         if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
 
 template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
-    return exp2(Format::fused ? scores * factor - shift : (scores - shift) * factor);
+    if constexpr (Format::fused) return exp2(scores * factor - shift);
+    return exp2<6>((scores - shift) * factor);
 }
 
 // The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
@@ -245,6 +246,14 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
     return sum + other;
 }
 
+// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the row
+// becomes one whose peak is 0.
+inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
+    for (std::int64_t c = 0; c < count; ++c) {
+        if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;
+    }
+}
+
 // A row whose peak is +inf has no finite softmax: it only remains to find out whether a NaN is among its scores.
 inline bool has_nan(const float *scores, std::int64_t count) {
     for (std::int64_t c = 0; c < count; ++c) {
@@ -256,15 +265,18 @@ inline bool has_nan(const float *scores, std::int64_t count) {
 template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
     const bool drops = w.p.dropout != Dropout::none;
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * most_step, shift = w.s.shift[b.row + i];
+        float *scores = w.s.scores + i * most_step;
+        const float peak = w.s.peak[b.row + i], shift = w.s.shift[b.row + i];
         auto *weights = w.s.weights + i * (most_step / Format::depth);
         float *sums = w.s.sum + (b.row + i) * lanes;
         Floats sum = load<Floats>(sums) * fade[i];
-        if (shift == infinity) {
+        if (peak == infinity) {
             if (has_nan(scores, b.count)) sum = all(__builtin_nanf(""));
             std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
         } else {
-            const float from = shift == -infinity ? 0.0f : shift;  // 2^(-inf - 0) = 0
+            const bool finite = -infinity < shift && shift < infinity;
+            if (!finite && peak > -infinity) bring_to_zero(scores, b.count, peak);
+            const float from = finite ? shift : 0.0f;  // 2^(-inf - 0) = 0
             const std::uint8_t *keep = w.s.keep + i * (most_step / 8);
             sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
                         : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
@@ -397,7 +409,7 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
-            share = rest == rest ? exp2(-rest) : share;
+            share = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : share;
             sum *= share;
         }
         Floats peak = highest * w.natural;
