@@ -6,7 +6,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,20 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import backward, chart, dense, memory
-from benchmarks.pair import Pair, Timing, measure
+from benchmarks import backward, chart, dense, features, memory
+from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
-
-GROUPS = {**dense.GROUPS, **backward.GROUPS}
-MEMORY = "memory"
-
-
-def pairs(quick: bool, peaks: dense.Peaks, only: str) -> Iterator[Pair]:
-    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
-    size, count = (512, 32) if quick else (2048, 100)
-    for name, group in GROUPS.items():
-        if only in ("all", name):
-            yield from group(count if name in ("packed", "steps") else size, peaks)
 
 
 def processor() -> str:
@@ -42,10 +31,39 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {_native.cpu_features()['chosen']}"
 
 
+GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
+    "training": (dense.training,),
+    "masks": (dense.masks,),
+    "shapes": (dense.shapes,),
+    "packed": (dense.packed,),
+    "costs": (features.costs,),
+    "rates": (features.rates,),
+    "threads": (features.threads, backward.threads),
+    "gradients": (backward.training,),
+    "steps": (backward.packed,),
+}
+MEMORY = "memory"
+
+
+TITLE = (
+    "Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / the peer's);"
+    f" reached from {REACHED} of the goal on"
+)
+LIMITS = {"plan.run, us": 15, "memory beside operands, S 65536 causal, MB": 60}
+
+
+def pairs(quick: bool, only: str) -> Iterator[Pair]:
+    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
+    for name, rows in GROUPS.items():
+        if only in ("all", name):
+            for group in rows:
+                yield from group(quick)
+
+
 def show(timings: list[Timing], console: Console) -> None:
     """The table of all figures."""
-    table = Table(title="Medians of alternating runs; ratio = peer's time / ours, by rate: our rate / the peer's")
-    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak"):
+    table = Table(title=TITLE)
+    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak", "goal", "reached"):
         table.add_column(name, justify="left" if name in ("case", "peer") else "right", no_wrap=True)
     group = ""
     for t in timings:
@@ -54,7 +72,10 @@ def show(timings: list[Timing], console: Console) -> None:
             table.add_section()
             table.add_row(f"[bold]{group}")
         share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+        goals = [f"{t.goal:.2f}" if t.goal else "", f"{t.share_goal:.2f} of peak" if t.share_goal else ""]
+        reached = "" if t.reached is None else "yes" if t.reached else "no"
         figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+        figures = (*figures, ", ".join(g for g in goals if g), reached)
         table.add_row(t.name, t.peer_name, *figures)
     console.print(table)
 
@@ -77,18 +98,17 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
-    console = Console(width=None if sys.stdout.isatty() else 120)  # a file has room for every column
+    console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
     if only not in ("all", *GROUPS, MEMORY):
         names = ", ".join((*GROUPS, MEMORY))
         raise typer.BadParameter(f"expected all or one of {names}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
-    peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
-    rows = track(pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
-    timings = [measure(pair, turns) for pair in rows]
+    shown = track(pairs(quick, only), "Measuring", total=None, console=console, transient=True)
+    timings = [measure(pair, turns) for pair in shown]
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
     if timings:
@@ -96,10 +116,17 @@ def main(
     found = list(memory.measured(4096 if quick else 65536)) if only in ("all", MEMORY) else []
     if found:
         show_memory(found, console)
+    others = {}
+    if only in ("all", "threads"):
+        others = {"plan.run, us": features.overhead_us()}
+        if not quick:
+            others["memory beside operands, S 65536 causal, MB"] = features.long_row_megabytes()
+        for name, value in others.items():
+            console.print(f"{name}: {value:.1f} (goal: below {LIMITS[name]})")
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
-        text = json.dumps({**facts, **tables}, indent=1)
+        text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         chart.draw(timings, output.with_suffix(".png"))
 

@@ -11,12 +11,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
-from benchmarks.dense import DTYPES, Peaks, arithmetic, packed_lengths, padded, rows, triangle
+from benchmarks.dense import DTYPES, PEAKS, arithmetic, packed_lengths, padded, rows, triangle
+from benchmarks.features import with_threads
 from benchmarks.pair import Pair
 
 Call = Callable[[], object]
 MATMULS = 5
 RATE = "ours full, by rate"  # the peer computes other work: its rate is compared, not its time
+# What a feature may cost: how fast beside 1.
+GROUPED, VISIBLE, SLOPES, DROPOUT, DBIAS = 0.9, 1 / 1.3, 1 / 1.1, 1 / 1.2, 1 / 1.25
 
 
 def gradients(out: torch.Tensor, *inputs: torch.Tensor) -> Call:
@@ -35,58 +38,63 @@ def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
     return gradients(sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options), q, k, v)
 
 
-def grouped(size: int, peaks: Peaks) -> Iterator[Pair]:
+def grouped(quick: bool) -> Iterator[Pair]:
     """Four query heads to a key head."""
+    size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
-        wide = rows(dtype, (32, 8), size // 2, 128, grad=True)
-        flops, peak = arithmetic(wide[0], (size // 2) ** 2, MATMULS), peaks.get(dtype, 0.0)
-        mine, name = ours(*wide), f"{label} 32/8 heads S{size // 2}"
+        wide = rows(dtype, (32, 8), size, 128, grad=True)
+        flops, peak = arithmetic(wide[0], size**2, MATMULS), PEAKS[label]
+        mine, name = ours(*wide), f"{label} 32/8 heads S{size}"
         yield Pair("gradients", name, "SDPA", mine, theirs(*wide), flops, peak)
-        own = ours(*rows(dtype, (32, 32), size // 2, 128, grad=True))
-        yield Pair("gradients", name, "ours 32/32", mine, own, flops, peak)
+        own = ours(*rows(dtype, (32, 32), size, 128, grad=True))
+        yield Pair("gradients", name, "ours 32/32", mine, own, flops, peak, goal=0.0 if quick else GROUPED)
 
 
-def features(size: int, peaks: Peaks) -> Iterator[Pair]:
+def features(quick: bool) -> Iterator[Pair]:
     """Bands by their visible pairs; biases and dropout beside the same call without."""
+    size = 512 if quick else 2048
     row, key = torch.arange(size)[:, None], torch.arange(size)
-    window, prefix = min(256, size // 4), size // 4
+    window, prefix = size // 8, size // 4
     for label in ("bf16", "fp32"):
-        dtype = DTYPES[label]
+        dtype, peak = DTYPES[label], PEAKS[label]
         q, k, v = rows(dtype, (8, 8), size, 128, grad=True)
-        peak, every = peaks.get(dtype, 0.0), arithmetic(q, size**2, MATMULS)
+        every, half = arithmetic(q, size**2, MATMULS), arithmetic(q, triangle(size), MATMULS)
         full, causal = ours(q, k, v), ours(q, k, v, band=fa.Band.causal())
+
+        def pair(name: str, *rest: Any, goal: float = 0.0, label: str = label, peak: str = peak, **more: Any) -> Pair:
+            goal = 0.0 if quick else goal
+            return Pair("gradients", f"{label} {name}, S{size}", *rest, peak, goal=goal, **more)
+
         seen = (key <= row) & (row - key < window)
         flops, mine = arithmetic(q, int(seen.sum()), MATMULS), ours(q, k, v, band=fa.Band.window(window - 1, 0))
-        name = f"{label} window {window}, S{size}"
-        yield Pair("gradients", name, RATE, mine, full, flops, peak, every)
-        yield Pair("gradients", name, "SDPA + mask", mine, theirs(q, k, v, attn_mask=seen), flops, peak)
+        yield pair(f"window {window}", RATE, mine, full, flops, peer_flops=every, goal=VISIBLE)
+        yield pair(f"window {window}", "SDPA + mask", mine, theirs(q, k, v, attn_mask=seen), flops)
         seen = (key <= row) | (key < prefix)
         flops, mine = arithmetic(q, int(seen.sum()), MATMULS), ours(q, k, v, band=fa.Band.prefix_causal([prefix]))
-        yield Pair("gradients", f"{label} prefix {prefix}, S{size}", RATE, mine, full, flops, peak, every)
-        flops = arithmetic(q, triangle(size), MATMULS)
-        yield Pair("gradients", f"{label} causal, S{size}", RATE, causal, full, flops, peak, every)
+        yield pair(f"prefix {prefix}", RATE, mine, full, flops, peer_flops=every, goal=VISIBLE)
+        yield pair("causal", RATE, causal, full, half, peer_flops=every, goal=VISIBLE)
         mine = ours(q, k, v, band=fa.Band.causal(), alibi_slopes=torch.tensor([2.0 ** -(h + 1) for h in range(8)]))
-        yield Pair("gradients", f"{label} causal ALiBi, S{size}", "ours without", mine, causal, flops, peak)
+        yield pair("causal ALiBi", "ours without", mine, causal, half, goal=SLOPES)
         mine = ours(q, k, v, keep_prob=0.9, seed=1)
-        yield Pair("gradients", f"{label} dropout, S{size}", "ours without", mine, full, every, peak)
+        yield pair("dropout", "ours without", mine, full, every, goal=DROPOUT)
         bias = torch.randn(1, 8, size, size, dtype=dtype, requires_grad=True)
         mine = ours(q, k, v, bias, bias=bias)
-        yield Pair("gradients", f"{label} dbias, S{size}", "ours without", mine, full, every, peak)
+        yield pair("dbias", "ours without", mine, full, every, goal=DBIAS)
 
 
-def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
+def packed(quick: bool) -> Iterator[Pair]:
     """A long-tailed mix of lengths: the backward by its visible pairs, and a whole step beside padded SDPA."""
-    lengths, heads, dim, size = packed_lengths(count), 12, 64, 2048
+    lengths, heads, dim, size = packed_lengths(32 if quick else 100), 12, 64, 512 if quick else 2048
     for label in ("fp32", "bf16"):
-        dtype, peak = DTYPES[label], peaks.get(DTYPES[label], 0.0)
+        dtype, peak = DTYPES[label], PEAKS[label]
         q, k, v = (torch.randn(sum(lengths), heads, dim, dtype=dtype, requires_grad=True) for _ in range(3))
         call = functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths)
         dense = rows(dtype, (heads, heads), size, dim, grad=True)
-        pairs, name = sum(n * n for n in lengths), f"{label}, {count} sequences"
-        flops = 2 * heads * pairs * dim
+        pairs, name = sum(n * n for n in lengths), f"{label}, {len(lengths)} sequences"
+        flops, goal = 2 * heads * pairs * dim, 0.0 if quick else VISIBLE
         mine, full = gradients(call(), q, k, v), ours(*dense)
-        every = arithmetic(dense[0], size**2, MATMULS)
-        yield Pair("steps", f"{name}, packed backward", RATE, mine, full, flops * MATMULS, peak, every)
+        every, work = arithmetic(dense[0], size**2, MATMULS), flops * MATMULS
+        yield Pair("steps", f"{name}, packed backward", RATE, mine, full, work, peak, peer_flops=every, goal=goal)
         *wide, mask = padded(q.detach(), k.detach(), v.detach(), lengths)
         for tensor in wide:
             tensor.requires_grad_()
@@ -94,8 +102,8 @@ def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
         other = functools.partial(sdpa, *wide, attn_mask=mask)
         step = functools.partial(forward_and_backward, call, (q, k, v), douts[0])
         peer = functools.partial(forward_and_backward, other, tuple(wide), douts[1])
-        flops *= MATMULS + 2
-        yield Pair("steps", f"{name}, packed step", "padded SDPA + mask", step, peer, flops, peak)
+        work = flops * (MATMULS + 2)
+        yield Pair("steps", f"{name}, packed step", "padded SDPA + mask", step, peer, work, peak)
 
 
 def forward_and_backward(
@@ -105,39 +113,19 @@ def forward_and_backward(
     torch.autograd.grad(call(), inputs, dout)
 
 
-def on_one_thread(call: Call) -> Call:
-    """The call, computed by one thread."""
-
-    def run() -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            call()
-        finally:
-            torch.set_num_threads(threads)
-
-    return run
-
-
-def scaling(size: int, peaks: Peaks) -> Iterator[Pair]:
+def threads(quick: bool) -> Iterator[Pair]:
     """All threads beside one: many heads, and one head alone."""
     for label in ("bf16", "fp32"):
-        dtype = DTYPES[label]
-        for heads in (8, 1):
-            length = size if heads > 1 else 2 * size
-            q, k, v = rows(dtype, (heads, heads), length, 128, grad=True)
-            name = f"{label} {heads} head{'s' * (heads > 1)} S{length}"
-            peak = peaks.get(dtype, 0.0)
-            call = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="BNSD"))
-            for verb, work, matmuls in (("forward", call, 2), ("backward", ours(q, k, v), MATMULS)):
-                flops = arithmetic(q, length**2, matmuls)
-                yield Pair("threads", f"{name}, {verb}", "one thread", work, on_one_thread(work), flops, peak)
+        for heads, goal in ((8, 1.9), (1, 1.75)):
+            length = (512 if quick else 2048) * (1 if heads > 1 else 2)
+            q, k, v = rows(DTYPES[label], (heads, heads), length, 128, grad=True)
+            name = f"{label} {heads} head{'s' * (heads > 1)} S{length}, backward"
+            work, flops = ours(q, k, v), arithmetic(q, length**2, MATMULS)
+            goal = 0.0 if quick else goal
+            yield Pair("threads", name, "one thread", work, with_threads(1, work), flops, PEAKS[label], goal=goal)
 
 
-def training(size: int, peaks: Peaks) -> Iterator[Pair]:
+def training(quick: bool) -> Iterator[Pair]:
     """Everything that a padded call may add."""
-    yield from grouped(size, peaks)
-    yield from features(size, peaks)
-
-
-GROUPS = {"gradients": training, "steps": packed, "threads": scaling}
+    yield from grouped(quick)
+    yield from features(quick)

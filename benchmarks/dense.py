@@ -15,8 +15,27 @@ import fusion_attention as fa
 from benchmarks.pair import Pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+PEAKS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float32"}  # float16 is computed as float32
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Peaks = dict[torch.dtype, float]
+# What we want to reach at full size (S 2048, 8 heads), full and causal: times SDPA, and share of the peak.
+FORWARD = {
+    ("bf16", 128): (2.3, 2.75),
+    ("fp32", 128): (1.18, 1.40),
+    ("fp16", 128): (1.75, 2.05),
+    ("bf16", 64): (2.4, 2.8),
+    ("fp32", 64): (1.28, 1.5),
+    ("fp16", 64): (2.0, 2.35),
+}
+SHARES = {"bf16": (0.87, 0.83), "fp32": (0.90, 0.86), "fp16": (0.90, 0.86)}
+BACKWARD = {
+    ("bf16", 128): (1.75, 2.1),
+    ("fp32", 128): (1.25, 1.55),
+    ("fp16", 128): (13.0, 16.0),
+    ("bf16", 64): (1.95, 2.35),
+    ("fp32", 64): (1.4, 1.7),
+    ("fp16", 64): (14.0, 15.5),
+}
+BACKWARD_SHARES = {"bf16": (0.88, 0.85), "fp32": (0.88, 0.86), "fp16": (0.88, 0.86)}
 
 
 def rows(dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, *, grad: bool = False) -> Rows:
@@ -60,8 +79,9 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Call
     return torch.no_grad()(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
 
 
-def training(size: int, peaks: Peaks) -> Iterator[Pair]:
+def training(quick: bool) -> Iterator[Pair]:
     """Forward and backward, full and causal, in every dtype."""
+    size = 512 if quick else 2048
     for dim in (128, 64):
         for label, dtype in DTYPES.items():
             for causal in (False, True):
@@ -70,61 +90,62 @@ def training(size: int, peaks: Peaks) -> Iterator[Pair]:
                 pairs = triangle(size) if causal else size * size
                 q, k, v = rows(dtype, (8, 8), size, dim)
                 ours, theirs = forward(q, k, v, band=band), peer(q, k, v, is_causal=causal)
-                yield Pair("forward", name, "SDPA", ours, theirs, arithmetic(q, pairs, 2), peaks.get(dtype, 0.0))
+                flops, peak = arithmetic(q, pairs, 2), PEAKS[label]
+                share = SHARES[label][causal] if dim == 128 and not quick else 0.0
+                goal = 0.0 if quick else FORWARD[label, dim][causal]
+                yield Pair("forward", name, "SDPA", ours, theirs, flops, peak, goal=goal, share_goal=share)
                 q, k, v = rows(dtype, (8, 8), size, dim, grad=True)
                 outs = fa.attention(q, k, v, layout="BNSD", band=band), sdpa(q, k, v, is_causal=causal)
                 dout = torch.randn_like(outs[0])
                 calls = [functools.partial(torch.autograd.grad, o, (q, k, v), dout, retain_graph=True) for o in outs]
-                yield Pair("backward", name, "SDPA", *calls, arithmetic(q, pairs, 5), peaks.get(dtype, 0.0))
+                share = BACKWARD_SHARES[label][causal] if dim == 128 and not quick else 0.0
+                goal = 0.0 if quick else BACKWARD[label, dim][causal]
+                flops = arithmetic(q, pairs, 5)
+                yield Pair("backward", name, "SDPA", *calls, flops, peak, goal=goal, share_goal=share)
 
 
-def masks(size: int, peaks: Peaks) -> Iterator[Pair]:
+def masks(quick: bool) -> Iterator[Pair]:
     """What peers need a mask tensor, a bias tensor or a compiled block mask for."""
-    dtype = torch.bfloat16
-    peak = peaks.get(dtype, 0.0)
-    q, k, v = rows(dtype, (8, 8), size, 128)
+    size, peak = 512 if quick else 2048, "bfloat16"
+    q, k, v = rows(torch.bfloat16, (8, 8), size, 128)
     row, key = torch.arange(size)[:, None], torch.arange(size)
     window = min(256, size // 4)
     inside = (key <= row) & (row - key < window)
-    band = fa.Band.window(window - 1, 0)
     flops = arithmetic(q, int(inside.sum()), 2)
-    ours = forward(q, k, v, band=band)
+    ours = forward(q, k, v, band=fa.Band.window(window - 1, 0))
     yield Pair("masks", f"window {window}, S{size}", "SDPA + mask", ours, peer(q, k, v, attn_mask=inside), flops, peak)
     yield Pair("masks", f"window {window}, S{size}", "FlexAttention", ours, flex(q, k, v, window), flops, peak)
     causal = forward(q, k, v, band=fa.Band.causal())
     flops = arithmetic(q, triangle(size), 2)
     yield Pair("masks", f"causal, S{size}", "FlexAttention", causal, flex(q, k, v, size), flops, peak)
     slopes = torch.tensor([2.0 ** -(h + 1) for h in range(8)])
-    alibi = (-slopes[:, None, None] * (row - key).abs()).masked_fill(key > row, -torch.inf).to(dtype)[None]
+    alibi = (-slopes[:, None, None] * (row - key).abs()).masked_fill(key > row, -torch.inf).to(torch.bfloat16)[None]
     ours = forward(q, k, v, band=fa.Band.causal(), alibi_slopes=slopes)
     yield Pair("masks", f"causal ALiBi, S{size}", "SDPA + bias", ours, peer(q, k, v, attn_mask=alibi), flops, peak)
-    flops = arithmetic(q, size * size, 2)
-    bias = torch.randn(1, 8, size, size, dtype=dtype)
-    ours = forward(q, k, v, bias=bias)
-    yield Pair("masks", f"bias, S{size}", "SDPA + bias", ours, peer(q, k, v, attn_mask=bias), flops, peak)
+    flops, goal = arithmetic(q, size * size, 2), 0.0 if quick else 0.95 * FORWARD["bf16", 128][0]
+    bias = torch.randn(1, 8, size, size, dtype=torch.bfloat16)
+    ours, theirs = forward(q, k, v, bias=bias), peer(q, k, v, attn_mask=bias)
+    yield Pair("masks", f"bias, S{size}", "SDPA + bias", ours, theirs, flops, peak, goal=goal)
     blocked = torch.rand(size, size) < 0.3
-    ours = forward(q, k, v, blocked=blocked)
-    yield Pair("masks", f"mask, S{size}", "SDPA + mask", ours, peer(q, k, v, attn_mask=~blocked), flops, peak)
-    ours = forward(q, k, v, keep_prob=0.9, seed=1)
-    yield Pair("masks", f"dropout, S{size}", "ours without", ours, forward(q, k, v), flops, peak)
+    ours, theirs = forward(q, k, v, blocked=blocked), peer(q, k, v, attn_mask=~blocked)
+    yield Pair("masks", f"mask, S{size}", "SDPA + mask", ours, theirs, flops, peak, goal=goal)
 
 
-def shapes(size: int, peaks: Peaks) -> Iterator[Pair]:
+def shapes(quick: bool) -> Iterator[Pair]:
     """Grouped heads, short sequences, odd head dims."""
+    size = 512 if quick else 2048
     for label, dtype in DTYPES.items():
         q, k, v = rows(dtype, (32, 8), size // 2, 128)
-        flops = arithmetic(q, (size // 2) ** 2, 2)
-        name = f"{label} 32/8 heads S{size // 2}"
-        yield Pair("shapes", name, "SDPA", forward(q, k, v), peer(q, k, v), flops, peaks.get(dtype, 0.0))
-    dtype = torch.bfloat16
+        flops, name = arithmetic(q, (size // 2) ** 2, 2), f"{label} 32/8 heads S{size // 2}"
+        yield Pair("shapes", name, "SDPA", forward(q, k, v), peer(q, k, v), flops, PEAKS[label])
     for short in (128, 512):
-        q, k, v = rows(dtype, (8, 8), short, 128)
-        ours, theirs = forward(q, k, v), peer(q, k, v)
-        yield Pair("shapes", f"bf16 S{short}", "SDPA", ours, theirs, arithmetic(q, short**2, 2), peaks.get(dtype, 0.0))
+        q, k, v = rows(torch.bfloat16, (8, 8), short, 128)
+        ours, theirs, flops = forward(q, k, v), peer(q, k, v), arithmetic(q, short**2, 2)
+        yield Pair("shapes", f"bf16 S{short}", "SDPA", ours, theirs, flops, "bfloat16", goal=2.5)
     for dim in (72, 80, 96, 256):
-        q, k, v = rows(dtype, (8, 8), size, dim)
+        q, k, v = rows(torch.bfloat16, (8, 8), size, dim)
         ours, theirs = forward(q, k, v), peer(q, k, v)
-        yield Pair("shapes", f"bf16 D{dim}", "SDPA", ours, theirs, arithmetic(q, size**2, 2), peaks.get(dtype, 0.0))
+        yield Pair("shapes", f"bf16 D{dim}", "SDPA", ours, theirs, arithmetic(q, size**2, 2), "bfloat16")
 
 
 def packed_lengths(count: int) -> list[int]:
@@ -142,10 +163,11 @@ def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]
     return *wide, (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
-def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
+def packed(quick: bool) -> Iterator[Pair]:
     """Sequences of a long-tailed mix of lengths: packed here, padded with a key mask there."""
-    lengths, heads, dim = packed_lengths(count), 12, 64
-    total = sum(lengths)
+    lengths, heads, dim = packed_lengths(32 if quick else 100), 12, 64
+    count, total, longest = len(lengths), sum(lengths), max(lengths)
+    padding = count * longest**2 / sum(n * n for n in lengths)  # what the peer computes for one pair of ours
     for label in ("fp32", "bf16"):
         dtype = DTYPES[label]
         q, k, v = (torch.randn(total, heads, dim, dtype=dtype) for _ in range(3))
@@ -153,8 +175,6 @@ def packed(count: int, peaks: Peaks) -> Iterator[Pair]:
         ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths))
         theirs = torch.no_grad()(functools.partial(sdpa, *wide, attn_mask=mask))
         flops = sum(4 * heads * n * n * dim for n in lengths)
-        name = f"{label}, {count} sequences, {total} of {count * max(lengths)} tokens"
-        yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, peaks.get(dtype, 0.0))
-
-
-GROUPS = {"training": training, "masks": masks, "shapes": shapes, "packed": packed}
+        name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
+        goal = 0.0 if quick else 0.9 * padding * FORWARD[label, dim][0]
+        yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, PEAKS[label], goal=goal)

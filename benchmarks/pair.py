@@ -7,6 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from fusion_attention import _native
+
+# A figure reaches its goal from this share of it on: what two runs on one machine differ by.
+REACHED = 0.97
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -15,10 +22,13 @@ class Pair:
     Args:
         group: rows that a chart shows together.
         name: what is computed.
-        peer_name: how a user would compute it otherwise.
+        peer_name: how a user would compute it otherwise; or ours in another form.
         ours, peer: compute it once.
-        flops: of ours, multiply-adds counted twice; peak: the machine's rate for them in GFLOP/s, 0 if not measured.
-        peer_flops: of the peer where it does other work, and the ratio shall compare rates; else 0.
+        flops: of ours, multiply-adds counted twice.
+        peak: the dtype whose multiply-adds are the peak: "float32" or "bfloat16", "" for none; variant: of which
+            instruction set, None for the one that computes.
+        peer_flops: of a peer that computes something else, so that rates are compared; 0: times are.
+        goal, share_goal: the ratio and the share of the peak that we want to reach; 0 for none.
     """
 
     group: str
@@ -27,16 +37,17 @@ class Pair:
     ours: Callable[[], object]
     peer: Callable[[], object]
     flops: int
-    peak: float = 0.0
+    peak: str = ""
+    variant: str | None = None
     peer_flops: int = 0
+    goal: float = 0.0
+    share_goal: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of both, the median of the ratios peer / ours of neighbouring turns, and our rate.
-
-    Where the peer does other work, the ratio is our rate / the peer's.
-    """
+    """Median milliseconds of both, medians over neighbouring turns of the ratio (peer's time / ours, or our rate / the
+    peer's) and of our share of the peak, and our rate."""
 
     group: str
     name: str
@@ -46,6 +57,15 @@ class Timing:
     ratio: float
     gflops: float
     share_of_peak: float
+    goal: float
+    share_goal: float
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether what has a goal reaches it; None without a goal."""
+        wanted = [(self.ratio, self.goal), (self.share_of_peak, self.share_goal)]
+        found = [value >= REACHED * goal for value, goal in wanted if goal]
+        return all(found) if found else None
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -55,15 +75,42 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+class Probe:
+    """The machine's multiply-adds in registers, for about as long as a call takes: what its rate is a share of."""
+
+    def __init__(self, dtype: str, variant: str | None, like: float) -> None:
+        self._given = dtype, variant
+        self._turns = 100_000
+        for _ in range(2):
+            self._turns = max(1000, round(self._turns * like / seconds(self._work)))
+
+    def _work(self) -> float:
+        dtype, variant = self._given
+        return _native.multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
+
+    def rate(self) -> float:
+        """Operations in a second, measured now."""
+        start = time.perf_counter()
+        return self._work() / (time.perf_counter() - start)
+
+
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times a pair over `turns` alternations, after one of each that does not count."""
+    """Times a pair and the probe over `turns` alternations, after one of each that does not count."""
     pair.ours(), pair.peer()
-    ours, peer = zip(*((seconds(pair.ours), seconds(pair.peer)) for _ in range(turns)), strict=True)
-    ratio = statistics.median(b / a for a, b in zip(ours, peer, strict=True))
-    if pair.peer_flops:
-        ratio *= pair.flops / pair.peer_flops
-    mine = statistics.median(ours)
-    gflops = pair.flops / mine / 1e9
-    share = gflops / pair.peak if pair.peak else 0.0
-    milliseconds = (mine * 1e3, statistics.median(peer) * 1e3)
-    return Timing(pair.group, pair.name, pair.peer_name, *milliseconds, ratio, gflops, share)
+    probe = Probe(pair.peak, pair.variant, seconds(pair.ours)) if pair.peak else None
+    rows = [(seconds(pair.ours), seconds(pair.peer), probe.rate() if probe else 0.0) for _ in range(turns)]
+    work = pair.flops / pair.peer_flops if pair.peer_flops else 1.0
+    median = statistics.median
+    ours, peer = median(a for a, _, _ in rows), median(b for _, b, _ in rows)
+    return Timing(
+        pair.group,
+        pair.name,
+        pair.peer_name,
+        ours * 1e3,
+        peer * 1e3,
+        median(b / a * work for a, b, _ in rows),
+        pair.flops / ours / 1e9,
+        median(pair.flops / a / rate if rate else 0.0 for a, _, rate in rows),
+        pair.goal,
+        pair.share_goal,
+    )

@@ -162,7 +162,7 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
     std::vector<fusion::Sequence> sequences(count);
     for (std::size_t b = 0; b < count; ++b) {
         sequences[b] = {q_len.data()[b],  kv_len.data()[b], lo.data()[b], hi.data()[b],
-                        prefix.data()[b], shift.data()[b],  0,            0};
+                        prefix.data()[b], shift.data()[b]};
     }
     return sequences;
 }

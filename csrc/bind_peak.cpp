@@ -1,17 +1,10 @@
 // The machine's own limits, measured: arithmetic of one variant, and reading memory.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
+#include "bind_arguments.h"
 
 #include <algorithm>
 #include <chrono>
 #include <vector>
-
-#include "dispatch.h"
-#include "variant.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace {
 
@@ -27,16 +20,18 @@ template <class Body> double best_seconds(Body body) {
     return best;
 }
 
-double gflops(double (*work)(std::int64_t, float *), int threads) {
-    constexpr std::int64_t turns = 5'000'000;
-    double operations = 0;
+double operations(double (*work)(std::int64_t, float *), int threads, std::int64_t turns) {
+    double done = 0;
     float result = 0;
-    const double seconds = best_seconds([&] {
-        operations = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : operations, result)
-        operations += work(turns, &result);
-    });
-    return result == result ? operations / seconds / 1e9 : 0;
+#pragma omp parallel num_threads(threads) reduction(+ : done, result)
+    done += work(turns, &result);
+    return result == result ? done : 0;
+}
+
+double gflops(double (*work)(std::int64_t, float *), int threads) {
+    double done = 0;
+    const double seconds = best_seconds([&] { done = operations(work, threads, 5'000'000); });
+    return done / seconds / 1e9;
 }
 
 double read_gigabytes(int threads) {
@@ -69,10 +64,20 @@ nb::dict machine_peak(int threads) {
     return out;
 }
 
+double multiply_adds(const std::string &dtype, int threads, std::int64_t turns, const nb::object &name) {
+    require_threads(threads);
+    const fusion::Variant &variant = variant_named(name);
+    const nb::gil_scoped_release release;
+    return operations(dtype == "bfloat16" && variant.pair_work ? variant.pair_work : variant.float_work, threads, turns);
+}
+
 }  // namespace
 
 void bind_peak(nb::module_ &m) {
     m.def("machine_peak", &machine_peak, "threads"_a,
           "GFLOP/s that the chosen variant's multiply-adds reach per operand dtype, and GB/s that reading memory reaches;\n"
           "measured now, about a second. For benchmarks.");
+    m.def("multiply_adds", &multiply_adds, "dtype"_a, "threads"_a, "turns"_a, "variant"_a = nb::none(),
+          "Runs the multiply-adds that operands of a dtype are computed with, in registers, on every thread; returns how\n"
+          "many operations that was. For benchmarks.");
 }

@@ -29,10 +29,10 @@ template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format>
 template <class Format> struct Scratch {  // one thread's
     using Word = typename Format::Word;
     Word *q;          // [tile_rows][words]
-    float *out;       // [tile_rows][columns], not yet divided by the sum
+    float *out;       // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
     float *sum;       // [tile_rows][lanes], one sum per lane
-    float *peak;      // [tile_rows], the largest score so far
-    float *shift;     // [tile_rows], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
+    float *peak;      // [tile_rows + lanes], the largest score so far
+    float *shift;     // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
     float *scores;    // [block_rows][most_step]
     Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
     std::uint8_t *seen, *keep, *nothing;  // [block_rows][most_step / 8]
@@ -47,8 +47,8 @@ template <class Format> struct Scratch {  // one thread's
         take(q, tile_rows * sizes.words);
         take(out, tile_rows * sizes.columns);
         take(sum, tile_rows * lanes);
-        take(peak, tile_rows);
-        take(shift, tile_rows);
+        take(peak, tile_rows + lanes);
+        take(shift, tile_rows + lanes);
         take(scores, block_rows * most_step);
         if constexpr (Format::depth == 1) {
             weights = scores;
@@ -77,7 +77,7 @@ template <class Format> struct Work {  // a tile and all that it needs
     const float factor;  // and to give it as a power of two
 
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, seq, unit_.packed),
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
           s(sizes, scratch), unit(unit_), tile(tile_), head(head_),
           // The largest product belongs to the largest score only under a positive scale.
           dressed(p.bias != Bias::none || !(p.scale > 1e-30)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
@@ -150,17 +150,30 @@ template <class Format> void value_block(const Work<Format> &w, const Block &b, 
 
 // ------------------------------------------------------------------------------------------- between the two products
 
-// Which keys each row sees, as bits; the scores of all others become -inf, whatever their product was.
+// Which keys row i of the block sees, as bits.
+template <class Format> void note_seen(const Work<Format> &w, const Block &b, std::int64_t i) {
+    const std::int64_t row = w.tile.row0 + b.row + i;
+    std::uint8_t *seen = w.s.seen + i * (most_step / 8);
+    set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
+    if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
+}
+
+// The scores of the keys that a row does not see become -inf, whatever their product was.
 template <class Format> void hide(const Work<Format> &w, const Block &b) {
+    // Vectors from `head` to `tail` are seen by all rows.
+    std::int64_t head = least(round_up<std::int64_t>(most<std::int64_t>(b.full_begin, 0), lanes), b.count);
+    std::int64_t tail = most<std::int64_t>(b.full_end, 0) / lanes * lanes;
+    if (w.p.has_blocked || tail < head) head = tail = 0;
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *seen = w.s.seen + i * (most_step / 8);
-        set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
-        if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
+        const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
+        const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
         float *scores = w.s.scores + i * most_step;
-        for (std::int64_t c = 0; c < b.count; c += lanes) {
-            if (!w.p.has_blocked && b.full_begin <= c && c + lanes <= b.full_end) continue;
-            store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
+        if (w.p.has_blocked) note_seen(w, b, i);
+        for (std::int64_t c = head ? 0 : tail; c < b.count; c = c + lanes == head ? tail : c + lanes) {
+            const auto inside = static_cast<std::uint32_t>(low_bits(end - c) & ~low_bits(begin - c));
+            const std::uint32_t bits = w.p.has_blocked ? lane_bits(seen, c) : inside;
+            store(scores + c, pick(bits, load<Floats>(scores + c), all(-infinity)));
         }
     }
 }
@@ -183,7 +196,8 @@ template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
 // that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
 template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool wild, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
-    alignas(64) float before[padded] = {}, now[padded] = {};
+    alignas(64) float found[padded];
+    for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const float *scores = w.s.scores + i * most_step;
         Floats one = all(-infinity), other = one;
@@ -191,26 +205,26 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
             one = larger(one, load<Floats>(scores + c));
             other = larger(other, load<Floats>(scores + c + lanes));
         }
-        const float found = largest_of(larger(one, other));
-        float &peak = w.s.peak[b.row + i], &shift = w.s.shift[b.row + i];
-        before[i] = shift;
-        if (found > peak) {
-            peak = found;
-            shift = Format::fused ? found * w.factor : found;
-        }
-        now[i] = shift;
+        found[i] = largest_of(larger(one, other));
     }
-    for (int i = 0; i < padded; i += lanes) {
-        const Floats from = load<Floats>(before + i), to = load<Floats>(now + i);
+    for (int i = 0; i < padded; i += lanes) {  // the lanes behind block_rows are the next block's, and stay as they are
+        float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
+        const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
+        const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
+        const Floats to = Format::fused ? rounded(peak * w.factor) : peak;
+        store(peaks, peak);
+        store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
-        Floats share = from == to ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        Floats share = before == peak ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
         if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
 
 template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
-    return exp2(Format::fused ? scores * factor - shift : (scores - shift) * factor);
+    if constexpr (Format::fused) return exp2(scores * factor - shift);
+    return exp2<6>((scores - shift) * factor);
 }
 
 // The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
@@ -232,6 +246,14 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
     return sum + other;
 }
 
+// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the row
+// becomes one whose peak is 0.
+inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
+    for (std::int64_t c = 0; c < count; ++c) {
+        if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;
+    }
+}
+
 // A row whose peak is +inf has no finite softmax: it only remains to find out whether a NaN is among its scores.
 inline bool has_nan(const float *scores, std::int64_t count) {
     for (std::int64_t c = 0; c < count; ++c) {
@@ -243,15 +265,18 @@ inline bool has_nan(const float *scores, std::int64_t count) {
 template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
     const bool drops = w.p.dropout != Dropout::none;
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *scores = w.s.scores + i * most_step, shift = w.s.shift[b.row + i];
+        float *scores = w.s.scores + i * most_step;
+        const float peak = w.s.peak[b.row + i], shift = w.s.shift[b.row + i];
         auto *weights = w.s.weights + i * (most_step / Format::depth);
         float *sums = w.s.sum + (b.row + i) * lanes;
         Floats sum = load<Floats>(sums) * fade[i];
-        if (shift == infinity) {
+        if (peak == infinity) {
             if (has_nan(scores, b.count)) sum = all(__builtin_nanf(""));
             std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
         } else {
-            const float from = shift == -infinity ? 0.0f : shift;  // 2^(-inf - 0) = 0
+            const bool finite = -infinity < shift && shift < infinity;
+            if (!finite && peak > -infinity) bring_to_zero(scores, b.count, peak);
+            const float from = finite ? shift : 0.0f;  // 2^(-inf - 0) = 0
             const std::uint8_t *keep = w.s.keep + i * (most_step / 8);
             sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
                         : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
@@ -276,9 +301,10 @@ template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
     return false;
 }
 
-// Before weights take the scores' place: which of them are exactly 0, because the score is -inf.
+// Before weights take the scores' place: which of them are exactly 0, because the score is -inf; and what hide() left.
 template <class Format> void note_nothing(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
+        if (b.hidden && !w.p.has_blocked) note_seen(w, b, i);
         std::uint8_t *bits = w.s.nothing + i * (most_step / 8);
         std::memset(bits, 0, most_step / 8);
         for (std::int64_t c = 0; c < b.count; ++c) {
@@ -322,7 +348,7 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
     return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
 }
 
-template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b, bool &met_wild) {
+template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     score_block(w, b);
     if (w.dressed) {
@@ -337,7 +363,7 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
     const bool wild = any_wild(w, b);
     if (wild) note_nothing(w, b);
     weigh_block(w, b, fade);
-    value_block(w, b, fade);
+    value_block(w, b, first ? nullptr : fade);
     if (wild) add_wild<Format, T>(w, b);
     met_wild |= wild;
 }
@@ -354,44 +380,56 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     }
     const std::int64_t padded = round_up<std::int64_t>(rows, block_rows);
     std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
-    std::memset(w.s.out, 0, padded * w.sizes.columns * sizeof *w.s.out);
     std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
-    for (std::int64_t i = 0; i < padded; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
+    for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
+}
+
+// One more logit in the denominators of `lanes` rows, from row `first` of the tile on.
+template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats &peak, Floats &share) {
+    const float sink = w.o.sink[w.head];
+    for (int i = 0; i < lanes; ++i) {
+        if (sum[i] != sum[i]) continue;
+        const float top = sink > peak[i] ? sink : peak[i];
+        const float fade = peak[i] == top ? 1.0f : __builtin_expf(peak[i] - top);
+        share[i] *= fade;
+        sum[i] = sum[i] * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
+        if (sink == -infinity && top == -infinity) sum[i] = 0.0f;
+        peak[i] = top;
+    }
 }
 
 // Divides, and writes out and statistics; returns how many rows are empty.
 template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0;
     std::int64_t empty = 0;
-    for (std::int64_t i = 0; i < w.tile.row1 - w.tile.row0; ++i) {
-        const std::int64_t row = w.tile.row0 + i;
-        const float nan = __builtin_nanf("");
-        float sum = sum_of(load<Floats>(w.s.sum + i * lanes)), peak = w.s.peak[i] * w.natural;
-        float share = 1.0f;
+    for (std::int64_t first = 0; first < rows; first += lanes) {
+        const std::int64_t here = least<std::int64_t>(lanes, rows - first);
+        Floats sum = {}, share = all(1.0f);
+        for (std::int64_t i = 0; i < here; ++i) sum[i] = sum_of(load<Floats>(w.s.sum + (first + i) * lanes));
+        const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
-            const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
-            if (rounding == rounding) share = __builtin_exp2f(-rounding);
+            const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
+            share = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : share;
             sum *= share;
         }
-        if (w.p.has_sink && sum == sum) {
-            const float sink = w.o.sink[w.head], top = sink > peak ? sink : peak;
-            const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);
-            share *= fade;
-            sum = sum * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
-            if (sink == -infinity && top == -infinity) sum = 0.0f;
-            peak = top;
+        Floats peak = highest * w.natural;
+        if (w.p.has_sink) add_sink(w, sum, peak, share);
+        peak = sum == sum ? peak : all(__builtin_nanf(""));
+        sum = peak == all(infinity) ? all(__builtin_nanf("")) : sum;
+        const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
+        for (std::int64_t i = 0; i < here; ++i) {
+            const std::int64_t row = w.tile.row0 + first + i;
+            const bool none = peak[i] == -infinity;  // not even a sink: an empty row
+            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
+            const float *from = w.s.out + (first + i) * w.sizes.columns;
+            T *out = row_of<T>(w.o.out, w.tile.seq, w.head, row);
+            for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+                store_floats(out + d, zeros ? Floats{} : load<Floats>(from + d) * factor[i], w.p.dim_v - d);
+            }
+            *row_of<float>(w.o.max, w.tile.seq, w.head, row) = peak[i];
+            *row_of<float>(w.o.sum, w.tile.seq, w.head, row) = none ? 0.0f : sum[i];
+            empty += none;
         }
-        if (sum != sum) peak = nan;
-        if (peak == infinity) sum = nan;
-        const bool none = peak == -infinity;
-        const float factor = share / (sum * static_cast<float>(w.p.keep_prob));
-        T *out = row_of<T>(w.o.out, w.tile.seq, w.head, row);
-        const float *from = w.s.out + i * w.sizes.columns;
-        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-            store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * factor, w.p.dim_v - d);
-        }
-        *row_of<float>(w.o.max, w.tile.seq, w.head, row) = peak;
-        *row_of<float>(w.o.sum, w.tile.seq, w.head, row) = none ? 0.0f : sum;
-        empty += none;
     }
     return empty;
 }
@@ -403,11 +441,13 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_wild = false;
+    bool met_wild = false, met[tile_rows / block_rows] = {};  // by each block of rows
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
-            if (b.count) attend_block<Format, T>(w, b, met_wild);
+            if (!b.count) continue;
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild);
+            met[row / block_rows] = true;
         }
     }
     return store_rows<Format, T>(w);

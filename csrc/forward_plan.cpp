@@ -6,26 +6,27 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 
 namespace fusion {
 namespace {
 
-// Keys and values packed at a time: they stay in a last-level cache, memory stays bounded for any batch, and between two
-// waves threads wait for at most one tile.
-constexpr std::size_t wave_bytes = std::size_t{32} << 20;
-constexpr std::int64_t panels_per_item = 8;
+// Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for anyone.
+constexpr std::size_t small_unit = std::size_t{960} << 10;
+// Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch.
+constexpr std::size_t most_wave = std::size_t{32} << 20;
+constexpr std::int64_t run_panels = 8;
+// Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.
+constexpr std::size_t ahead = 8;
 
 std::int64_t up_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 void require(bool holds, const char *what) {
     if (!holds) throw std::invalid_argument(std::string("fusion_attention: native forward: ") + what);
-}
-
-// The unit that an item belongs to: starts[u] <= item < starts[u + 1].
-std::size_t find(const std::vector<std::int64_t> &starts, std::int64_t item) {
-    return std::upper_bound(starts.begin(), starts.end(), item) - starts.begin() - 1;
 }
 
 }  // namespace
@@ -35,23 +36,9 @@ ForwardPlan::ForwardPlan(const Variant &variant, const Problem &problem, std::ve
     : variant_(variant), kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
       tiles_(std::move(tiles)) {
     check();
-    std::size_t at = 0;
-    for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        Sequence &seq = sequences_[b];
-        first_tile_.push_back(at);
-        seq.key_begin = seq.kv_len;
-        seq.key_end = 0;
-        for (; at < tiles_.size() && tiles_[at].seq == static_cast<std::int64_t>(b); ++at) {
-            if (tiles_[at].begin == tiles_[at].end) continue;
-            seq.key_begin = std::min(seq.key_begin, tiles_[at].begin);
-            seq.key_end = std::max(seq.key_end, tiles_[at].end);
-        }
-        seq.key_begin = seq.key_begin / variant_.panel * variant_.panel;
-        seq.key_end = std::max(seq.key_begin, up_to(seq.key_end, variant_.panel));
-    }
-    first_tile_.push_back(at);
     scratch_bytes_ = kernels_.scratch_bytes(problem_);
-    cut_waves();
+    cut_units();
+    list_items();
 }
 
 void ForwardPlan::check() const {
@@ -73,77 +60,175 @@ void ForwardPlan::check() const {
     }
 }
 
-void ForwardPlan::cut_waves() {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
+// Where a band is narrow a sequence becomes several small units, which pack the keys between two of them twice.
+void ForwardPlan::cut_units() {
+    const std::int64_t panel = variant_.panel;
+    for (std::size_t first = 0, end; first < tiles_.size(); first = end) {
+        PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, 0, 0, 0};
+        std::int64_t widest = 0;
+        const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
+            if (tile.begin == tile.end) return true;
+            Unit grown = piece.unit;
+            const bool bare = grown.key_begin == grown.key_end;
+            grown.key_begin = std::min(bare ? tile.begin : grown.key_begin, tile.begin) / panel * panel;
+            grown.key_end = std::max(grown.key_end, up_to(tile.end, panel));
+            const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
+            const std::int64_t wider = std::max(widest, tile.end - tile.begin);
+            const bool leaves = piece.bytes <= small_unit && bytes > small_unit;
+            if (leaves && 4 * wider < piece.unit.key_end - piece.unit.key_begin) return false;
+            piece.unit = grown;
+            piece.bytes = bytes;
+            widest = wider;
+            return true;
+        };
+        for (end = first; end < tiles_.size() && tiles_[end].seq == tiles_[first].seq && grow(tiles_[end]);) ++end;
+        piece.end = end;
+        for (piece.unit.head = 0; piece.unit.head < problem_.heads_kv; ++piece.unit.head) units_.push_back(piece);
+    }
+    const auto load = [&](const PlannedUnit &u) {
+        std::int64_t pairs = 0;
+        for (std::size_t t = u.first; t < u.end; ++t) pairs += (tiles_[t].row1 - tiles_[t].row0) * (tiles_[t].end - tiles_[t].begin);
+        return pairs;
+    };
+    // Long ones first: short work at the end keeps threads level.
+    std::vector<std::pair<std::int64_t, PlannedUnit>> placed;
+    for (const PlannedUnit &u : units_) placed.emplace_back(-load(u), u);
+    std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
+    for (std::size_t i = 0; i < units_.size(); ++i) units_[i] = placed[i].second;
+}
+
+void ForwardPlan::list_items() {
     std::size_t used = 0;
-    for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        const std::size_t bytes = kernels_.packed_bytes(problem_, sequences_[b]);
-        const auto tiles = static_cast<std::int64_t>(first_tile_[b + 1] - first_tile_[b]);
-        const std::int64_t panels = (sequences_[b].key_end - sequences_[b].key_begin) / variant_.panel;
-        for (std::int64_t head = 0; tiles && head < problem_.heads_kv; ++head) {
-            if (waves_.empty() || used + bytes > wave_bytes) {
-                waves_.push_back({units_.size(), units_.size(), {0}, {0}});
-                used = 0;
-            }
-            Wave &wave = waves_.back();
-            units_.push_back({static_cast<std::int64_t>(b), head, used});
-            used += bytes;
-            packed_bytes_ = std::max(packed_bytes_, used);
-            ++wave.end;
-            wave.pack_start.push_back(wave.pack_start.back() + (panels + panels_per_item - 1) / panels_per_item);
-            wave.tile_start.push_back(wave.tile_start.back() + group * tiles);
-            most_items_ = std::max({most_items_, wave.pack_start.back(), wave.tile_start.back()});
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+        if (used > 0 && used + units_[u].bytes > most_wave) {
+            wave_ends_.push_back(items_.size());
+            used = 0;
+        }
+        units_[u].offset = used;
+        used += units_[u].bytes;
+        wave_bytes_ = std::max(wave_bytes_, used);
+        unit_bytes_ = std::max(unit_bytes_, units_[u].bytes);
+        add_items(u);
+    }
+    wave_ends_.push_back(items_.size());
+    std::size_t first = 0;
+    for (const std::size_t end : wave_ends_) {
+        std::vector<std::pair<std::size_t, Item>> placed;
+        for (; first < end; ++first) placed.emplace_back(first + (items_[first].head == packs ? 0 : ahead), items_[first]);
+        std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
+        for (std::size_t i = 0; i < placed.size(); ++i) items_[end - placed.size() + i] = placed[i].second;
+    }
+}
+
+// The tiles of a unit, long ones first, and before each the packing that it needs and no tile before it needed.
+void ForwardPlan::add_items(std::size_t unit) {
+    const PlannedUnit &u = units_[unit];
+    const std::int64_t run_keys = run_panels * variant_.panel, group = problem_.heads_q / problem_.heads_kv;
+    std::vector<std::size_t> order;
+    for (std::size_t t = u.first; t < u.end; ++t) order.push_back(t);
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) {
+        return tiles_[x].end - tiles_[x].begin > tiles_[y].end - tiles_[y].begin;
+    });
+    std::vector<bool> listed(up_to(u.unit.key_end - u.unit.key_begin, run_keys) / run_keys);
+    for (const std::size_t t : order) {
+        const Tile &tile = tiles_[t];
+        const bool bare = tile.begin == tile.end;
+        const std::size_t first = bare ? 0 : (tile.begin - u.unit.key_begin) / run_keys;
+        const std::size_t end = bare ? 0 : (tile.end - u.unit.key_begin + run_keys - 1) / run_keys;
+        for (std::size_t r = first; r < end; ++r) {
+            if (!listed[r]) items_.push_back({unit, packs, r * run_panels, runs_ + r, runs_ + r + 1});
+            listed[r] = true;
+        }
+        for (std::int64_t h = 0; h < group; ++h) {
+            items_.push_back({unit, u.unit.head * group + h, t, runs_ + first, runs_ + end});
         }
     }
+    runs_ += listed.size();
+}
+
+// Whether each unit belongs to one thread: all are small, and enough of them for threads to end together.
+bool ForwardPlan::alone(int threads) const {
+    const auto count = static_cast<std::size_t>(threads);
+    return unit_bytes_ <= small_unit && (units_.size() >= 16 * count || units_.size() % count == 0);
+}
+
+std::size_t ForwardPlan::team(int threads) const {
+    return std::clamp<std::size_t>(threads, 1, alone(threads) ? units_.size() : items_.size());
 }
 
 std::size_t ForwardPlan::workspace_bytes(int threads) const {
     if (units_.empty()) return 0;
-    return packed_bytes_ + scratch_bytes_ * static_cast<std::size_t>(std::clamp<std::int64_t>(threads, 1, most_items_));
+    if (alone(threads)) return team(threads) * (unit_bytes_ + scratch_bytes_);
+    return wave_bytes_ + team(threads) * scratch_bytes_ + runs_ * sizeof(std::atomic<bool>);
 }
 
 std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     if (units_.empty()) return 0;
     const Job job = {&problem_, &operands, sequences_.data()};
     const Lease memory(workspace_bytes(threads));
-    char *const packed = memory.data(), *const scratch = packed + packed_bytes_;
-    const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most_items_));
+    const std::size_t count = team(threads);
+    const bool own = alone(threads);
+    char *const packed = memory.data(), *const scratch = packed + (own ? count * unit_bytes_ : wave_bytes_);
+    auto *const ready = reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);  // of each run: is packed
+    for (std::size_t r = 0; !own && r < runs_; ++r) new (ready + r) std::atomic<bool>(false);
+    std::atomic<std::size_t> next = 0;  // the first unit or item that no thread has taken
     std::int64_t empty = 0;
-#pragma omp parallel num_threads(team) reduction(+ : empty)
+#pragma omp parallel num_threads(static_cast<int>(count)) reduction(+ : empty)
     {
         const FlushDenormals flushed;
-        void *const own = scratch + scratch_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
-        for (const Wave &wave : waves_) run_wave(wave, job, packed, own, empty);
+        const auto thread = static_cast<std::size_t>(omp_get_thread_num());
+        char *const mine = scratch + thread * scratch_bytes_;
+        empty += own ? work_alone(job, next, packed + thread * unit_bytes_, mine)
+                     : work_together(job, next, ready, packed, mine);
     }
     return empty;
 }
 
-// Called by every thread of a team.
-void ForwardPlan::run_wave(const Wave &wave, const Job &job, char *packed, void *scratch, std::int64_t &empty) const {
-    const auto unit_at = [&](std::size_t u) {
-        const PlannedUnit &planned = units_[wave.first + u];
-        return Unit{planned.seq, planned.head, packed + planned.offset};
-    };
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t item = 0; item < wave.pack_start.back(); ++item) {
-        const std::size_t u = find(wave.pack_start, item);
-        const Unit unit = unit_at(u);
-        const Sequence &seq = sequences_[unit.seq];
-        const std::int64_t first = (item - wave.pack_start[u]) * panels_per_item;
-        const std::int64_t panels = (seq.key_end - seq.key_begin) / variant_.panel;
-        kernels_.pack(job, unit, first, std::min(first + panels_per_item, panels));
+std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &next, char *packed, void *scratch) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
+    std::int64_t empty = 0;
+    for (std::size_t i = next++; i < units_.size(); i = next++) {
+        Unit unit = units_[i].unit;
+        unit.packed = packed;
+        kernels_.pack(job, unit, 0, (unit.key_end - unit.key_begin) / variant_.panel);
+        for (std::int64_t head = unit.head * group; head < (unit.head + 1) * group; ++head) {
+            for (std::size_t t = units_[i].first; t < units_[i].end; ++t) {
+                empty += kernels_.attend(job, unit, head, tiles_[t], scratch);
+            }
+        }
     }
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t item = 0; item < wave.tile_start.back(); ++item) {
-        const std::size_t u = find(wave.tile_start, item);
-        const Unit unit = unit_at(u);
-        const auto tiles = static_cast<std::int64_t>(first_tile_[unit.seq + 1] - first_tile_[unit.seq]);
-        const std::int64_t own = item - wave.tile_start[u];
-        const std::int64_t head = unit.head * (problem_.heads_q / problem_.heads_kv) + own / tiles;
-        // Last rows first: under a causal band they take longest, and short items at the end keep threads level.
-        const Tile &tile = tiles_[first_tile_[unit.seq] + (tiles - 1 - own % tiles)];
-        empty += kernels_.attend(job, unit, head, tile, scratch);
+    return empty;
+}
+
+// Called by every thread of a team. Items are taken in order and packing waits for nothing, so no tile waits for ever.
+std::int64_t ForwardPlan::work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready,
+                                        char *packed, void *scratch) const {
+    std::int64_t empty = 0;
+    std::size_t i = next++;
+    for (const std::size_t end : wave_ends_) {
+        for (; i < end; i = next++) empty += do_item(items_[i], job, ready, packed, scratch);
+        if (end == items_.size()) break;
+#pragma omp barrier
     }
+    return empty;
+}
+
+std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed,
+                                  void *scratch) const {
+    Unit unit = units_[item.unit].unit;
+    unit.packed = packed + units_[item.unit].offset;
+    if (item.head == packs) {
+        const std::int64_t first = static_cast<std::int64_t>(item.at), panels = (unit.key_end - unit.key_begin) / variant_.panel;
+        kernels_.pack(job, unit, first, std::min(first + run_panels, panels));
+        ready[item.first].store(true, std::memory_order_release);
+        return 0;
+    }
+    for (std::size_t r = item.first; r < item.end; ++r) {
+        for (int turn = 0; !ready[r].load(std::memory_order_acquire); ++turn) {
+            if (turn > 1000) std::this_thread::yield();
+        }
+    }
+    return kernels_.attend(job, unit, item.head, tiles_[item.at], scratch);
 }
 
 }  // namespace fusion

@@ -6,6 +6,7 @@
 
 #include "variant.h"
 
+#include <atomic>
 #include <vector>
 
 namespace fusion {
@@ -26,30 +27,42 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    // A range of units that are packed together, then read by all their tiles.
-    struct Wave {
-        std::size_t first, end;
-        std::vector<std::int64_t> pack_start, tile_start;  // items before each unit, and in total
-    };
+    // Tiles [first, end) of tiles_ of one key/value head, and the keys that they meet.
     struct PlannedUnit {
-        std::int64_t seq, head;
-        std::size_t offset;  // in the wave's memory
+        Unit unit;
+        std::size_t first, end;
+        std::size_t bytes, offset;  // packed; in its wave's memory
     };
+    // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end) that
+    // hold its keys. Runs are counted over the whole plan.
+    struct Item {
+        std::size_t unit;
+        std::int64_t head;  // of the query; `packs` if the item packs
+        std::size_t at;     // the tile, or the first panel
+        std::size_t first, end;
+    };
+    static constexpr std::int64_t packs = -1;
 
     void check() const;
-    void cut_waves();
-    void run_wave(const Wave &wave, const Job &job, char *packed, void *scratch, std::int64_t &empty) const;
+    void cut_units();
+    void list_items();
+    void add_items(std::size_t unit);
+    bool alone(int threads) const;
+    std::size_t team(int threads) const;
+    std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, char *packed, void *scratch) const;
+    std::int64_t work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready, char *packed,
+                               void *scratch) const;
+    std::int64_t do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed, void *scratch) const;
 
     const Variant &variant_;
     const Kernels &kernels_;
     Problem problem_;
     std::vector<Sequence> sequences_;
     std::vector<Tile> tiles_;
-    std::vector<std::size_t> first_tile_;  // of each sequence, and their number
     std::vector<PlannedUnit> units_;
-    std::vector<Wave> waves_;
-    std::size_t packed_bytes_ = 0, scratch_bytes_ = 0;
-    std::int64_t most_items_ = 0;
+    std::vector<Item> items_;
+    std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
+    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0;
 };
 
 }  // namespace fusion

@@ -30,12 +30,12 @@ template <class Format> struct Packed {  // where a unit's parts lie
     Word *k, *v;
     std::uint8_t *wild;  // one byte per panel of keys
 
-    Packed(const Sizes<Format> &sizes, const Sequence &seq, char *memory)
-        : first_key(seq.key_begin), keys(seq.key_end - seq.key_begin), k(reinterpret_cast<Word *>(memory)),
+    Packed(const Sizes<Format> &sizes, const Unit &unit)
+        : first_key(unit.key_begin), keys(unit.key_end - unit.key_begin), k(reinterpret_cast<Word *>(unit.packed)),
           v(k + keys * sizes.words), wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.columns)) {}
 
-    std::size_t bytes(const char *memory) const {
-        return round_up<std::size_t>(reinterpret_cast<char *>(wild) - memory + keys / panel, 64);
+    std::size_t bytes() const {
+        return round_up<std::size_t>(reinterpret_cast<char *>(wild) - reinterpret_cast<char *>(k) + keys / panel, 64);
     }
     // Where column `column` (a multiple of panel) of key `at` begins; `width` columns lie beside each other there.
     Word *values(std::int64_t column, std::int64_t at, std::int64_t width) const {
@@ -143,9 +143,9 @@ template <class Format, class T> void pack_panels(const Job &job, const Unit &un
     const Operands &o = *job.operands;
     const Sequence &seq = job.sequences[unit.seq];
     const Sizes<Format> sizes(p);
-    const Packed<Format> packed(sizes, seq, unit.packed);
+    const Packed<Format> packed(sizes, unit);
     for (std::int64_t i = first; i < end; ++i) {
-        const std::int64_t key = i * panel, token = seq.key_begin + key;
+        const std::int64_t key = i * panel, token = unit.key_begin + key;
         const std::int64_t here = least<std::int64_t>(panel, seq.kv_len - token);
         auto *k = packed.k + key * sizes.words;
         pack_keys<Format>(row_of<const T>(o.k, unit.seq, unit.head, token), o.k.stride_token, here, p.dim_qk,

@@ -66,15 +66,14 @@ struct Gradients {
 // Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).
 struct Sequence {
     std::int64_t q_len, kv_len, lo, hi, prefix, shift;
-    std::int64_t key_begin, key_end;  // the keys that any row sees, rounded outwards to whole panels
 };
 
 struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)
     std::int64_t seq, row0, row1, begin, end;
 };
 
-struct Unit {  // the keys and values of one sequence and key/value head, packed once for all that read them
-    std::int64_t seq, head;
+struct Unit {  // keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all that read them
+    std::int64_t seq, head, key_begin, key_end;  // whole panels; the last may end behind the sequence
     char *packed;
 };
 

@@ -11,9 +11,8 @@
 namespace fusion {
 namespace {
 
-template <class Format> std::size_t packed_bytes(const Problem &problem, const Sequence &seq) {
-    char *const nowhere = nullptr;
-    return Packed<Format>(Sizes<Format>(problem), seq, nowhere).bytes(nowhere);
+template <class Format> std::size_t packed_bytes(const Problem &problem, const Unit &unit) {
+    return Packed<Format>(Sizes<Format>(problem), unit).bytes();
 }
 
 template <class Format> std::size_t scratch_bytes(const Problem &problem) {

@@ -11,9 +11,9 @@ namespace fusion {
 
 // The kernels of one operand format. Sizes are bytes and multiples of 64.
 struct Kernels {
-    std::size_t (*packed_bytes)(const Problem &, const Sequence &);
+    std::size_t (*packed_bytes)(const Problem &, const Unit &);
     std::size_t (*scratch_bytes)(const Problem &);
-    // Packs panels [first, end) of a unit, counted from its sequence's key_begin.
+    // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
     // Computes one tile of one query head; returns how many of its rows are empty.
     std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, void *scratch);

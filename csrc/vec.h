@@ -152,23 +152,27 @@ FUSION_INLINE Floats root(Floats x) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 2e-7; 0 below the normal numbers, NaN where x is.
-FUSION_INLINE Floats exp2(Floats x) {
+// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below the normal numbers, NaN where x is.
+template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
     // Minimax polynomials of the relative error that are exact at 0, the first also just below 1: the weight of a row's
     // only key is 1. AVX-512 has instructions for x - floor(x) and for
     // p * 2^floor(x), also right for -inf; elsewhere adding `magic` rounds x to the nearest whole number.
 #if defined(__AVX512F__)
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    constexpr float c[] = {1.0f, 6.931517124e-1f, 2.401592880e-1f, 5.581867695e-2f, 8.990994655e-3f, 1.879318617e-3f};
+    constexpr float c[][7] = {
+        {1.0f, 6.931517124e-1f, 2.401592880e-1f, 5.581867695e-2f, 8.990994655e-3f, 1.879318617e-3f},
+        {1.0f, 6.931470e-1f, 2.4022952e-1f, 5.5484153e-2f, 9.678064e-3f, 1.2440877e-3f, 2.1715024e-4f}};
 #else
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
     x = larger(all(-150.0f), x);
     const Floats shifted = x + magic;
     const Floats r = x - (shifted - magic);
-    constexpr float c[] = {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f};
+    constexpr float c[][7] = {
+        {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f},
+        {1.0f, 6.931472e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f}};
 #endif
-    Floats p = all(c[5]);
-    FUSION_UNROLL for (int i = 4; i >= 0; --i) p = p * r + all(c[i]);
+    Floats p = all(c[degree - 5][degree]);
+    FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
 #if defined(__AVX512F__)
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -327,6 +331,10 @@ struct Pair {
         std::memcpy(&out, &bits, 4);
         return out;
     }
+    // a * b - product, exactly: what rounding the product left.
+    static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
+        return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
+    }
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
         typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
@@ -341,8 +349,8 @@ private:
 };
 #endif
 
-// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add,
-// fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
+// C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add and
+// fade, fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
 // would lose bits).
 template <class Format, int M, int N, int Stride, bool Add>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
@@ -364,7 +372,7 @@ FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_strid
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < N; ++j) {
             float *at = c + i * c_stride + j * lanes;
-            if constexpr (Add) sum[i][j] += load<Floats>(at) * all(fade[i]);
+            if (Add && fade) sum[i][j] += load<Floats>(at) * all(fade[i]);
             store(at, sum[i][j]);
         }
     }

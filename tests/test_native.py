@@ -20,7 +20,7 @@ import pytest
 import torch
 from witness import Call, Results, load, make, read, room, rows
 
-from fusion_attention import _native, bias, dropout
+from fusion_attention import _native, attention, bias, dropout
 from fusion_attention.backends import cpu, golden
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band, interval_matrix
@@ -318,6 +318,18 @@ def test_calls_from_two_threads_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(2) as pool:
         for i, got in enumerate(pool.map(lambda i: native(calls[i % 2])["out"], range(40))):
             assert all(torch.equal(a, b) for a, b in zip(got, want[i % 2], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_near_the_largest_float_are_finite(dtype: torch.dtype) -> None:
+    q = torch.zeros(1, 1, 1, 8, dtype=dtype)
+    q[..., :3] = 2.0**63  # with itself: 3 * 2^126 = 2.6e38
+    v = torch.tensor([1.0, 2.0, 6.0], dtype=dtype)[None, :, None, None].expand(1, 3, 1, 8)
+    for signs, want in (((1, 0, -1), 1.0), ((1, -1, 1), 3.5), ((-1, -1, -1), 3.0)):
+        k = torch.cat([q * sign for sign in signs], dim=1)
+        out, lse = attention(q, k, v, scale=1.0, backend="cpu", return_lse=True)
+        assert torch.equal(out, torch.full_like(out, want))
+        assert lse.item() == (q.float() ** 2).sum().item() * max(signs)
 
 
 def test_denormals_count_as_zero_inside_only() -> None:
