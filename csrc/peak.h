@@ -13,7 +13,8 @@ constexpr int chains = 12;  // independent sums: more than latency times rate of
 // Runs `turns` rounds of multiply-adds and returns how many operations that was; `result` keeps the compiler honest.
 double float_work(std::int64_t turns, float *result) {
     Floats sums[chains];
-    for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));
+    // Opaque: a sum that begins at the fixed point y / (1 - x) never changes, and the compiler would leave its chain out.
+    for (int i = 0; i < chains; ++i) sums[i] = rounded(all(static_cast<float>(i)));
     const Floats x = all(0.9999f), y = all(1e-3f);
     for (std::int64_t t = 0; t < turns; ++t) {
 #pragma GCC unroll 12
