@@ -45,80 +45,114 @@ struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + coun
 
 // ---------------------------------------------------------------------------------------------------------- products
 
-// C[M][columns] += A[M][depth] * B, in column panels.
-template <class Format, int M>
-__attribute__((noinline)) void add_columns(const typename Format::Word *a, std::int64_t a_stride,
-                                           const typename Format::Word *b, std::int64_t at, std::int64_t depth, float *c,
-                                           std::int64_t c_stride, std::int64_t columns) {
-    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
-    alignas(64) float ones[M];
-    for (float &one : ones) one = 1.0f;
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        multiply<Format, M, panel_vectors, panel_vectors, true>(a, a_stride, b + d * deep + at * panel, depth, c + d, c_stride, ones);
-    }
-    const auto *rest = b + d * deep + at * (columns - d);  // the last panel is narrower
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) multiply<Format, M, 1, 1, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) multiply<Format, M, 2, 2, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-        if (vectors == 3) multiply<Format, M, 3, 3, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-    }
-}
+// Two panels abreast take half as many rows: as many accumulators, but fewer loads for each multiply-add. Only where
+// registers hold the wider row of operands.
+constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
+static_assert(low_rows % 3 == 0);
 
-// S or dP of a block: rows of `words` words times panels of keys.
-template <class Format, int M>
-__attribute__((noinline)) void row_products(const typename Format::Word *rows, const typename Format::Word *keys,
-                                            std::int64_t words, std::int64_t count, float *to) {
-    for (std::int64_t c = 0; c < count; c += panel, keys += panel * words) {
-        multiply<Format, M, panel_vectors, panel_vectors, false>(rows, words, keys, words, to + c, tile_keys<Format>, nullptr);
+// C[M][Panels x N vectors] = A[M][depth] * B, or, with Add, that more. B's panels lie b_apart words from each other, C's
+// c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
+template <class Format, int M, int N, int Panels, bool Add>
+__attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
+                                               const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
+                                               float *c, std::int64_t c_stride, std::int64_t c_apart) {
+    Floats sum[M][Panels * N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
     }
-}
-
-template <class Format, int M> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
-    const auto &sizes = w.sizes;
-    row_products<Format, M>(w.r.q + b.row * sizes.words, w.k.k + b.at * sizes.words, sizes.words, b.count, w.k.scores);
-    row_products<Format, M>(w.r.dout + b.row * sizes.value_words, w.k.v + b.at * sizes.value_words, sizes.value_words,
-                            b.count, w.k.dprobs);
-}
-
-template <class Format, int M> void add_dq(const Meeting<Format> &w, const Meet &b) {
-    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
-    const std::int64_t at = b.at / Format::depth, depth = b.count / Format::depth, main = w.sizes.main_columns;
-    float *dq = w.r.dq + b.row * w.sizes.columns;
-    add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys, at, depth, dq, w.sizes.columns, main);
-    if (w.p.dim_rope) {
-        add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys + main * deep, at, depth, dq + main, w.sizes.columns,
-                               w.sizes.columns - main);
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+        Words right[Panels * N];
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) right[j] = load<Words>(b + j / N * b_apart + j % N * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
+                sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+            }
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
+            float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
+            if constexpr (Add) sum[i][j] += load<Floats>(at);
+            store(at, sum[i][j]);
+        }
     }
 }
 
-// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
-template <class Do> FUSION_INLINE void by_height(std::int64_t rows, Do run) {
-    constexpr int third = block_rows / 3;
-    if (rows > 2 * third) return run(std::integral_constant<int, block_rows>{});
-    if (rows > third) return run(std::integral_constant<int, 2 * third>{});
-    run(std::integral_constant<int, third>{});
+// The same for a block of rows (filled up to a height that there is code for) and any number of panels.
+template <class Format, bool Add>
+void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
+                    const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
+                    std::int64_t c_stride, std::int64_t columns) {
+    std::int64_t at = 0;
+    for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
+        for (std::int64_t i = 0; i < rows; i += low_rows) {
+            multiply_panels<Format, low_rows, panel_vectors, abreast, Add>(a + i * a_stride, a_stride, b, b_apart, depth,
+                                                                           c + i * c_stride + at, c_stride, panel);
+        }
+    }
+    if (abreast > 1 && at + panel <= columns) {
+        multiply_panels<Format, block_rows, panel_vectors, 1, Add>(a, a_stride, b, 0, depth, c + at, c_stride, 0);
+        at += panel;
+        b += b_apart;
+    }
 }
 
-template <class Format, int M>
-__attribute__((noinline)) void add_transposed_rows(const typename Format::Word *rows, std::int64_t deep,
-                                                   const typename Format::Word *weights, std::int64_t depth, float *to) {
-    alignas(64) float ones[M];
-    for (float &one : ones) one = 1.0f;
-    multiply<Format, M, panel_vectors, panel_vectors, true>(rows, deep, weights, depth, to, panel, ones);
+template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
+    constexpr std::int64_t keys = tile_keys<Format>;
+    const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
+    multiply_block<Format, false>(w.r.q + b.row * words, words, b.rows, w.k.k + b.at * words, words * panel, words,
+                                  w.k.scores, keys, b.count);
+    multiply_block<Format, false>(w.r.dout + b.row * value_words, value_words, b.rows, w.k.v + b.at * value_words,
+                                  value_words * panel, value_words, w.k.dprobs, keys, b.count);
 }
 
-// dk^T or dv^T of one panel of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
+// Adds dS times the keys' columns [column, column + columns), which are packed together.
 template <class Format>
+void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
+    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+    const std::int64_t skip = b.at / Format::depth, depth = b.count / Format::depth;
+    const auto *keys = w.k.k_keys + column * deep;
+    float *dq = w.r.dq + b.row * w.sizes.columns + column;
+    multiply_block<Format, true>(w.k.dscores, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
+                                 columns);
+    const auto narrow = [&](auto vectors) {  // the last panel
+        const std::int64_t rest = vectors() * lanes, whole = columns - rest;
+        multiply_panels<Format, block_rows, vectors(), 1, true>(w.k.dscores, deep, keys + whole * deep + skip * rest, 0, depth,
+                                                                dq + whole, w.sizes.columns, 0);
+    };
+    const std::int64_t vectors = columns % panel / lanes;
+    if (vectors == 1) narrow(std::integral_constant<int, 1>{});
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) narrow(std::integral_constant<int, 2>{});
+        if (vectors == 3) narrow(std::integral_constant<int, 3>{});
+    }
+}
+
+template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
+    const std::int64_t main = w.sizes.main_columns;
+    add_dq_part(w, b, 0, main);
+    if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
+}
+
+// dk^T or dv^T of so many panels of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
+template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
                     std::int64_t first, std::int64_t end, std::int64_t columns, float *to) {
-    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth;
-    for (std::int64_t d = 0; d < columns; d += block_rows) {
-        by_height(columns - d, [&](auto height) __attribute__((always_inline)) {
-            add_transposed_rows<Format, height()>(rows + d * deep + skip, deep, weights + skip * panel, depth, to + d * panel);
-        });
-    }
+    constexpr int height = block_rows / Panels;
+    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth, apart = columns * panel;
+    if (depth <= 0) return;
+    rows += skip;
+    weights += skip * panel;
+    const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
+        multiply_panels<Format, rows_at_once(), panel_vectors, Panels, true>(
+            rows + d * deep, deep, weights, KeyPart<Format>::depth * panel, depth, to + d * panel, panel, apart);
+    };
+    std::int64_t d = 0;
+    for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
+    // Columns are whole vectors: what remains is a third or two thirds.
+    if (columns - d > height / 3) multiply(std::integral_constant<int, height / 3 * 2>{}, d);
+    else if (columns > d) multiply(std::integral_constant<int, height / 3>{}, d);
 }
 
 // ------------------------------------------------------------------------------------------------ between the products
@@ -336,7 +370,7 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
 }
 
 template <class Format, class T> void meet_block(const Meeting<Format> &w, const Meet &b) {
-    by_height(b.rows, [&](auto height) { multiply_rows<Format, height()>(w, b); });
+    multiply_rows(w, b);
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
@@ -348,9 +382,18 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
     if (w.p.dropout != Dropout::none) mark_kept(w, b);
     weigh(w, b);
     if (w.g.dbias.base) add_dbias(w, b);
-    by_height(b.rows, [&](auto height) { add_dq<Format, height()>(w, b); });
+    add_dq(w, b);
     note_rows(w, b);
     add_wild<Format, T>(w, b);
+}
+
+template <class Format, int Panels>
+void add_dk_dv(const Meeting<Format> &w, std::int64_t at, std::int64_t first, std::int64_t end) {
+    const std::int64_t from = weight_at<Format>(0, at);
+    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
+                                   w.k.dv + at * w.sizes.value_columns);
+    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
+                                   w.k.dk + at * w.sizes.columns);
 }
 
 template <class Format, class T> void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile) {
@@ -362,14 +405,17 @@ template <class Format, class T> void meet(const Job &job, const RowTile &row_ti
         const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) meet_block<Format, T>(w, b);
     }
-    for (std::int64_t at = 0; at < keys; at += panel) {
-        const std::int64_t first = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
-        if (first == end) continue;
-        const std::int64_t from = weight_at<Format>(0, at);
-        add_transposed<Format>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
-                               w.k.dv + at * w.sizes.value_columns);
-        add_transposed<Format>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
-                               w.k.dk + at * w.sizes.columns);
+    for (std::int64_t at = 0; at < keys; at += abreast * panel) {
+        if (abreast == 1 || at + panel >= keys) {
+            add_dk_dv<Format, 1>(w, at, w.k.row_begin[at / panel], w.k.row_end[at / panel]);
+            continue;
+        }
+        // Two panels go abreast over the rows that meet both.
+        const std::int64_t *begin = w.k.row_begin + at / panel, *end = w.k.row_end + at / panel;
+        const std::int64_t first = least(most(begin[0], begin[1]), least(end[0], end[1])), last = least(end[0], end[1]);
+        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, begin[i], least(first, end[i]));
+        add_dk_dv<Format, abreast>(w, at, first, last);
+        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, most(last, begin[i]), end[i]);
     }
 }
 
