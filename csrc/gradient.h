@@ -79,32 +79,77 @@ __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, s
     }
 }
 
-// The same for a block of rows (filled up to a height that there is code for) and any number of panels.
-template <class Format, bool Add>
-void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
-                    const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
-                    std::int64_t c_stride, std::int64_t columns) {
+// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
+// called for each step of columns.
+template <class Format, bool Add, class Before>
+FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
+                                  const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
+                                  std::int64_t c_stride, std::int64_t columns, Before before) {
     std::int64_t at = 0;
     for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
+        before(at);
         for (std::int64_t i = 0; i < rows; i += low_rows) {
             multiply_panels<Format, low_rows, panel_vectors, abreast, Add>(a + i * a_stride, a_stride, b, b_apart, depth,
                                                                            c + i * c_stride + at, c_stride, panel);
         }
     }
     if (abreast > 1 && at + panel <= columns) {
+        before(at);
         multiply_panels<Format, block_rows, panel_vectors, 1, Add>(a, a_stride, b, 0, depth, c + at, c_stride, 0);
         at += panel;
         b += b_apart;
     }
 }
 
+// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for a
+// few lines at a time, since a core waits for few misses at once.
+FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
+}
+
+template <class Format> struct Next {
+    const Meeting<Format> &w;
+    const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
+    const bool bias, dbias;
+
+    Next(const Meeting<Format> &w_, const Meet &b)
+        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)), first(w.key_tile.key0 + b.at),
+          count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key), dbias(bias && w.g.dbias.base) {}
+
+    // The share of column `at` in n elements.
+    template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {
+        const std::int64_t part = (n + steps - 1) / steps;
+        ask_for(from + at / (abreast * panel) * part, part * sizeof(T));
+    }
+    FUSION_INLINE void stored(const Matrix &m, std::int64_t at) const {
+        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2, there = least<std::int64_t>(abreast * panel, count - at);
+        for (std::int64_t i = w.row_tile.row0 + row; i < least(w.row_tile.row0 + row + block_rows, w.seq.q_len); ++i) {
+            const std::int64_t element = row_of(m, w.row_tile.seq, w.row_tile.head, i) + first + at;
+            ask_for(static_cast<const char *>(m.base) + element * size, there * size);
+        }
+    }
+    FUSION_INLINE void queries(std::int64_t at) const {
+        if (bias) stored(w.o.bias, at);
+        if (row >= w.r.padded) return;
+        share(w.r.q + row * w.sizes.words, block_rows * w.sizes.words, at);
+        share(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns, at);
+    }
+    FUSION_INLINE void gradients(std::int64_t at) const {
+        if (dbias) stored(w.g.dbias, at);
+        if (row >= w.r.padded) return;
+        share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);
+    }
+};
+
 template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
+    const Next<Format> next(w, b);
     multiply_block<Format, false>(w.r.q + b.row * words, words, b.rows, w.k.k + b.at * words, words * panel, words,
-                                  w.k.scores, keys, b.count);
+                                  w.k.scores, keys, b.count, [&](std::int64_t at) { next.queries(at); });
     multiply_block<Format, false>(w.r.dout + b.row * value_words, value_words, b.rows, w.k.v + b.at * value_words,
-                                  value_words * panel, value_words, w.k.dprobs, keys, b.count);
+                                  value_words * panel, value_words, w.k.dprobs, keys, b.count,
+                                  [&](std::int64_t at) { next.gradients(at); });
 }
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together.
@@ -115,7 +160,7 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     multiply_block<Format, true>(w.k.dscores, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                                 columns);
+                                 columns, [](std::int64_t) {});
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1, true>(w.k.dscores, deep, keys + whole * deep + skip * rest, 0, depth,
