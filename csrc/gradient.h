@@ -139,6 +139,13 @@ template <class Format> struct Next {
         if (row >= w.r.padded) return;
         share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);
     }
+    // All blocks together ask for the transposed rows, which come after them.
+    FUSION_INLINE void transposed(std::int64_t at, std::int64_t columns) const {
+        if (at) return;
+        const std::int64_t before = (row - block_rows) / Format::depth, part = block_rows / Format::depth;
+        ask_for(w.r.q_rows + before * columns, part * columns * 4);
+        ask_for(w.r.dout_rows + before * w.sizes.value_columns, part * w.sizes.value_columns * 4);
+    }
 };
 
 template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
@@ -155,12 +162,13 @@ template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet 
 // Adds dS times the keys' columns [column, column + columns), which are packed together.
 template <class Format>
 void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
+    const Next<Format> next(w, b);
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
     const std::int64_t skip = b.at / Format::depth, depth = b.count / Format::depth;
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     multiply_block<Format, true>(w.k.dscores, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                                 columns, [](std::int64_t) {});
+                                 columns, [&](std::int64_t at) { next.transposed(at, columns); });
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1, true>(w.k.dscores, deep, keys + whole * deep + skip * rest, 0, depth,
