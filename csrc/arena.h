@@ -8,6 +8,10 @@
 #include <new>
 #include <utility>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace fusion {
 
 class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
@@ -26,6 +30,9 @@ public:
         bytes_ = (bytes + alignment - 1) / alignment * alignment;
         data_ = static_cast<char *>(std::aligned_alloc(alignment, bytes_));
         if (!data_) throw std::bad_alloc();
+#if defined(__linux__)
+        if (bytes >= huge) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: nothing depends on it
+#endif
     }
     ~Lease() {
         {

@@ -13,8 +13,9 @@
 namespace fusion {
 namespace {
 
-// Rows packed at a time, so that memory stays bounded for any batch.
-constexpr std::size_t wave_bytes = std::size_t{32} << 20;
+// Units whose rows lie packed at a time: one per thread within these bytes; where units are small, more of them, since
+// they may differ in length.
+constexpr std::size_t most_bytes = std::size_t{32} << 20, small_bytes = std::size_t{4} << 20;
 
 void require(bool holds, const char *what) {
     if (!holds) throw std::invalid_argument(std::string("fusion_attention: native backward: ") + what);
@@ -34,21 +35,24 @@ void wait_for(const std::atomic<std::int64_t> &counter, std::int64_t value) {
 struct BackwardPlan::State {
     Job job;
     char *packed;
+    std::size_t slots;   // unit u's rows lie in slot u % slots
     bool ordered_dbias;  // units share elements of dbias: they add to a column in ascending order
+    std::vector<Item> items;
+    std::atomic<std::size_t> next;                          // item
     std::unique_ptr<std::atomic<std::int64_t>[]> turn;      // per tile of rows: the tile of keys that may add to it
+    std::unique_ptr<std::atomic<std::int64_t>[]> left;      // per unit: its unfinished items
     std::unique_ptr<std::atomic<std::int64_t>[]> finished;  // per tile of keys: how many units are done with it
     std::vector<RowNotes> notes;                            // per tile of rows
-    std::vector<double> dsink;                              // per query head
-    std::int64_t means = 0;
 };
 
 BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences)
     : variant_(variant), kernels_(variant.gradient_kernels(problem.dtype)), problem_(problem),
       sequences_(std::move(sequences)) {
     check();
+    group_ = problem_.heads_q / problem_.heads_kv;
     key_bytes_ = kernels_.key_bytes(problem_);
     tile_bytes_ = kernels_.row_bytes(problem_, gradient_rows);
-    cut_waves();
+    cut_units();
 }
 
 void BackwardPlan::check() const {
@@ -59,55 +63,47 @@ void BackwardPlan::check() const {
     for (const Sequence &seq : sequences_) require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
 }
 
-void BackwardPlan::cut_waves() {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
-    std::size_t used = 0;
+void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
         const std::int64_t rows = pieces(seq.q_len, gradient_rows), keys = pieces(seq.kv_len, kernels_.tile_keys);
-        const std::int64_t last = seq.q_len - (rows - 1) * gradient_rows;
-        const std::size_t head_bytes = rows ? (rows - 1) * tile_bytes_ + kernels_.row_bytes(problem_, last) : 0;
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
-            if (waves_.empty() || used + group * head_bytes > wave_bytes) {
-                waves_.push_back({units_.size(), units_.size(), 0});
-                used = 0;
-            }
-            Wave &wave = waves_.back();
-            units_.push_back({static_cast<std::int64_t>(b), head, used, wave.row_tiles, rows, keys});
-            wave.row_tiles += group * rows;
-            ++wave.end;
-            used += group * head_bytes;
-            packed_bytes_ = std::max(packed_bytes_, used);
-            most_row_tiles_ = std::max(most_row_tiles_, wave.row_tiles);
+            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys});
+            row_tiles_ += group_ * rows;
+            items_ += group_ * rows + keys;
+            // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
+            const std::size_t bytes = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : rows * tile_bytes_;
+            unit_bytes_ = std::max(unit_bytes_, group_ * bytes);
             most_key_tiles_ = std::max(most_key_tiles_, keys);
-            most_items_ = std::max<std::int64_t>(most_items_, (wave.end - wave.first) * std::max(keys, group * rows));
         }
     }
 }
 
 int BackwardPlan::team_of(int threads) const {
-    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(most_items_, 1)));
+    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items_, 1)));
+}
+
+std::size_t BackwardPlan::slots_of(int team) const {
+    if (unit_bytes_ == 0) return 1;
+    const auto threads = static_cast<std::size_t>(team);
+    const std::size_t slots = std::max(std::min(threads, most_bytes / unit_bytes_),
+                                       std::min(4 * threads, small_bytes / unit_bytes_));
+    return std::clamp<std::size_t>(slots, 1, units_.size());
 }
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
-    return units_.empty() ? 0 : packed_bytes_ + key_bytes_ * static_cast<std::size_t>(team_of(threads));
-}
-
-// The unit that a tile of rows of the wave belongs to.
-const BackwardPlan::PlannedUnit &BackwardPlan::unit_at(const Wave &wave, std::int64_t row_tile) const {
-    const auto before = [](std::int64_t tile, const PlannedUnit &unit) { return tile < unit.first_tile; };
-    return *(std::upper_bound(units_.begin() + wave.first, units_.begin() + wave.end, row_tile, before) - 1);
+    const int team = team_of(threads);
+    return units_.empty() ? 0 : unit_bytes_ * slots_of(team) + key_bytes_ * static_cast<std::size_t>(team);
 }
 
 // A tile of rows of a unit, counted head after head.
-RowTile BackwardPlan::row_tile(const PlannedUnit &unit, std::int64_t index, char *packed) const {
-    const std::int64_t head = index / unit.row_tiles, row0 = index % unit.row_tiles * gradient_rows;
-    const std::int64_t q_len = sequences_[unit.seq].q_len;
-    const std::int64_t last = q_len - (unit.row_tiles - 1) * gradient_rows;
-    const std::size_t head_bytes = (unit.row_tiles - 1) * tile_bytes_ + kernels_.row_bytes(problem_, last);
-    char *const memory = packed + unit.offset + head * head_bytes + row0 / gradient_rows * tile_bytes_;
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
-    return {unit.seq, unit.head * group + head, row0, std::min(row0 + gradient_rows, q_len), memory};
+RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, const State &state) const {
+    const PlannedUnit &u = units_[unit];
+    const std::int64_t head = index / u.row_tiles, row0 = index % u.row_tiles * gradient_rows;
+    const std::int64_t q_len = sequences_[u.seq].q_len;
+    const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
+    char *const memory = state.packed + unit % state.slots * unit_bytes_ + index * bytes;
+    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), memory};
 }
 
 // The tiles of keys [first, end) that some of the rows may see.
@@ -122,13 +118,17 @@ void BackwardPlan::meeting(const Sequence &seq, std::int64_t row0, std::int64_t 
 }
 
 // Units go abreast, as many as there are threads: two tiles of keys of one unit would wait for each other.
-std::vector<BackwardPlan::Item> BackwardPlan::items_of(const Wave &wave, std::size_t abreast) const {
+std::vector<BackwardPlan::Item> BackwardPlan::items_of(std::size_t abreast) const {
     std::vector<Item> items;
+    items.reserve(items_);
     std::vector<std::int64_t> ranks(most_key_tiles_, 0);
-    for (std::size_t first = wave.first; first < wave.end; first += abreast) {
-        const std::size_t end = std::min(first + abreast, wave.end);
+    for (std::size_t first = 0; first < units_.size(); first += abreast) {
+        const std::size_t end = std::min(first + abreast, units_.size());
         std::int64_t tiles = 0;
-        for (std::size_t u = first; u < end; ++u) tiles = std::max(tiles, units_[u].key_tiles);
+        for (std::size_t u = first; u < end; ++u) {
+            for (std::int64_t i = 0; i < group_ * units_[u].row_tiles; ++i) items.push_back({u, i, -1});
+            tiles = std::max(tiles, units_[u].key_tiles);
+        }
         for (std::int64_t t = 0; t < tiles; ++t) {
             for (std::size_t u = first; u < end; ++u) {
                 if (t < units_[u].key_tiles) items.push_back({u, t, ranks[t]++});
@@ -160,92 +160,79 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
     const int team = alone ? 1 : team_of(threads);
-    const Lease memory(workspace_bytes(threads));
+    state.slots = slots_of(team);
+    const Lease memory(unit_bytes_ * state.slots + key_bytes_ * static_cast<std::size_t>(team));
     state.packed = memory.data();
-    char *const scratch = state.packed + packed_bytes_;
-    state.turn = std::make_unique<std::atomic<std::int64_t>[]>(most_row_tiles_);
+    char *const scratch = state.packed + unit_bytes_ * state.slots;
+    state.turn = std::make_unique<std::atomic<std::int64_t>[]>(row_tiles_);
+    state.left = std::make_unique<std::atomic<std::int64_t>[]>(units_.size());
     state.finished = std::make_unique<std::atomic<std::int64_t>[]>(most_key_tiles_);
-    state.notes.resize(most_row_tiles_);
-    state.dsink.resize(problem_.heads_q);
-    std::vector<std::vector<Item>> items;
-    for (const Wave &wave : waves_) items.push_back(items_of(wave, state.ordered_dbias ? 1 : team));
-    const auto next = std::make_unique<std::atomic<std::size_t>[]>(waves_.size());
+    state.notes.resize(row_tiles_);
+    for (std::int64_t i = 0; i < row_tiles_; ++i) state.turn[i] = -1;  // not packed
+    for (std::size_t u = 0; u < units_.size(); ++u) state.left[u] = group_ * units_[u].row_tiles + units_[u].key_tiles;
+    state.items = items_of(state.ordered_dbias ? 1 : std::min<std::size_t>(team, state.slots));
 #pragma omp parallel num_threads(team)
     {
         const FlushDenormals flushed;
-        void *const own = scratch + key_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
-        for (std::size_t i = 0; i < waves_.size(); ++i) {
-            pack(waves_[i], state);
-            meet(items[i], next[i], state, own);
-            store(waves_[i], state);
+        work(state, scratch + key_bytes_ * static_cast<std::size_t>(omp_get_thread_num()));
+    }
+    std::vector<double> dsink(problem_.heads_q);
+    std::int64_t means = 0;
+    for (const PlannedUnit &unit : units_) {
+        for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
+            const RowNotes &notes = state.notes[unit.first_tile + i];
+            dsink[unit.head * group_ + i / unit.row_tiles] += notes.dsink;
+            means += notes.means;
         }
     }
-    for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h) {
-        gradients.dsink[h] = static_cast<float>(state.dsink[h]);
-    }
-    return state.means;
+    for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h) gradients.dsink[h] = static_cast<float>(dsink[h]);
+    return means;
 }
 
-// The three parts of a wave are called by every thread of a team.
-
-void BackwardPlan::pack(const Wave &wave, State &state) const {
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-        const PlannedUnit &unit = unit_at(wave, i);
-        const RowTile rows = row_tile(unit, i - unit.first_tile, state.packed);
-        std::int64_t first, end;
-        meeting(sequences_[unit.seq], rows.row0, rows.row1, first, end);
-        state.turn[i].store(first, std::memory_order_relaxed);
-        state.notes[i] = kernels_.pack_rows(state.job, rows);
-    }
-#pragma omp single
-    {
-        for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-            const PlannedUnit &unit = unit_at(wave, i);
-            state.dsink[row_tile(unit, i - unit.first_tile, state.packed).head] += state.notes[i].dsink;
-            state.means += state.notes[i].means;
-        }
-        for (std::int64_t t = 0; t < most_key_tiles_; ++t) state.finished[t].store(0, std::memory_order_relaxed);
-    }
-}
-
-void BackwardPlan::meet(const std::vector<Item> &items, std::atomic<std::size_t> &next, State &state,
-                        void *scratch) const {
+void BackwardPlan::work(State &state, void *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items.size();) {
-        run_item(items[i], state, scratch);
+    for (std::size_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < state.items.size();) {
+        const Item &item = state.items[i];
+        if (item.rank < 0) {
+            pack_rows(item, state);
+        } else {
+            meet_keys(item, state, scratch);
+        }
+        state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
     }
-#pragma omp barrier
 }
 
-void BackwardPlan::run_item(const Item &item, State &state, void *scratch) const {
+void BackwardPlan::pack_rows(const Item &item, State &state) const {
+    const PlannedUnit &unit = units_[item.unit];
+    if (item.unit >= state.slots) wait_for(state.left[item.unit - state.slots], 0);
+    const RowTile rows = row_tile(item.unit, item.tile, state);
+    std::int64_t first, end;
+    meeting(sequences_[unit.seq], rows.row0, rows.row1, first, end);
+    state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
+    if (first == end) kernels_.store_rows(state.job, rows);
+    state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
+}
+
+void BackwardPlan::meet_keys(const Item &item, State &state, void *scratch) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
     const KeyTile keys = {unit.seq, unit.head, key0, std::min(key0 + kernels_.tile_keys, seq.kv_len), scratch};
     kernels_.load_keys(state.job, keys);
     if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
-    const std::int64_t tiles = problem_.heads_q / problem_.heads_kv * unit.row_tiles;
-    for (std::int64_t i = 0; i < tiles; ++i) {
-        const RowTile rows = row_tile(unit, i, state.packed);
+    for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
+        const RowTile rows = row_tile(item.unit, i, state);
         std::int64_t first, end;
         meeting(seq, rows.row0, rows.row1, first, end);
         if (item.tile < first || item.tile >= end) continue;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
         kernels_.meet(state.job, rows, keys);
+        if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);
     }
     if (state.ordered_dbias) state.finished[item.tile].store(item.rank + 1, std::memory_order_release);
     kernels_.store_keys(state.job, keys);
-}
-
-void BackwardPlan::store(const Wave &wave, State &state) const {
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < wave.row_tiles; ++i) {
-        const PlannedUnit &unit = unit_at(wave, i);
-        kernels_.store_rows(state.job, row_tile(unit, i - unit.first_tile, state.packed));
-    }
 }
 
 }  // namespace fusion

@@ -2,7 +2,9 @@
 //
 // A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
 // up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, one waiting for the other where it
-// must, so every sum is formed in the same order for any number of threads. Compiled for the baseline instruction set.
+// must, so every sum is formed in the same order for any number of threads. Rows are packed when their turn comes, into
+// memory that an earlier unit has left: few units' rows at a time stay in a last-level cache. Compiled for the baseline
+// instruction set.
 
 #pragma once
 
@@ -33,31 +35,25 @@ public:
 private:
     struct PlannedUnit {  // a sequence and a key/value head
         std::int64_t seq, head;
-        std::size_t offset;       // of its packed rows in the wave's memory
-        std::int64_t first_tile;  // of its tiles of rows in the wave, head after head
+        std::int64_t first_tile;            // of its tiles of rows among all, head after head
         std::int64_t row_tiles, key_tiles;  // per head
     };
-    struct Wave {  // a range of units whose rows are packed together
-        std::size_t first, end;
-        std::int64_t row_tiles;
-    };
-    struct Item {  // a unit meets a tile of keys; rank: how many units of the wave come before it at such a tile
+    struct Item {  // a unit's tile of rows is packed (rank -1), or a tile of keys meets its rows
         std::size_t unit;
-        std::int64_t tile, rank;
+        std::int64_t tile, rank;  // rank: how many units come before it at such a tile of keys
     };
     struct State;  // of a run
 
     void check() const;
-    void cut_waves();
-    const PlannedUnit &unit_at(const Wave &wave, std::int64_t row_tile) const;
-    RowTile row_tile(const PlannedUnit &unit, std::int64_t index, char *packed) const;
+    void cut_units();
+    RowTile row_tile(std::size_t unit, std::int64_t index, const State &state) const;
     void meeting(const Sequence &seq, std::int64_t row0, std::int64_t row1, std::int64_t &first, std::int64_t &end) const;
-    std::vector<Item> items_of(const Wave &wave, std::size_t abreast) const;
+    std::vector<Item> items_of(std::size_t abreast) const;
     int team_of(int threads) const;
-    void pack(const Wave &wave, State &state) const;
-    void meet(const std::vector<Item> &items, std::atomic<std::size_t> &next, State &state, void *scratch) const;
-    void run_item(const Item &item, State &state, void *scratch) const;
-    void store(const Wave &wave, State &state) const;
+    std::size_t slots_of(int team) const;
+    void work(State &state, void *scratch) const;
+    void pack_rows(const Item &item, State &state) const;
+    void meet_keys(const Item &item, State &state, void *scratch) const;
     bool owns_dbias(const Matrix &dbias) const;
 
     const Variant &variant_;
@@ -65,9 +61,8 @@ private:
     Problem problem_;
     std::vector<Sequence> sequences_;
     std::vector<PlannedUnit> units_;
-    std::vector<Wave> waves_;
-    std::size_t packed_bytes_ = 0, key_bytes_ = 0, tile_bytes_ = 0;
-    std::int64_t most_row_tiles_ = 0, most_key_tiles_ = 0, most_items_ = 0;
+    std::size_t unit_bytes_ = 0, key_bytes_ = 0, tile_bytes_ = 0;  // of the largest unit's rows, of tiles
+    std::int64_t group_, row_tiles_ = 0, most_key_tiles_ = 0, items_ = 0;
 };
 
 }  // namespace fusion

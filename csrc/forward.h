@@ -79,8 +79,7 @@ template <class Format> struct Work {  // a tile and all that it needs
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
           s(sizes, scratch), unit(unit_), tile(tile_), head(head_),
-          // The largest product belongs to the largest score only under a positive scale.
-          dressed(p.bias != Bias::none || !(p.scale > 1e-30)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
+          dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
           factor(natural * log2_e) {}
 };
 
@@ -174,20 +173,6 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
             const auto inside = static_cast<std::uint32_t>(low_bits(end - c) & ~low_bits(begin - c));
             const std::uint32_t bits = w.p.has_blocked ? lane_bits(seen, c) : inside;
             store(scores + c, pick(bits, load<Floats>(scores + c), all(-infinity)));
-        }
-    }
-}
-
-template <class Format> void draw_kept(const Work<Format> &w, const Block &b) {
-    const Philox philox(w.p, w.o);
-    const auto stream = static_cast<std::uint32_t>(w.tile.seq * w.p.heads_q + w.head);
-    for (std::int64_t i = 0; i < b.rows; ++i) {
-        const std::int64_t row = w.tile.row0 + b.row + i;
-        std::uint8_t *keep = w.s.keep + i * (most_step / 8);
-        if (w.p.dropout == Dropout::philox) {
-            philox.draw(keep, stream, row, b.first, b.count);
-        } else {
-            copy_keep_bits(keep, w.o.drop_bits, w.seq, w.tile.seq, w.head, row, b.first, b.count);
         }
     }
 }
@@ -359,7 +344,10 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
     }
     if (b.hidden) hide(w, b);
     raise_peaks(w, b, met_wild, fade);
-    if (w.p.dropout != Dropout::none) draw_kept(w, b);
+    if (w.p.dropout != Dropout::none) {
+        const BitBlock block = {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
+        mark_kept(w.s.keep, block, w.p, w.o, w.seq);
+    }
     const bool wild = any_wild(w, b);
     if (wild) note_nothing(w, b);
     weigh_block(w, b, fade);

@@ -9,117 +9,11 @@
 
 #pragma once
 
-#include "bias.h"
-#include "gradient_pack.h"
+#include "gradient_products.h"
 #include "masks.h"
 
 namespace fusion {
 namespace {
-
-static_assert(gradient_rows % block_rows == 0 && gradient_rows % 32 == 0 && block_rows % 2 == 0);
-
-template <class Format> struct Meeting {
-    const Problem &p;
-    const Operands &o;
-    const Gradients &g;
-    const Sequence &seq;
-    const GradientSizes<Format> sizes;
-    const RowTile &row_tile;
-    const KeyTile &key_tile;
-    const RowPart<Format> r;
-    const KeyPart<Format> k;
-    const bool dressed;   // as in the forward
-    const float natural;  // what a score is then multiplied by
-
-    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_)
-        : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
-          row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
-          k(sizes, key_tile.memory), dressed(p.bias != Bias::none || !(p.scale > 1e-30)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)) {}
-};
-
-struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile
-    std::int64_t row, rows, at, count;
-    bool hidden;  // some row does not see some key
-};
-
-// ---------------------------------------------------------------------------------------------------------- products
-
-// C[M][columns] += A[M][depth] * B, in column panels.
-template <class Format, int M>
-__attribute__((noinline)) void add_columns(const typename Format::Word *a, std::int64_t a_stride,
-                                           const typename Format::Word *b, std::int64_t at, std::int64_t depth, float *c,
-                                           std::int64_t c_stride, std::int64_t columns) {
-    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
-    alignas(64) float ones[M];
-    for (float &one : ones) one = 1.0f;
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        multiply<Format, M, panel_vectors, panel_vectors, true>(a, a_stride, b + d * deep + at * panel, depth, c + d, c_stride, ones);
-    }
-    const auto *rest = b + d * deep + at * (columns - d);  // the last panel is narrower
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) multiply<Format, M, 1, 1, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) multiply<Format, M, 2, 2, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-        if (vectors == 3) multiply<Format, M, 3, 3, true>(a, a_stride, rest, depth, c + d, c_stride, ones);
-    }
-}
-
-// S or dP of a block: rows of `words` words times panels of keys.
-template <class Format, int M>
-__attribute__((noinline)) void row_products(const typename Format::Word *rows, const typename Format::Word *keys,
-                                            std::int64_t words, std::int64_t count, float *to) {
-    for (std::int64_t c = 0; c < count; c += panel, keys += panel * words) {
-        multiply<Format, M, panel_vectors, panel_vectors, false>(rows, words, keys, words, to + c, tile_keys<Format>, nullptr);
-    }
-}
-
-template <class Format, int M> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
-    const auto &sizes = w.sizes;
-    row_products<Format, M>(w.r.q + b.row * sizes.words, w.k.k + b.at * sizes.words, sizes.words, b.count, w.k.scores);
-    row_products<Format, M>(w.r.dout + b.row * sizes.value_words, w.k.v + b.at * sizes.value_words, sizes.value_words,
-                            b.count, w.k.dprobs);
-}
-
-template <class Format, int M> void add_dq(const Meeting<Format> &w, const Meet &b) {
-    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
-    const std::int64_t at = b.at / Format::depth, depth = b.count / Format::depth, main = w.sizes.main_columns;
-    float *dq = w.r.dq + b.row * w.sizes.columns;
-    add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys, at, depth, dq, w.sizes.columns, main);
-    if (w.p.dim_rope) {
-        add_columns<Format, M>(w.k.dscores, deep, w.k.k_keys + main * deep, at, depth, dq + main, w.sizes.columns,
-                               w.sizes.columns - main);
-    }
-}
-
-// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
-template <class Do> FUSION_INLINE void by_height(std::int64_t rows, Do run) {
-    constexpr int third = block_rows / 3;
-    if (rows > 2 * third) return run(std::integral_constant<int, block_rows>{});
-    if (rows > third) return run(std::integral_constant<int, 2 * third>{});
-    run(std::integral_constant<int, third>{});
-}
-
-template <class Format, int M>
-__attribute__((noinline)) void add_transposed_rows(const typename Format::Word *rows, std::int64_t deep,
-                                                   const typename Format::Word *weights, std::int64_t depth, float *to) {
-    alignas(64) float ones[M];
-    for (float &one : ones) one = 1.0f;
-    multiply<Format, M, panel_vectors, panel_vectors, true>(rows, deep, weights, depth, to, panel, ones);
-}
-
-// dk^T or dv^T of one panel of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
-template <class Format>
-void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
-                    std::int64_t first, std::int64_t end, std::int64_t columns, float *to) {
-    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth;
-    for (std::int64_t d = 0; d < columns; d += block_rows) {
-        by_height(columns - d, [&](auto height) __attribute__((always_inline)) {
-            add_transposed_rows<Format, height()>(rows + d * deep + skip, deep, weights + skip * panel, depth, to + d * panel);
-        });
-    }
-}
 
 // ------------------------------------------------------------------------------------------------ between the products
 
@@ -133,26 +27,6 @@ template <class Format> void mark_seen(const Meeting<Format> &w, const Meet &b) 
         set_interval(seen, first, b.count, first_key(w.seq, row), end);
         if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.row_tile.seq, w.row_tile.head, row, first, b.count);
     }
-}
-
-template <class Format> void mark_kept(const Meeting<Format> &w, const Meet &b) {
-    const Philox philox(w.p, w.o);
-    const auto stream = static_cast<std::uint32_t>(w.row_tile.seq * w.p.heads_q + w.row_tile.head);
-    const std::int64_t first = w.key_tile.key0 + b.at;
-    for (std::int64_t i = 0; i < b.rows; ++i) {
-        const std::int64_t row = w.row_tile.row0 + b.row + i;
-        std::uint8_t *keep = w.k.keep + i * (w.k.keys / 8);
-        if (w.p.dropout == Dropout::philox) {
-            philox.draw(keep, stream, row, first, b.count);
-        } else {
-            copy_keep_bits(keep, w.o.drop_bits, w.seq, w.row_tile.seq, w.row_tile.head, row, first, b.count);
-        }
-    }
-}
-
-// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
-template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
-    return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
 }
 
 // P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
@@ -336,7 +210,7 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
 }
 
 template <class Format, class T> void meet_block(const Meeting<Format> &w, const Meet &b) {
-    by_height(b.rows, [&](auto height) { multiply_rows<Format, height()>(w, b); });
+    multiply_rows(w, b);
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
@@ -345,10 +219,14 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
         }
     }
     if (b.hidden) mark_seen(w, b);
-    if (w.p.dropout != Dropout::none) mark_kept(w, b);
+    if (w.p.dropout != Dropout::none) {
+        const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at, b.count,
+                                w.k.keys / 8};
+        mark_kept(w.k.keep, block, w.p, w.o, w.seq);
+    }
     weigh(w, b);
     if (w.g.dbias.base) add_dbias(w, b);
-    by_height(b.rows, [&](auto height) { add_dq<Format, height()>(w, b); });
+    add_dq(w, b);
     note_rows(w, b);
     add_wild<Format, T>(w, b);
 }
@@ -362,14 +240,17 @@ template <class Format, class T> void meet(const Job &job, const RowTile &row_ti
         const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) meet_block<Format, T>(w, b);
     }
-    for (std::int64_t at = 0; at < keys; at += panel) {
-        const std::int64_t first = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
-        if (first == end) continue;
-        const std::int64_t from = weight_at<Format>(0, at);
-        add_transposed<Format>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
-                               w.k.dv + at * w.sizes.value_columns);
-        add_transposed<Format>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
-                               w.k.dk + at * w.sizes.columns);
+    for (std::int64_t at = 0; at < keys; at += abreast * panel) {
+        if (abreast == 1 || at + panel >= keys) {
+            add_dk_dv<Format, 1>(w, at, w.k.row_begin[at / panel], w.k.row_end[at / panel]);
+            continue;
+        }
+        // Two panels go abreast over the rows that meet both.
+        const std::int64_t *begin = w.k.row_begin + at / panel, *end = w.k.row_end + at / panel;
+        const std::int64_t first = least(most(begin[0], begin[1]), least(end[0], end[1])), last = least(end[0], end[1]);
+        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, begin[i], least(first, end[i]));
+        add_dk_dv<Format, abreast>(w, at, first, last);
+        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, most(last, begin[i]), end[i]);
     }
 }
 

@@ -142,5 +142,23 @@ struct Philox {
     }
 };
 
+// Rows [row, row + rows) of a head and keys [first, first + count); the bits of row i begin `stride` bytes behind row i - 1's.
+struct BitBlock {
+    std::int64_t seq, head, row, rows, first, count, stride;
+};
+
+// Which probabilities dropout keeps.
+inline void mark_kept(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
+    const Philox philox(p, o);
+    const auto stream = static_cast<std::uint32_t>(b.seq * p.heads_q + b.head);
+    for (std::int64_t row = b.row; row < b.row + b.rows; ++row, bits += b.stride) {
+        if (p.dropout == Dropout::philox) {
+            philox.draw(bits, stream, row, b.first, b.count);
+        } else {
+            copy_keep_bits(bits, o.drop_bits, seq, b.seq, b.head, row, b.first, b.count);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace fusion

@@ -1,0 +1,220 @@
+// The backward's five products of a block of rows or a tile of them, and what asks for memory while they run.
+//
+// Start reading at gradient.h's meet().
+
+#pragma once
+
+#include "bias.h"
+#include "gradient_pack.h"
+
+namespace fusion {
+namespace {
+
+static_assert(gradient_rows % block_rows == 0 && gradient_rows % 32 == 0 && block_rows % 2 == 0);
+
+template <class Format> struct Meeting {
+    const Problem &p;
+    const Operands &o;
+    const Gradients &g;
+    const Sequence &seq;
+    const GradientSizes<Format> sizes;
+    const RowTile &row_tile;
+    const KeyTile &key_tile;
+    const RowPart<Format> r;
+    const KeyPart<Format> k;
+    const bool dressed;   // as in the forward
+    const float natural;  // what a score is then multiplied by
+
+    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_)
+        : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
+          row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
+          k(sizes, key_tile.memory), dressed(is_dressed(p)),
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)) {}
+};
+
+struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile
+    std::int64_t row, rows, at, count;
+    bool hidden;  // some row does not see some key
+};
+
+// ---------------------------------------------------------------------------------------------------------- products
+
+// Two panels abreast take half as many rows: as many accumulators, but fewer loads for each multiply-add. Only where
+// registers hold the wider row of operands.
+constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
+static_assert(low_rows % 3 == 0);
+
+// C[M][Panels x N vectors] = A[M][depth] * B, or, with Add, that more. B's panels lie b_apart words from each other, C's
+// c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
+template <class Format, int M, int N, int Panels, bool Add>
+__attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
+                                               const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
+                                               float *c, std::int64_t c_stride, std::int64_t c_apart) {
+    Floats sum[M][Panels * N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
+    }
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+        Words right[Panels * N];
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) right[j] = load<Words>(b + j / N * b_apart + j % N * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
+                sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+            }
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
+            float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
+            if constexpr (Add) sum[i][j] += load<Floats>(at);
+            store(at, sum[i][j]);
+        }
+    }
+}
+
+// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
+// called for each step of columns.
+template <class Format, bool Add, class Before>
+FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
+                                  const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
+                                  std::int64_t c_stride, std::int64_t columns, Before before) {
+    std::int64_t at = 0;
+    for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
+        before(at);
+        for (std::int64_t i = 0; i < rows; i += low_rows) {
+            multiply_panels<Format, low_rows, panel_vectors, abreast, Add>(a + i * a_stride, a_stride, b, b_apart, depth,
+                                                                           c + i * c_stride + at, c_stride, panel);
+        }
+    }
+    if (abreast > 1 && at + panel <= columns) {
+        before(at);
+        multiply_panels<Format, block_rows, panel_vectors, 1, Add>(a, a_stride, b, 0, depth, c + at, c_stride, 0);
+        at += panel;
+        b += b_apart;
+    }
+}
+
+// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for a
+// few lines at a time, since a core waits for few misses at once.
+FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
+}
+
+template <class Format> struct Next {  // asks for what the block behind this one reads, while this one's products run
+    const Meeting<Format> &w;
+    const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
+    const bool bias, dbias;
+
+    Next(const Meeting<Format> &w_, const Meet &b)
+        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)), first(w.key_tile.key0 + b.at),
+          count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key), dbias(bias && w.g.dbias.base) {}
+
+    // The share of column `at` in n elements.
+    template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {
+        const std::int64_t part = (n + steps - 1) / steps;
+        ask_for(from + at / (abreast * panel) * part, part * sizeof(T));
+    }
+    FUSION_INLINE void stored(const Matrix &m, std::int64_t at) const {
+        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2, there = least<std::int64_t>(abreast * panel, count - at);
+        for (std::int64_t i = w.row_tile.row0 + row; i < least(w.row_tile.row0 + row + block_rows, w.seq.q_len); ++i) {
+            const std::int64_t element = row_of(m, w.row_tile.seq, w.row_tile.head, i) + first + at;
+            ask_for(static_cast<const char *>(m.base) + element * size, there * size);
+        }
+    }
+    FUSION_INLINE void queries(std::int64_t at) const {
+        if (bias) stored(w.o.bias, at);
+        if (row >= w.r.padded) return;
+        share(w.r.q + row * w.sizes.words, block_rows * w.sizes.words, at);
+        share(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns, at);
+    }
+    FUSION_INLINE void gradients(std::int64_t at) const {
+        if (dbias) stored(w.g.dbias, at);
+        if (row >= w.r.padded) return;
+        share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);
+    }
+    // All blocks together ask for the transposed rows, which are read after the last of them.
+    FUSION_INLINE void transposed(std::int64_t at, std::int64_t columns) const {
+        if (at) return;
+        const std::int64_t before = (row - block_rows) / Format::depth, part = block_rows / Format::depth;
+        ask_for(w.r.q_rows + before * columns, part * columns * 4);
+        ask_for(w.r.dout_rows + before * w.sizes.value_columns, part * w.sizes.value_columns * 4);
+    }
+};
+
+template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
+    constexpr std::int64_t keys = tile_keys<Format>;
+    const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
+    const Next<Format> next(w, b);
+    multiply_block<Format, false>(w.r.q + b.row * words, words, b.rows, w.k.k + b.at * words, words * panel, words,
+                                  w.k.scores, keys, b.count, [&](std::int64_t at) { next.queries(at); });
+    multiply_block<Format, false>(w.r.dout + b.row * value_words, value_words, b.rows, w.k.v + b.at * value_words,
+                                  value_words * panel, value_words, w.k.dprobs, keys, b.count,
+                                  [&](std::int64_t at) { next.gradients(at); });
+}
+
+// Adds dS times the keys' columns [column, column + columns), which are packed together.
+template <class Format>
+void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
+    const Next<Format> next(w, b);
+    constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+    const std::int64_t skip = b.at / Format::depth, depth = b.count / Format::depth;
+    const auto *keys = w.k.k_keys + column * deep;
+    float *dq = w.r.dq + b.row * w.sizes.columns + column;
+    multiply_block<Format, true>(w.k.dscores, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
+                                 columns, [&](std::int64_t at) { next.transposed(at, columns); });
+    const auto narrow = [&](auto vectors) {  // the last panel
+        const std::int64_t rest = vectors() * lanes, whole = columns - rest;
+        multiply_panels<Format, block_rows, vectors(), 1, true>(w.k.dscores, deep, keys + whole * deep + skip * rest, 0, depth,
+                                                                dq + whole, w.sizes.columns, 0);
+    };
+    const std::int64_t vectors = columns % panel / lanes;
+    if (vectors == 1) narrow(std::integral_constant<int, 1>{});
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) narrow(std::integral_constant<int, 2>{});
+        if (vectors == 3) narrow(std::integral_constant<int, 3>{});
+    }
+}
+
+template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
+    const std::int64_t main = w.sizes.main_columns;
+    add_dq_part(w, b, 0, main);
+    if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
+}
+
+// dk^T or dv^T of so many panels of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
+template <class Format, int Panels>
+void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
+                    std::int64_t first, std::int64_t end, std::int64_t columns, float *to) {
+    constexpr int height = block_rows / Panels;
+    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth, apart = columns * panel;
+    if (depth <= 0) return;
+    rows += skip;
+    weights += skip * panel;
+    const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
+        multiply_panels<Format, rows_at_once(), panel_vectors, Panels, true>(
+            rows + d * deep, deep, weights, KeyPart<Format>::depth * panel, depth, to + d * panel, panel, apart);
+    };
+    std::int64_t d = 0;
+    for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
+    // Columns are whole vectors: what remains is a third or two thirds.
+    if (columns - d > height / 3) multiply(std::integral_constant<int, height / 3 * 2>{}, d);
+    else if (columns > d) multiply(std::integral_constant<int, height / 3>{}, d);
+}
+
+// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
+template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
+    return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
+}
+
+template <class Format, int Panels>
+void add_dk_dv(const Meeting<Format> &w, std::int64_t at, std::int64_t first, std::int64_t end) {
+    const std::int64_t from = weight_at<Format>(0, at);
+    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
+                                   w.k.dv + at * w.sizes.value_columns);
+    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
+                                   w.k.dk + at * w.sizes.columns);
+}
+
+}  // namespace
+}  // namespace fusion
