@@ -28,7 +28,7 @@ FLOORS = {
     "aclnn": 6, "acl": 6, "autograd": 6, "operators": 6,
     "plan": 5,
     "ops": 4, "backends": 4,
-    "lower": 3, "tiles": 3,
+    "lower": 3, "tiles": 3, "calls": 3,
     "problem": 2, "sampling": 2, "pages": 2,
     "contract": 1, "record": 1, "expressions": 1, "mask": 1, "kv": 1, "bias": 1, "dropout": 1,
     "_native": 0,

@@ -33,7 +33,6 @@ from fusion_attention.contract import (
 )
 from fusion_attention.expressions import show
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.flash_lower import lower
 
 SUCCESS = state.SUCCESS
 INNER, NO_KERNEL = 561000, 561003
@@ -77,7 +76,8 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
         raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
     args = _arguments(op, values)
     bound = bind(op, args, strict=strict)
-    call = lower(bound)
+    assert op.lower is not None
+    call = op.lower(bound)
     layouts = bound.memo.setdefault("two_phase", {})
     layout = layouts.get((STATE.backend, STATE.device))
     if layout is None:

@@ -19,12 +19,12 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from fusion_attention import api, autograd, operators
+from fusion_attention import api, operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, bind
 from fusion_attention.dropout import draw_seed
-from fusion_attention.lower import from_lanes, to_lanes
 from fusion_attention.npu import training
-from fusion_attention.ops import RECORDS, attention, flash_lower
+from fusion_attention.ops import RECORDS, attention
+from fusion_attention.plan import compute
 
 FORMAT, VERSION = "fusion_attention.capture", 1
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
@@ -262,24 +262,11 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
     """Every output of a call, by name."""
-    bound = bind(op, args)
-    with torch.no_grad():
-        if op is attention.RECORD:
-            results = autograd.attention(attention.lower(bound, seed=seed), backend)
-            return dict(zip(OWN, results, strict=True))
-        call = flash_lower.lower(bound, seed=seed, offset=int(args.get("offset") or 0))
-        if "dy" not in op.by_name:
-            out, max_, sum_ = autograd.attention(call, backend)
-            return dict(zip(FORWARD[:3], (out, *to_lanes(call, max_, sum_)), strict=True))
-        stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
-        dbias = call.extras[autograd.BIAS] is not None
-        grads = autograd.attention_backward(
-            call, bound["dy"], bound["attention_in"], stats, dbias=dbias, backend=backend
-        )
-        named = dict(zip(BACKWARD, grads, strict=True))
-        if bound["pse"] is not None and not dbias:
-            named["dpse"] = torch.zeros_like(bound["pse"])
-        return {name: value for name, value in named.items() if value.numel()}
+    assert op.lower is not None
+    call = op.lower(bind(op, args), seed=seed, offset=int(args.get("offset") or 0))
+    results: dict[str, torch.Tensor] = call.results()
+    compute(call, results, backend)
+    return results
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -197,6 +197,7 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements was not given.
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
+        lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to its calls.Lowered.
         sizes: axis sizes of a sample; samples: further sample settings per layout.
     """
 
@@ -213,6 +214,7 @@ class Op:
     blank_is_absent: bool = False
     derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda names: {}
     functions: Mapping[str, Check] = field(default_factory=dict)
+    lower: Callable[..., Any] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     by_name: dict[str, Param] = field(init=False)
