@@ -13,8 +13,9 @@ import torch
 
 from fusion_attention.acl.overlap import overlaps_itself, share
 from fusion_attention.acl.state import STATE, Refusal
+from fusion_attention.acl.tensors import TensorList
 from fusion_attention.calls import Filled, Lowered, tensors_in
-from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Failure, Op, Tensor
+from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Failure, Op, Tensor, members
 from fusion_attention.expressions import evaluate, scope, show
 from fusion_attention.plan import Plan, plan
 
@@ -114,7 +115,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
     if call.device != STATE.device:
         first = op.tensors()[0].shown
         raise refusal(op, first, f"memory on {STATE.device}", str(call.device), "acl.init(device=...) chose it")
-    given = tuple((i, name) for i, name in enumerate(op.by_name) if isinstance(args[name], torch.Tensor))
+    given = tuple((i, name) for i, name in enumerate(op.by_name) if isinstance(args[name], (torch.Tensor, tuple)))
     written = _written(bound, args, strict)
     outputs = {name: args[name] for name in written}
     found = None
@@ -122,7 +123,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
         found = plan(call.problem, call.extents, call.device, STATE.backend, call.verb)
     filled = call.fill(outputs)
     rooms = {t.untyped_storage()._cdata: t for t in filled.rooms}
-    own = {args[name].untyped_storage()._cdata for _, name in given}
+    own = {t.untyped_storage()._cdata for _, name in given for t in members(args[name]) or ()}
     made = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)} | rooms
     foreign = {key: t for key, t in made.items() if key not in own}
     idle = all(t.numel() == 0 for t in outputs.values())
@@ -138,6 +139,11 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
         reads=any(not r.when or evaluate(r.when, within) for r in reading),
         idle=idle,
     )
+
+
+def handles(value: Any) -> tuple[Any, ...]:
+    """The tensors of a list, or the one tensor."""
+    return value.tensors or () if type(value) is TensorList else (value,)
 
 
 def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...]:
@@ -166,7 +172,8 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
 def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
     """Refuses outputs that share memory with any other tensor."""
     written = layout.written
-    spans = sorted([(values[i].start, values[i].stop, name in written, i) for i, name in layout.given])
+    held = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
+    spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(held)])
     read = wrote = 0  # where the inputs, and the outputs, that start at or before this span end
     for start, stop, is_written, _ in spans:
         if start < wrote or (is_written and start < read):
@@ -180,6 +187,6 @@ def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
     # Windows of one buffer may interleave; what counts is a common element.
     for start, stop, is_written, i in spans:
         for first, last, _, j in spans if is_written else ():
-            if i != j and first < stop and start < last and share(values[i], values[j]):
-                other = op.params[j].shown
-                raise refusal(op, op.params[i].shown, "memory of its own", f"some that {other} holds too")
+            if i != j and first < stop and start < last and share(held[i][2], held[j][2]):
+                other = op.params[held[j][0]].shown
+                raise refusal(op, op.params[held[i][0]].shown, "memory of its own", f"some that {other} holds too")

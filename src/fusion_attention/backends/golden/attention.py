@@ -86,9 +86,7 @@ def _keep(
     return keep.to(device), 1.0 / problem.keep_prob
 
 
-def _stored(
-    problem: Problem, view: RowView | PagedView, b: int, length: int, dequant: Dequant | None
-) -> torch.Tensor:
+def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int, dequant: Dequant | None) -> torch.Tensor:
     """[heads_kv, length, dim]: the keys or values of sequence b, (stored + offset) * scale where they are integers."""
     if problem.kv_dtype == "int4":
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
