@@ -28,4 +28,5 @@ SHAPES_AND_DTYPES = {
     ("quant_scale2", "float32, or bfloat16 as query"),
     ("attention_out", "int8 or the dtype of query"),
     ("query", "float16 or bfloat16"),
+    ("k", "int8, uint8 or the dtype of q"),
 }

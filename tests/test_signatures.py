@@ -194,5 +194,5 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"attention"} == set(RECORDS)
+    assert set(ACLNN) | set(TORCH_NPU) | {"attention", "decode_attention"} == set(RECORDS)
     assert set(TORCH_NPU) == {record.name for record in (*flash.TORCH, infer.TORCH)}

@@ -44,7 +44,11 @@ class Lowered(Protocol):
     problem: Any
     extents: Extents
     verb: str
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        ...
 
     def results(self) -> dict[str, torch.Tensor]:
         """Fresh memory for every result that the call has, by the names of its record's outputs."""

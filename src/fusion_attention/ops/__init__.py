@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fusion_attention.ops import attention, flash, infer
+from fusion_attention.ops import attention, decode_attention, flash, infer
 from fusion_attention.record import Op
 
-FAMILIES = (attention, flash, infer)
+FAMILIES = (attention, decode_attention, flash, infer)
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

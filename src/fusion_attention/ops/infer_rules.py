@@ -262,7 +262,7 @@ INTEGER_OUTPUT = (
         text="int8 or the dtype of query",
         code=INVALID,
         stage="dtype",
-        given={"attention_out": True},
+        given={"attention_out": ("B S1 N1*D", "float16")},
         spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
     *(
