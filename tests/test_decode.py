@@ -33,7 +33,7 @@ def wide(call: Decode) -> Decode:
 
     k, v = (tuple(promote(t) for t in side) for side in (call.k, call.v))
     problem = replace(call.problem, dtype="float64")
-    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias))
+    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), memo={})
 
 
 def run(call: Decode, backend: str) -> torch.Tensor:

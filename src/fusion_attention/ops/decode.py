@@ -6,12 +6,13 @@ Views are made here, from a cache's layout and its lengths. Refuses to know how 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.calls import Filled, room
+from fusion_attention.calls import Filled, room, tensors_in
 from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.lower import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.problem import Extents, Operands, Problem, Stats
@@ -46,6 +47,7 @@ class Decode:
         bias, blocked: 4-D, broadcast over [B, N1, S1, slots].
         sink: float32 [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
         names: of the results: out, and max and sum where the caller wants them.
+        memo: shared by all calls of the same shapes, strides and lengths.
     """
 
     problem: Problem
@@ -64,6 +66,7 @@ class Decode:
     sink: Tensor | None = None
     out_quant: Scales = (None, None)
     names: tuple[str, ...] = ("attention_out",)
+    memo: dict[str, Any] = field(default_factory=dict)
 
     verb = "attention_forward"
 
@@ -74,22 +77,28 @@ class Decode:
 
     def results(self) -> dict[str, Tensor]:
         """out in the query's layout, and statistics [B, N1, S1] where they have names."""
-        p, dtype = self.problem, torch.int8 if self.problem.out_quant != "none" else self.q.dtype
-        out = self.q.new_empty(row_shape(self.q, self.layout, p.heads_q, p.dim_v), dtype=dtype)
-        return dict(zip(self.names, (out, *self._stats()[: len(self.names) - 1]), strict=True))
+        p, q = self.problem, self.q
+        shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
+        out = q.new_empty(shape) if p.out_quant == "none" else q.new_empty(shape, dtype=torch.int8)
+        if len(self.names) == 1:
+            return {self.names[0]: out}
+        return dict(zip(self.names, (out, *self.stats()), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
-        out = outputs[self.names[0]]
-        return _Run(self, out, tuple(outputs[name] for name in self.names[1:]) or self._stats())
+        stats = tuple(outputs[name] for name in self.names[1:]) or self.stats()
+        return _Run(self, outputs[self.names[0]], stats)
 
-    def _stats(self) -> tuple[Tensor, Tensor]:
-        _, token, _ = LAYOUTS[self.layout]
-        shape = self.q.shape[0], self.problem.heads_q, self.q.shape[token]
-        dtype = torch.float64 if self.problem.dtype == "float64" else torch.float32
-        return torch.empty(shape, dtype=dtype, device=self.q.device), torch.empty(
-            shape, dtype=dtype, device=self.q.device
-        )
+    def stats(self) -> tuple[Tensor, Tensor]:
+        """Room for statistics."""
+        known = self.memo.get("stats")
+        if known is None:
+            _, token, _ = LAYOUTS[self.layout]
+            dtype = torch.float64 if self.problem.dtype == "float64" else torch.float32
+            shape = self.q.shape[0], self.problem.heads_q, self.q.shape[token]
+            known = self.memo["stats"] = torch.empty(0, dtype=dtype, device=self.q.device), shape
+        blank, shape = known
+        return blank.new_empty(shape), blank.new_empty(shape)
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of a call, its output and its statistics."""
@@ -117,6 +126,30 @@ class Decode:
         # A bool and a byte are the same memory; the view makes one kernel type of them.
         operands.blocked = None if self.blocked is None else self._matrix(self.blocked.view(torch.uint8))
         return operands
+
+    def pattern(self, operands: Operands) -> Operands | None:
+        """Operands without memory that over() lays on that of the next call; None where more than rows is read."""
+        p = self.problem
+        more = p.dequant_k != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink or p.bias != "none"
+        own = {t.untyped_storage()._cdata for t in (self.q, *self.k, *(self.v or ()), self.table) if t is not None}
+        read = (operands.q, operands.k, operands.v)
+        if more or self.v is None or any(t.untyped_storage()._cdata not in own for t in tensors_in(read)):
+            return None  # A tensor that was copied has strides of its own.
+        blank = self.q.new_empty(0)
+        k, v = (_over(view, (blank,), blank) for view in (operands.k, operands.v))
+        stats = Stats(operands.stats.max.over(blank), operands.stats.sum.over(blank))
+        return Operands(operands.q.over(blank), k, v, operands.out.over(blank), stats)
+
+    def over(self, pattern: Operands, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+        """The operands of a call like the one that pattern() was asked of."""
+        assert self.v is not None
+        return Operands(
+            pattern.q.over(self.q),
+            _over(pattern.k, self.k, self.table),
+            _over(pattern.v, self.v, self.table),
+            pattern.out.over(out),
+            Stats(pattern.stats.max.over(max_), pattern.stats.sum.over(sum_)),
+        )
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
         """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
@@ -174,11 +207,17 @@ class _Run(Filled):
 
     def __init__(self, call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> None:
         self.target, self.out = out, room(out)
-        given = () if self.out is out else (self.out,)
-        super().__init__((call.operands(self.out, *stats),), (*given, *stats))
-        _, token, _ = LAYOUTS[call.layout]
-        rows = call.q.shape[token]
-        self.clears = (self.out, *stats) if bool((call.extents.q_len != rows).any()) else ()
+        known = call.memo.get("run")
+        if known is None or known[0] != out.stride():
+            _, token, _ = LAYOUTS[call.layout]
+            short = bool((call.extents.q_len != call.q.shape[token]).any())
+            operands = call.operands(self.out, *stats)
+            call.memo["run"] = out.stride(), short, call.pattern(operands)
+        else:
+            _, short, pattern = known
+            operands = call.operands(self.out, *stats) if pattern is None else call.over(pattern, self.out, *stats)
+        self.clears = (self.out, *stats) if short else ()
+        super().__init__((operands,), stats if self.out is out else (self.out, *stats))
 
     def begin(self) -> None:
         for tensor in self.clears:
@@ -187,6 +226,15 @@ class _Run(Filled):
     def finish(self) -> None:
         if self.out is not self.target:
             self.target.copy_(self.out)  # This output's rows are not of neighbouring elements.
+
+
+def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor | None) -> RowView | PagedView:
+    """The same rows of other tensors."""
+    if isinstance(view, RowView):
+        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+    assert table is not None
+    strides = view.stride_page, view.stride_token, view.stride_head
+    return PagedView(tensors[0], table, view.page_size, *strides, view.dim)
 
 
 def narrowed(view: RowView | PagedView, dim: int) -> RowView | PagedView:

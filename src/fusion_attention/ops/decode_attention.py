@@ -370,7 +370,7 @@ def lower(bound: Bound) -> Decode:
         extents = extents_of(n["q_len"], n["kv_len"], band)
         known = bound.memo["lowered"] = (_problem(n), extents, Cache(n["cache_layout"], n["page_size"]))
     problem, extents, cache = known
-    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"])
+    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
     call.names = ("out", "max", "sum")
     call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
     call.out_quant = n["out_scale"], n["out_offset"]

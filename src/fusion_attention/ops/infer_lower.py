@@ -61,7 +61,8 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:
         first = np.maximum(n["first"], 0) if n["pads_left"] else None
         known = bound.memo["lowered"] = (_problem(n), _extents(n), cache, first)
     problem, extents, cache, first = known
-    call = Decode(problem, extents, n["input_layout"], cache, n["query"], n["key"], n["value"], n["block_table"], first)
+    stored = n["key"], n["value"], n["block_table"]
+    call = Decode(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
     if problem.dequant_k != "none":
         call.k_dequant, call.v_dequant = (_scales(n, i) for i in (0, 1))
     if problem.bias != "none":
