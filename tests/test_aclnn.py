@@ -12,12 +12,13 @@ import torch
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
 from fusion_attention.expressions import size_of
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import RECORDS, flash
 from fusion_attention.sampling import sample, spoils
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
-FORWARD = [op for op in OPERATORS.values() if "dy" not in op.by_name]
-BACKWARD = [op for op in OPERATORS.values() if "dy" in op.by_name]
+TRAINING = [op for op in OPERATORS.values() if op in flash.RECORDS]
+FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
+BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
 V2 = RECORDS["aclnnFlashAttentionScoreV2"]
 Args = dict[str, Any]
 
@@ -40,8 +41,9 @@ def by_name(op: Op) -> str:
 def axes_of(op: Op, args: Args) -> dict[str, int]:
     """The size of every axis word, as far as inputs show it."""
     sizes: dict[str, int] = {}
-    if isinstance(args.get("head_num"), int):
-        sizes["N1"] = args["head_num"]
+    for name in ("head_num", "num_heads"):
+        if isinstance(args.get(name), int):
+            sizes["N1"] = args[name]
     for p in op.tensors():
         value, words = args[p.name], p.words(str(args.get("input_layout")))
         if isinstance(value, torch.Tensor) and value.dim() == len(words):
@@ -62,10 +64,11 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
         shape = [size_of(word, sizes) for word in words]
         query = args["query"] if isinstance(args["query"], torch.Tensor) else torch.empty(0)
         dtype = torch.float32 if p.dtypes == "float32" else query.dtype
+        dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
         if p.name == "dpse":
             pse = args["pse"]
             found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
-        elif not words or None in shape or (p.name == "dsink" and args["sink"] is None):
+        elif args.get(p.name) is not None or not words or None in shape or (p.name == "dsink" and args["sink"] is None):
             found[p.name] = None
         else:
             found[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
@@ -78,6 +81,8 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
 def handle(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return acl.Tensor.of(value)
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return acl.create_tensor_list([acl.Tensor.of(tensor) for tensor in value])
     return acl.create_int_array(value) if isinstance(value, list) else value
 
 

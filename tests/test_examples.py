@@ -17,7 +17,7 @@ import fusion_attention as fa
 ROOT = Path(__file__).resolve().parents[1]
 # The everyday suite trains for a moment only.
 ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"]}
-DOCUMENTED = ("api", "npu.training", "npu.install", "capture", "mask", "sampling")
+DOCUMENTED = ("api", "decode", "npu.training", "npu.inference", "npu.install", "capture", "mask", "sampling")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

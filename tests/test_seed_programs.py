@@ -1,4 +1,5 @@
-"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3 and ...ScoreV2, call for call.
+"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2 and
+aclnnIncreFlashAttentionV4, call for call.
 
 What they should print comes from golden and from a few lines of arithmetic.
 
@@ -201,6 +202,54 @@ def test_score_v2() -> None:
     assert got["attentionOut"].tolist() == expected["attentionOut"].tolist()
     np.testing.assert_allclose(got["softmaxMax"], expected["softmaxMax"], rtol=128 * 2.0**-24)
     np.testing.assert_allclose(got["softmaxSum"], expected["softmaxSum"], rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ IncreFlashAttentionV4
+
+
+def incre_flash_attention_v4(device_id: int = 0, backend: str = "auto") -> np.ndarray:
+    stream = start(device_id, backend)
+    rows, keys = [1, 2, 1, 16], [1, 2, 16, 16]
+    memory = {
+        # The program fills these with floats and reads them as float16: twice the bytes that the tensors have.
+        "query": create_acl_tensor(np.ones(32, np.float32), rows, acl.ACL_FLOAT16),
+        "key": create_acl_tensor(np.ones(512, np.float32), keys, acl.ACL_FLOAT16),
+        "value": create_acl_tensor(np.ones(512, np.float32), keys, acl.ACL_FLOAT16),
+        "attenMask": create_acl_tensor(np.zeros(16, np.int8), [1, 1, 1, 16], acl.ACL_INT8),
+        "attentionOut": create_acl_tensor(np.ones(32, np.float32), rows, acl.ACL_FLOAT16),
+    }
+    t = {name: tensor for name, (_, tensor) in memory.items()}
+    keys_list, values_list = acl.create_tensor_list([t["key"]]), acl.create_tensor_list([t["value"]])
+    lengths = acl.create_int_array([16])
+    scales = [None] * 9  # from dequantScale1 to kvPaddingSize
+    heads, scale, layout, block_size, inner_precise = 2, 1 / math.sqrt(16), "BNSD", 1, 1
+    ret, size, executor = aclnn.aclnnIncreFlashAttentionV4GetWorkspaceSize(
+        *(t["query"], keys_list, values_list, None, t["attenMask"], lengths, *scales),
+        *(heads, scale, layout, heads, block_size, inner_precise, t["attentionOut"]),
+    )
+    check(ret)
+    workspace = None
+    if size > 0:
+        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+    check(aclnn.aclnnIncreFlashAttentionV4(workspace, size, executor, stream))
+    check(acl.rt.synchronize_stream(stream))
+    # As printed, the program copies doubles: four times the bytes that the output has, twice those of its buffer.
+    address, result = memory["attentionOut"][0], np.zeros(32)
+    ret = acl.rt.memcpy(result, result.nbytes, address, 32 * 8, acl.ACL_MEMCPY_DEVICE_TO_HOST)
+    assert (ret, result.any()) == (107000, False)
+    assert acl.get_recent_err_msg() == "256 bytes asked at byte 0 of an allocation of 128"
+    printed = print_out_result(rows, address, np.float16)
+    addresses = [where for where, _ in memory.values()] + ([workspace] if workspace else [])
+    end(list(t.values()), addresses, stream, device_id)
+    return printed
+
+
+def test_incre_flash_attention_v4() -> None:
+    got = incre_flash_attention_v4()
+    # A float 1 is the pair (0, 1.875): all keys are alike, and the mean of equal rows is that row.
+    assert got.tolist() == [0.0, 1.875] * 16
+    assert got.tolist() == incre_flash_attention_v4(device_id=7, backend="golden").tolist()
 
 
 def test_a_device_that_is_not_there() -> None:

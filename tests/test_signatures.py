@@ -8,7 +8,7 @@ import pytest
 
 import fusion_attention
 from fusion_attention import npu
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS, flash, infer
 from fusion_attention.record import REQUIRED, Attr, Tensor
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
@@ -37,6 +37,7 @@ KEYWORD_ONLY_FROM = {
     "npu_fusion_attention_grad": "pse",
     "npu_fusion_attention_grad_v2": "pse",
     "npu_fusion_attention_grad_v3": "pse",
+    "npu_incre_flash_attention": "padding_mask",
     "attention": "layout",
 }
 
@@ -68,6 +69,10 @@ TORCH_NPU = {
     f" offset=0 numels=0 {LENGTHS} {STARTS} softmax_layout='' sink",
     "npu_fusion_attention_grad_v3": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed offset {LENGTHS}"
     " softmax_layout='' sink",
+    "npu_incre_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths antiquant_scale"
+    " antiquant_offset block_table dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
+    " kv_padding_size num_heads=1 scale_value=1.0 input_layout='BSH' num_key_value_heads=0 block_size=0"
+    " inner_precise=1",
 }
 
 
@@ -162,6 +167,24 @@ ACLNN = {
         keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_layout dq
         dq_rope dk dk_rope dv dpse dsink
     """,
+    "aclnnIncreFlashAttention": """
+        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value input_layout
+        num_key_value_heads attention_out
+    """,
+    "aclnnIncreFlashAttentionV2": """
+        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
+        quant_offset2 num_heads scale_value input_layout num_key_value_heads attention_out
+    """,
+    "aclnnIncreFlashAttentionV3": """
+        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
+        quant_offset2 antiquant_scale antiquant_offset block_table num_heads scale_value input_layout
+        num_key_value_heads block_size inner_precise attention_out
+    """,
+    "aclnnIncreFlashAttentionV4": """
+        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
+        quant_offset2 antiquant_scale antiquant_offset block_table kv_padding_size num_heads scale_value input_layout
+        num_key_value_heads block_size inner_precise attention_out
+    """,
 }
 
 
@@ -171,5 +194,5 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"attention"} == set(RECORDS)
-    assert set(TORCH_NPU) == {record.name for record in flash.TORCH}
+    assert set(ACLNN) | set(TORCH_NPU) | {"attention", "decode_attention"} == set(RECORDS)
+    assert set(TORCH_NPU) == {record.name for record in (*flash.TORCH, infer.TORCH)}

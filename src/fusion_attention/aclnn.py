@@ -15,7 +15,7 @@ import torch
 
 from fusion_attention import acl
 from fusion_attention.acl import rt, state
-from fusion_attention.acl.jobs import Job, check_disjoint, job_of, layout_of, may_lack, refusal
+from fusion_attention.acl.jobs import Job, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.contract import (
     INVALID,
@@ -28,12 +28,13 @@ from fusion_attention.contract import (
     ContractWarning,
     Op,
     Tensor,
+    Tensors,
     bind,
+    members,
     to_array,
 )
 from fusion_attention.expressions import show
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.flash_lower import lower
 
 SUCCESS = state.SUCCESS
 INNER, NO_KERNEL = 561000, 561003
@@ -77,7 +78,8 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
         raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
     args = _arguments(op, values)
     bound = bind(op, args, strict=strict)
-    call = lower(bound)
+    assert op.lower is not None
+    call = op.lower(bound)
     layouts = bound.memo.setdefault("two_phase", {})
     layout = layouts.get((STATE.backend, STATE.device))
     if layout is None:
@@ -92,9 +94,13 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
     for i in op.positions[Tensor]:
         value = values[i]
         if value is not None:
-            if type(value) is not acl.Tensor or value.view is None or not value.memory.alive or not value.plain:
-                raise _no_tensor(op, op.params[i].shown, value)
-            args[op.params[i].name] = value.view
+            args[op.params[i].name] = _view(op, i, value)
+    for i in op.positions[Tensors]:
+        value = values[i]
+        if type(value) is acl.TensorList and value.tensors is None:
+            raise refusal(op, op.params[i].shown, "a live tensor list", "a destroyed one")
+        if value is not None:
+            args[op.params[i].name] = tuple([_view(op, i, tensor) for tensor in handles(value)])
     for i in may_lack(op):
         view = args[op.params[i].name]
         if view is not None and view.dim() < 2 and (view.dim() == 0 or view.numel() == 0):
@@ -105,11 +111,20 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
             if value.values is None:
                 raise refusal(op, p.shown, "a live int array", "a destroyed one")
             args[p.name] = value.values
+        elif isinstance(p, Array) and p.in_memory and type(value) is acl.Tensor:
+            args[p.name] = to_array(_view(op, i, value))
         elif value is not None:
             if not isinstance(value, (list, tuple, np.ndarray)):
                 raise refusal(op, p.shown, "an acl.IntArray, a list or None", show(value))
             args[p.name] = to_array(value)
     return args
+
+
+def _view(op: Op, position: int, value: Any) -> torch.Tensor:
+    """The memory of a live tensor in a plain format."""
+    if type(value) is not acl.Tensor or value.view is None or not value.memory.alive or not value.plain:
+        raise _no_tensor(op, op.params[position].shown, value)
+    return value.view
 
 
 def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
@@ -135,7 +150,10 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
         if _moved(op, job, ready.values):
             # Int arrays were read in phase 1, and need not be there any more.
             pairs = zip(op.params, ready.values, strict=True)
-            values = tuple(job.args[p.name] if isinstance(p, Array) else value for p, value in pairs)
+            known = {
+                p.name: job.args[p.name] for p, value in pairs if isinstance(p, Array) and type(value) is not acl.Tensor
+            }
+            values = tuple(known.get(name, value) for name, value in zip(op.by_name, ready.values, strict=True))
             job = ready.job = _lay(op, values, strict)
         if check_content or job.layout.reads:
             _check_content(op, job.args, strict, check_content)
@@ -152,13 +170,19 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
     """Whether tensors lie elsewhere than when the job was made; refused where one lies nowhere any more."""
     moved = False
     for i, name in job.layout.given:
-        tensor = values[i]
-        if tensor.view is not job.args[name] or not tensor.memory.alive:
-            if not tensor.alive:
-                text = "destroyed, or its memory freed, since phase 1"
-                raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
-            moved = True
-    return moved
+        value = values[i]
+        if type(value) is acl.Tensor and value.view is job.args[name] and value.memory.alive:
+            continue
+        if type(value) is acl.TensorList and value.tensors is None:
+            raise refusal(op, op.params[i].shown, "a live tensor list", "destroyed since phase 1", code=RUNTIME)
+        for tensor, view in zip(handles(value), members(job.args[name]), strict=True):
+            if tensor.view is not view or not tensor.memory.alive:
+                if not tensor.alive:
+                    text = "destroyed, or its memory freed, since phase 1"
+                    raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
+                moved = True
+    # Numbers in device memory may have come after phase 1.
+    return moved or any(type(values[i]) is acl.Tensor for i in op.positions[Array])
 
 
 def _check_executor(op: Op, executor: Any) -> acl.Executor:
@@ -222,6 +246,8 @@ def _check_content(op: Op, args: dict[str, Any], strict: bool, check_content: bo
 def _annotation(p: Any) -> Any:
     if isinstance(p, Attr):
         return p.type
+    if isinstance(p, Tensors):
+        return acl.TensorList | None
     return acl.IntArray | None if isinstance(p, Array) else acl.Tensor | None
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention import autograd, operators
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
+from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.mask import Band
 from fusion_attention.ops import attention as record
@@ -17,9 +18,12 @@ from fusion_attention.ops.flash import UNLIMITED
 __all__ = [
     "BackendError",
     "Band",
+    "CacheFullError",
     "ContractError",
     "ContractWarning",
+    "PagedKVCache",
     "attention",
+    "decode_attention",
 ]
 
 Tensor = torch.Tensor

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusion_attention.lower import Call, matrix_view, operands_of, row_shape, row_view, stats_shape, uncovered
+from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
+from fusion_attention.ops.training import fresh
 from fusion_attention.plan import plan
-from fusion_attention.problem import Grads
 
 Tensors = tuple[torch.Tensor, ...]
-BIAS = 2  # the place of the bias in a call's extras
+_DBIAS = 5  # the place of the bias among gradients
 
 
 def attention(call: Call, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,42 +60,17 @@ def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tens
 
     A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
     """
-    p, form, e = call.problem, call.form, call.extents
-    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
-    for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
-        if uncovered(call, side):
-            for tensor in tensors:
-                tensor.zero_()
-    if p.has_sink:
-        dsink.zero_()
-    summed = None
-    if call.extras[BIAS] is not None and dbias.numel():
-        # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
-        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        summed = torch.zeros_like(dbias, dtype=wide, memory_format=torch.contiguous_format)
-    if len(e):
-        rope = p.dim_rope > 0
-        grads = Grads(
-            dout=row_view(dout, form.layout, p.heads_q, e, "q"),
-            dq=row_view(dq, form.layout, p.heads_q, e, "q"),
-            dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
-            dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
-            dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
-            dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
-            dbias=None if summed is None else matrix_view(summed, form.bias, p.heads_q, e),
-            dsink=dsink if p.has_sink else None,
-        )
-        plan(p, e, call.q.device, backend, "attention_backward").run(operands_of(call, *saved), grads)
+    grads, summed = grads_of(call, dout, gradients)
+    clear_gradients(call, gradients, summed)
+    if len(call.extents):
+        found = plan(call.problem, call.extents, call.q.device, backend, "attention_backward")
+        found.run(operands_of(call, *saved), grads)
     if summed is not None:
-        dbias.copy_(summed)
+        gradients[_DBIAS].copy_(summed)
 
 
 def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, p = call.q, call.problem
-    out = q.new_empty(row_shape(q, call.form.layout, p.heads_q, p.dim_v))
-    shape = stats_shape(q, call.form, p.heads_q)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    results = out, q.new_empty(shape, dtype=dtype), q.new_empty(shape, dtype=dtype)
+    results = fresh(call)
     run_forward(call, results, backend)
     return results
 

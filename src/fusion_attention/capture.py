@@ -19,12 +19,12 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from fusion_attention import api, autograd, operators
-from fusion_attention.contract import Array, Attr, ContractError, Op, bind
+from fusion_attention import api, operators
+from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
 from fusion_attention.dropout import draw_seed
-from fusion_attention.lower import from_lanes, to_lanes
-from fusion_attention.npu import training
-from fusion_attention.ops import RECORDS, attention, flash_lower
+from fusion_attention.npu import inference, training
+from fusion_attention.ops import RECORDS, attention
+from fusion_attention.plan import compute
 
 FORMAT, VERSION = "fusion_attention.capture", 1
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
@@ -35,6 +35,7 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
     "_grad_v2": ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink"),
     "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
+    "npu_incre_flash_attention": ("attention_out",),
 }
 _OUTPUT = "output."
 _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
@@ -98,12 +99,15 @@ class capture(ContextDecorator):
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         arrays = {p.name: _integers(given[p.name]) for p in op.params if isinstance(p, Array) and p.name in given}
         tensors = {name: value for name, value in tensors.items() if name not in arrays}
+        several = [p.name for p in op.params if isinstance(p, Tensors) and isinstance(given.get(p.name), (list, tuple))]
+        lists: dict[str, Any] = {name: given[name] for name in several}
+        tensors |= {f"{name}[{i}]": value for name, found in lists.items() for i, value in enumerate(found)}
         results = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor) and value.numel()}
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
             "operator": op.name,
-            "attributes": {n: _plain(v) for n, v in given.items() if n not in tensors and n not in arrays},
+            "attributes": {n: _plain(v) for n, v in given.items() if n not in {*tensors, *arrays, *lists}},
             "arrays": arrays,
             "strides": {name: list(value.stride()) for name, value in tensors.items()},
             "outputs": list(results),
@@ -166,21 +170,31 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return recorded
 
+    def inferred(function: Any) -> Any:
+        def recorded(op: Op, args: dict[str, Any]) -> Any:
+            results = function(op, args)
+            recorder.write(op, args, results, 0, "auto")
+            return results
+
+        return recorded
+
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (inference, "_forward", inferred),
         (training, "_forward", forward),
         (training, "_backward", backward),
         (api, "_attention", own),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        places += [(real, name, _foreign(recorder, name)) for name in training.__all__ if hasattr(real, name)]
+        names = (*training.__all__, *inference.__all__)
+        places += [(real, name, _foreign(recorder, name)) for name in names if hasattr(real, name)]
     return places
 
 
 def _foreign(recorder: capture, name: str) -> Callable[[Any], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
-    signature = inspect.signature(getattr(training, name))
+    signature = inspect.signature(getattr(training if name in training.__all__ else inference, name))
     names = [p.name for p in op.params]
     returns = _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
 
@@ -189,7 +203,8 @@ def _foreign(recorder: capture, name: str) -> Callable[[Any], Any]:
             results = function(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            outputs = dict(zip(returns, results, strict=False))  # older releases return fewer
+            several = results if isinstance(results, tuple) else (results,)
+            outputs = dict(zip(returns, several, strict=False))  # older releases return fewer
             by_name = dict(zip(names, given.arguments.values(), strict=False))
             recorder.write(op, by_name, outputs, int(outputs.get("seed", by_name.get("seed")) or 0), "torch_npu")
             return results
@@ -262,24 +277,11 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
     """Every output of a call, by name."""
-    bound = bind(op, args)
-    with torch.no_grad():
-        if op is attention.RECORD:
-            results = autograd.attention(attention.lower(bound, seed=seed), backend)
-            return dict(zip(OWN, results, strict=True))
-        call = flash_lower.lower(bound, seed=seed, offset=int(args.get("offset") or 0))
-        if "dy" not in op.by_name:
-            out, max_, sum_ = autograd.attention(call, backend)
-            return dict(zip(FORWARD[:3], (out, *to_lanes(call, max_, sum_)), strict=True))
-        stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
-        dbias = call.extras[autograd.BIAS] is not None
-        grads = autograd.attention_backward(
-            call, bound["dy"], bound["attention_in"], stats, dbias=dbias, backend=backend
-        )
-        named = dict(zip(BACKWARD, grads, strict=True))
-        if bound["pse"] is not None and not dbias:
-            named["dpse"] = torch.zeros_like(bound["pse"])
-        return {name: value for name, value in named.items() if value.numel()}
+    assert op.lower is not None
+    call = op.lower(bind(op, args), seed=seed, offset=int(args.get("offset") or 0))
+    results: dict[str, torch.Tensor] = call.results()
+    compute(call, results, backend)
+    return results
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -325,7 +327,12 @@ def _parts(
         for name, value in arrays.items():
             args[op.by_name[name].name] = [int(n) for n in value]
         recorded = {name: tensors.pop(_OUTPUT + name) for name in outputs}
-        args |= {op.by_name[name].name: value.to(device) for name, value in tensors.items()}
+        for name, value in sorted(tensors.items(), key=lambda item: (item[0].split("[")[0], len(item[0]), item[0])):
+            canonical = op.by_name[name.split("[")[0]].name
+            if "[" in name:
+                args.setdefault(canonical, []).append(value.to(device))
+            else:
+                args[canonical] = value.to(device)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CaptureError(f"{path}: its parts do not belong to a call of {op.name} ({error!r})") from None
     return args, recorded, seed

@@ -33,6 +33,7 @@ from fusion_attention.record import (
     Param,
     Rule,
     Tensor,
+    Tensors,
 )
 
 # What a record is made of is offered here too, beside what checks it.
@@ -55,7 +56,9 @@ __all__ = [
     "Param",
     "Rule",
     "Tensor",
+    "Tensors",
     "bind",
+    "members",
     "to_array",
 ]
 
@@ -124,6 +127,8 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
     """
     given = [args.get(name) for name in op.by_name]
     arrays = []
+    for at in op.positions[Tensors]:
+        given[at] = members(given[at])
     for at in op.positions[Array]:
         if given[at] is not None:
             given[at] = array = to_array(given[at])
@@ -157,6 +162,8 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
             t = given[i]
             key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device))
         key += [type(given[i]) for i in at[Array]]
+        for i in at[Tensors]:
+            key += [(type(t), t.shape, t.dtype, t.stride(), t.device) for t in given[i] or ()]
         found = tuple(key)
         return found, op.signatures.get(found)
     except Exception:  # No tensor, no strides (sparse, nested), no hash.
@@ -181,7 +188,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     )
     rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
-    kept = {name: value for name, value in names.items() if not isinstance(value, torch.Tensor)}
+    kept = {name: value for name, value in names.items() if not _is_memory(value)}
     return _Signature(kept, tensors, rules, [])
 
 
@@ -199,7 +206,7 @@ def _settle(
         known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
-    kept = {name: value for name, value in names.items() if not isinstance(value, torch.Tensor)}
+    kept = {name: value for name, value in names.items() if not _is_memory(value)}
     known.settled = _Settled(content, kept, notes)
     return known.settled
 
@@ -237,6 +244,17 @@ def _value(op: Op, p: Param, value: Any) -> Any:
     return value
 
 
+def members(value: Any) -> Any:
+    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
+
+
 def to_array(value: Any) -> Any:
     """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
     array = value
@@ -265,6 +283,8 @@ def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
         if value is None:
             if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
                 failures.append(Failure(op.name, p.shown, f"a value ({p.text})", "None", code=NULL_POINTER))
+        elif isinstance(p, Tensors):
+            fault = _no_tensors(value)
         elif isinstance(p, Tensor):
             fault = _no_tensor(value, output)
         elif isinstance(p, Array):
@@ -306,6 +326,13 @@ def _no_tensor(value: Any, output: bool) -> _Fault | None:
     return None
 
 
+def _no_tensors(values: Any) -> _Fault | None:
+    """What is wrong with a value that is no list of such tensors."""
+    if not isinstance(values, tuple) or not values:
+        return "a tensor or a list of tensors", show(values), ""
+    return next((fault for fault in (_no_tensor(value, False) for value in values) if fault), None)
+
+
 def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
     failures = []
     for p in op.tensors(False) + op.tensors(True):
@@ -314,9 +341,10 @@ def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
         allowed, source = p.dtypes.split(), ""
         if p.dtypes.startswith("="):
             other = p.dtypes[1:]
-            allowed, source = [dtype_text(names[other])], f" as {op.by_name[other].shown}"
-        if dtype_text(names[p.name]) not in allowed:
-            got = dtype_text(names[p.name])
+            allowed, source = [dtype_text(members(names[other])[0])], f" as {op.by_name[other].shown}"
+        wrong = [found for t in members(names[p.name]) if (found := dtype_text(t)) not in allowed]
+        if wrong:
+            got = wrong[0]
             failures.append(Failure(op.name, p.shown, " or ".join(allowed) + source, got, "convert it with .to()"))
     return failures
 
@@ -329,10 +357,11 @@ def _devices(op: Op, names: dict[str, Any]) -> list[Failure]:
         if value is None or (p.on_host and value.device.type == "cpu"):
             continue
         first = first or p
-        device = names[first.name].device
-        if value.device != device:
+        device = members(names[first.name])[0].device
+        strange = [t.device for t in members(value) if t.device != device]
+        if strange:
             expected = f"a tensor on {device} as {first.shown}"
-            failures.append(Failure(op.name, p.shown, expected, f"one on {value.device}", f'move it: .to("{device}")'))
+            failures.append(Failure(op.name, p.shown, expected, f"one on {strange[0]}", f'move it: .to("{device}")'))
     return failures
 
 
@@ -351,7 +380,7 @@ def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
     where = f" in layout {layout}" if op.layouts else ""
     for p in op.tensors(False) + op.tensors(True):
         value, words = names.get(p.name), p.words(layout)
-        if value is not None and words and value.dim() != len(words):
+        if value is not None and words and not isinstance(p, Tensors) and value.dim() != len(words):
             expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
             failures.append(Failure(op.name, p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}"))
     return failures
@@ -361,14 +390,15 @@ def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
     """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
     origin: dict[str, str] = {}
     for p in op.params:
-        if isinstance(p, Attr) and p.axis and names[p.name] != p.default:
+        if isinstance(p, Attr) and p.axis and (names[p.name] != p.default or p.default):
             if names[p.name] <= 0:
                 return [Failure(op.name, p.shown, f"{p.shown} > 0", show(names[p.name]))]
             names[p.axis], origin[p.axis] = names[p.name], p.shown
     failures = []
     for p in op.tensors(False) + op.tensors(True):
         value, words = names.get(p.name), p.words(layout)
-        for position, (word, size) in enumerate(zip(words, () if value is None else value.shape)):  # noqa: B905
+        shape = () if value is None or isinstance(p, Tensors) else value.shape
+        for position, (word, size) in enumerate(zip(words, shape)):  # noqa: B905
             expected = _bind_axis(word, size, names, origin, p.shown)
             if expected:
                 failures.append(Failure(op.name, p.shown, f"axis {position} to be {expected}", str(size)))

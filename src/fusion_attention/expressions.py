@@ -97,6 +97,8 @@ def show(value: Any) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{dtype_text(value)} {list(value.shape)}"
+    if isinstance(value, tuple) and value and all(isinstance(t, torch.Tensor) for t in value):
+        return _text(value[0]) if len(value) == 1 else f"{len(value)} tensors, the first {_text(value[0])}"
     if isinstance(value, np.ndarray) and value.ndim == 1:
         shown = ", ".join(map(str, value[:8].tolist()))
         return f"[{shown}{', ...' if len(value) > 8 else ''}]"

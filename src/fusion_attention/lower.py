@@ -15,7 +15,7 @@ import torch
 
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band, tokens
-from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
 LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
@@ -30,6 +30,7 @@ LANES = 8
 # Views kept for one set of lengths; a caller whose strides change all the time starts over.
 _KEPT = 256
 EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+BIAS = EXTRAS.index("bias")
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,45 @@ def _extra_operands(call: Call) -> dict[str, Any]:
     }
     given = zip(EXTRAS, call.extras, strict=True)
     return {name: build[name](tensor) for name, tensor in given if tensor is not None}
+
+
+def grads_of(call: Call, dout: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> tuple[Grads, torch.Tensor | None]:
+    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed.
+
+    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
+    """
+    p, form, e = call.problem, call.form, call.extents
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    summed = None
+    if call.extras[BIAS] is not None and dbias.numel():
+        # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        summed = torch.empty_like(dbias, dtype=wide, memory_format=torch.contiguous_format)
+    rope = p.dim_rope > 0
+    grads = Grads(
+        dout=row_view(dout, form.layout, p.heads_q, e, "q"),
+        dq=row_view(dq, form.layout, p.heads_q, e, "q"),
+        dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
+        dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
+        dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+        dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+        dbias=None if summed is None else matrix_view(summed, form.bias, p.heads_q, e),
+        dsink=dsink if p.has_sink else None,
+    )
+    return grads, summed
+
+
+def clear_gradients(call: Call, gradients: tuple[torch.Tensor, ...], summed: torch.Tensor | None) -> None:
+    """Zeroes what is added to, and the gradients of tokens that belong to no sequence."""
+    dq, dk, dv, dq_rope, dk_rope, _, dsink = gradients
+    for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
+        if uncovered(call, side):
+            for tensor in tensors:
+                tensor.zero_()
+    if call.problem.has_sink:
+        dsink.zero_()
+    if summed is not None:
+        summed.zero_()
 
 
 def uncovered(call: Call, side: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from fusion_attention.expressions import shape_text
-from fusion_attention.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor
+from fusion_attention.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
 
 TITLES = {
     "meaning": "Rules (always an error)",
@@ -62,7 +62,7 @@ def _table(*titles: str) -> list[str]:
 def _row(op: Op, p: Param) -> str:
     kind, dtype, shape = "integers", "int64", ""
     if isinstance(p, Tensor):
-        kind = "output" if p.output else "tensor"
+        kind = "output" if p.output else "tensors" if isinstance(p, Tensors) else "tensor"
         dtype = f"as `{op.by_name[p.dtypes[1:]].shown}`" if p.dtypes.startswith("=") else p.dtypes.replace(" ", ", ")
         shapes = _by_layout(op, p)
         shape = shape_text(shapes[0]) if len(set(shapes)) == 1 else "by layout"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from fusion_attention.calls import Lowered
 from fusion_attention.contract import BackendError
 from fusion_attention.problem import Extents, Problem
 
@@ -108,3 +110,16 @@ def plan(
     else:
         _PLANS.move_to_end(key)
     return found
+
+
+def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
+    """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
+    filled = call.fill(outputs)
+    found = None
+    if len(call.extents):
+        found = plan(call.problem, call.extents, call.device, backend, call.verb)
+    with torch.no_grad():
+        filled.begin()
+        if found is not None:
+            found.run(*filled.operands)
+        filled.finish()

@@ -110,8 +110,22 @@ class Tensor(Param):
 
 
 @dataclass(frozen=True)
+class Tensors(Tensor):
+    """A list of tensors; one tensor is a list of one. Rules see a tuple.
+
+    The shape is what pages show and samples have; rules decide.
+    """
+
+
+@dataclass(frozen=True)
 class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
+    """Host integers, one per sequence: a list, a tuple, or an integer tensor.
+
+    Args:
+        in_memory: the two-phase face takes them as a tensor, read when phase 2 runs.
+    """
+
+    in_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,7 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements was not given.
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
+        lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to its calls.Lowered.
         sizes: axis sizes of a sample; samples: further sample settings per layout.
     """
 
@@ -213,6 +228,7 @@ class Op:
     blank_is_absent: bool = False
     derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda names: {}
     functions: Mapping[str, Check] = field(default_factory=dict)
+    lower: Callable[..., Any] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     by_name: dict[str, Param] = field(init=False)
@@ -222,12 +238,12 @@ class Op:
 
     def __post_init__(self) -> None:
         def positions(kind: type) -> tuple[int, ...]:
-            return tuple(i for i, p in enumerate(self.params) if isinstance(p, kind))
+            return tuple(i for i, p in enumerate(self.params) if type(p) is kind)
 
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
-        object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Array, Attr)})
+        object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Tensors, Array, Attr)})
 
     def __repr__(self) -> str:
         return f"<record of {self.name}>"

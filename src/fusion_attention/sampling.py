@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import to_array
 from fusion_attention.expressions import size_of
-from fusion_attention.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor
+from fusion_attention.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]
     if p.dtypes and p.name != _first_tensor(op):
         yield "dtype", {**legal, p.name: legal[p.name].to(torch.complex64)}, INVALID
     layout = str(legal.get(op.layout_attr, ""))
-    words = p.words(layout)
+    words = [] if isinstance(p, Tensors) else p.words(layout)
     if words:
         yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID
     # Only an axis that an earlier tensor has shown can disagree with it.

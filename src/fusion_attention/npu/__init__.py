@@ -1,5 +1,6 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.training import (
     npu_fusion_attention,
@@ -18,5 +19,6 @@ __all__ = [
     "npu_fusion_attention_grad_v3",
     "npu_fusion_attention_v2",
     "npu_fusion_attention_v3",
+    "npu_incre_flash_attention",
     "uninstall",
 ]

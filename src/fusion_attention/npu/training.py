@@ -13,7 +13,7 @@ import torch
 from fusion_attention import autograd, operators
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
-from fusion_attention.lower import LANES, from_lanes, to_lanes
+from fusion_attention.lower import BIAS, LANES, from_lanes, to_lanes
 from fusion_attention.ops import flash
 from fusion_attention.ops.flash_lower import lower
 
@@ -89,7 +89,7 @@ def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
         bound = bind(op, args)
         call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
         stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
-        dbias = call.extras[autograd.BIAS] is not None
+        dbias = call.extras[BIAS] is not None
         grads = autograd.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)
         return _with_slopes(grads, bound["pse"], dbias)
 

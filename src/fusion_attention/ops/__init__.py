@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusion_attention.ops import attention, flash
+from fusion_attention.ops import attention, decode_attention, flash, infer
 from fusion_attention.record import Op
 
-RECORDS: dict[str, Op] = {record.name: record for record in (*attention.RECORDS, *flash.RECORDS)}
+FAMILIES = (attention, decode_attention, flash, infer)
+RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

@@ -16,6 +16,7 @@ from fusion_attention.lower import Call, Form, mode_band
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.ops.flash_checks import positions
+from fusion_attention.ops.training import Plain
 from fusion_attention.problem import Extents, Problem
 from fusion_attention.record import INVALID, NULL_POINTER, Array, Attr, Op, Rule, Tensor
 
@@ -332,6 +333,7 @@ RECORD = Op(
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
     derive=lengths,
     functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions)},
+    lower=lambda bound, *, seed=0, offset=0: Plain(lower(bound, seed=seed), bound.memo),
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
 )

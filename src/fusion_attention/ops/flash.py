@@ -15,6 +15,7 @@ import torch
 from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
+from fusion_attention.ops.flash_lower import lowered
 from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
@@ -224,6 +225,7 @@ SCORE_V1 = Op(
     blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
+    lower=lowered,
     sizes=SIZES,
     samples=SAMPLES,
 )
@@ -371,6 +373,7 @@ TORCH_V1 = Op(
     blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
+    lower=lowered,
     sizes=SIZES,
     samples=SAMPLES,
 )

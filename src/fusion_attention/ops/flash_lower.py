@@ -12,6 +12,7 @@ import numpy as np
 from fusion_attention.contract import Bound
 from fusion_attention.lower import Call, Form, band_empties_rows, mode_band
 from fusion_attention.ops.flash_checks import prefix_fits
+from fusion_attention.ops.training import Backward, Forward
 from fusion_attention.problem import Extents, Problem
 
 BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
@@ -26,6 +27,15 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Call:
     problem, form, extents, names = lowered
     extras = tuple([n[name] if name else None for name in names])
     return Call(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
+
+
+def lowered(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
+    """A bound forward or gradient record as faces run it."""
+    call, n = lower(bound, seed=seed, offset=offset), bound.names
+    if "dy" not in bound.op.by_name:
+        return Forward(call, bound.memo)
+    saved = n["dy"], n["attention_in"], n["softmax_max"], n["softmax_sum"]
+    return Backward(call, bound.memo, saved, n["pse"])
 
 
 def _lowered(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:

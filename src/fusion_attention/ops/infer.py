@@ -1,0 +1,156 @@
+"""CANN's decoding: the records of IncreFlashAttention V1 to V4 and of torch_npu's npu_incre_flash_attention.
+
+A version is a delta of another record. Rules stand in infer_rules.py, the way down in infer_lower.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.ops.infer_checks import FUNCTIONS
+from fusion_attention.ops.infer_lower import geometry, lower
+from fusion_attention.ops.infer_rules import EARLY, RULES
+from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor, Tensors
+
+FLOATS = "float16 bfloat16 float32"
+LAYOUTS = ("BSH", "BNSD", "BSND")
+
+
+def _rows(side: str) -> dict[str, str]:
+    """Axis words of query ("1") or key ("2") rows in every layout."""
+    s, n = f"S{side}", f"N{side}"
+    return {"BSH": f"B {s} {n}*D", "BNSD": f"B {n} {s} D", "BSND": f"B {s} {n} D"}
+
+
+def _pages(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample content: pages in order."""
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.arange(count, dtype=torch.int32).reshape(shape)
+
+
+QUERY = Tensor("query", "Query rows, one per item.", dtypes=FLOATS, shape=_rows("1"))
+KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=_rows("2"))
+VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=_rows("2"))
+PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True, dtypes="=query")
+ATTEN_MASK = Tensor(
+    "atten_mask",
+    "1 = this token is not seen.",
+    True,
+    dtypes="bool int8 uint8",
+    make=lambda s: torch.zeros(s, dtype=torch.bool),
+)
+PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
+LENGTHS = Array("actual_seq_lengths", "Tokens of every item in the cache; one number serves all.", True)
+DEQUANT_1 = Tensor("dequant_scale1", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
+QUANT_1 = Tensor("quant_scale1", "Of an int8 query: reserved.", True, dtypes="float32 bfloat16")
+DEQUANT_2 = Tensor("dequant_scale2", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
+QUANT_2 = Tensor("quant_scale2", "Scale of int8 output, 1 or N1*D elements.", True, dtypes="float32 bfloat16 uint64")
+OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output.", True, dtypes="float32 bfloat16")
+ANTI_SCALE = Tensor("antiquant_scale", "Scales of an int8 cache, keys then values.", True, dtypes=FLOATS)
+ANTI_OFFSET = Tensor("antiquant_offset", "Added to the integers before scaling.", True, dtypes=FLOATS)
+BLOCK_TABLE = Tensor(
+    "block_table", "The pages of every item, in order.", True, dtypes="int32", shape="B pages", make=_pages
+)
+PADDING_SIZE = Array(
+    "kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True, in_memory=True
+)
+NUM_HEADS = Attr("num_heads", "Query heads.", axis="N1", code=INVALID)
+SCALE = Attr("scale_value", "Factor on query . key.", type=float, default=1.0)
+LAYOUT = Attr("input_layout", "Axis order of query, the output, and a cache without pages.", type=str, code=INVALID)
+KV_HEADS = Attr("num_key_value_heads", "Key heads; 0: as many as query heads.", default=0)
+BLOCK_SIZE = Attr("block_size", "Tokens of a page; ignored without a block table.", default=0)
+INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", default=1)
+OUT = Tensor(
+    "attention_out", "The output rows.", dtypes=f"{FLOATS} int8", shape=_rows("1"), output=True, make=torch.zeros
+)
+
+FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where the cache is int8
+S    = scale_value * Q K^T + pse_shift
+out  = softmax(S over an item's tokens that the mask leaves) V
+out  = round(out * quant_scale2 + quant_offset2), saturated    where the output is int8"""
+NEUTRAL: dict[str, Any] = {
+    "pse_reserved": False,
+    "inner_precise": 1,
+    "block_size": 0,
+    **dict.fromkeys(("pse_shift", "atten_mask", "actual_seq_lengths", "quant_scale2", "quant_offset2")),
+    **dict.fromkeys(("antiquant_scale", "antiquant_offset", "block_table", "kv_padding_size", "attention_out")),
+}
+SIZES = {"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 16}
+SAMPLES = {key: {"num_heads": 4, "num_key_value_heads": 2} for key in LAYOUTS}
+
+V1 = Op(
+    "aclnnIncreFlashAttention",
+    "Attention of one new token per item over its cache.",
+    "CANN, aclnnIncreFlashAttention",
+    (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
+    RULES + EARLY,
+    formula=FORMULA,
+    rulings=(1, 2, 6, 10, 15, 20, 23),
+    layouts=LAYOUTS,
+    neutral={**NEUTRAL, "pse_reserved": True},
+    blank_is_absent=True,
+    derive=geometry,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=SIZES,
+    samples=SAMPLES,
+)
+V2 = V1.version(
+    "aclnnIncreFlashAttentionV2",
+    "IncreFlashAttention with int8 output.",
+    after={"actual_seq_lengths": (DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2)},
+    source="CANN, aclnnIncreFlashAttentionV2",
+    rulings=(*V1.rulings, 16),
+)
+_V3: dict[str, tuple[Param, ...]] = {
+    "quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
+    "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE),
+}
+V3 = V2.version(
+    "aclnnIncreFlashAttentionV3",
+    "IncreFlashAttentionV2 with pse_shift, an int8 cache and pages.",
+    after=_V3,
+    source="CANN, aclnnIncreFlashAttentionV3",
+    rules=RULES,
+    rulings=(*V2.rulings, 18),
+    neutral=NEUTRAL,
+)
+V4 = V3.version(
+    "aclnnIncreFlashAttentionV4",
+    "IncreFlashAttentionV3 with left padding.",
+    after={"block_table": (PADDING_SIZE,)},
+    source="CANN, aclnnIncreFlashAttentionV4",
+)
+
+
+def _default(attr: Attr, default: Any) -> Attr:
+    return Attr(attr.name, attr.text, type=attr.type, default=default, axis=attr.axis, code=attr.code)
+
+
+TORCH = Op(
+    "npu_incre_flash_attention",
+    "torch_npu's attention of one new token per item over its cache.",
+    "Ascend op-plugin, npu_incre_flash_attention",
+    (
+        *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
+        *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, _default(NUM_HEADS, 1), SCALE),
+        *(_default(LAYOUT, "BSH"), KV_HEADS, BLOCK_SIZE, INNER_PRECISE, OUT),
+    ),
+    RULES,
+    formula=FORMULA,
+    rulings=V4.rulings,
+    layouts=LAYOUTS,
+    neutral=NEUTRAL,
+    blank_is_absent=True,
+    derive=geometry,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=SIZES,
+    samples=SAMPLES,
+)
+ACLNN = (V1, V2, V3, V4)
+RECORDS = (*ACLNN, TORCH)

@@ -1,0 +1,153 @@
+"""The questions that the rules of decoding ask of a call; each answers True, or says what came instead.
+
+Pure functions of shapes, lengths and page tables. Refuses to know levels, codes and wording (infer_rules.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.expressions import show
+
+Tensor = torch.Tensor
+
+
+def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
+    """(batch, tokens, elements of a row) of a cache's tensor in a layout; None where it has another form."""
+    shape = tuple(tensor.shape)
+    if layout == "BSH":
+        return (shape[0], shape[1], shape[2] // heads) if len(shape) == 3 and shape[2] % heads == 0 else None
+    if len(shape) != 4 or shape[1 if layout == "BNSD" else 2] != heads:
+        return None
+    return shape[0], shape[2 if layout == "BNSD" else 1], shape[3]
+
+
+def page_layout(tensor: Tensor) -> str:
+    """The layout of a paged cache by its dimensions: [blocks, size, heads * dim] or [blocks, heads, size, dim]."""
+    return "BSH" if tensor.dim() == 3 else "BNSD"
+
+
+def heads_fit(num_key_value_heads: int, heads: int) -> bool:
+    """Whether every key head serves the same number of query heads; 0 stands for as many."""
+    return num_key_value_heads >= 0 and heads % max(num_key_value_heads or heads, 1) == 0
+
+
+def cache_fits(
+    key: tuple[Tensor, ...], layout: str, batch: int, heads: int, dim: int, table: Tensor | None, block_size: int
+) -> bool | str:
+    """Whether keys are one tensor of the batch, one tensor per item, or pages of block_size tokens."""
+    if heads < 1:
+        return True
+    paged = table is not None
+    found = [sizes(t, page_layout(t) if paged else layout, heads) for t in key]
+    wrong = next((i for i, size in enumerate(found) if size is None or size[2] != dim), -1)
+    if wrong >= 0:
+        return f"tensor {wrong} with shape {list(key[wrong].shape)}" if len(key) > 1 else show(key)
+    whole = [size for size in found if size is not None]
+    if paged:
+        return (len(key) == 1 and whole[0][1] == block_size) or show(key)
+    if len(key) == 1:
+        return whole[0][0] == batch or show(key)
+    one = all(size[0] == 1 for size in whole)
+    return (len(key) == batch and one) or f"{len(key)} tensors for {batch} items, batch {whole[0][0]} in the first"
+
+
+def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:
+    """Whether values lie as keys do."""
+    if len(value) != len(key):
+        return f"{len(value)} tensors beside {len(key)}"
+    wrong = next((i for i, (v, k) in enumerate(zip(value, key, strict=True)) if v.shape != k.shape), -1)
+    return wrong < 0 or f"{show(value[wrong])} beside {show(key[wrong])}"
+
+
+def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
+    """Whether every item's length lies between 0 and what its cache holds."""
+    bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
+    return len(bad) == 0 or f"{kv_len[bad[0]]} for item {bad[0]}, whose cache holds {capacity[bad[0]]}"
+
+
+def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
+    """Whether the table has a page for every token."""
+    bad = np.flatnonzero(kv_len > table.shape[1] * block_size)
+    if len(bad) == 0:
+        return True
+    item = int(bad[0])
+    return f"{table.shape[1]} pages of {block_size} for the {kv_len[item]} tokens of item {item}"
+
+
+def pages_known(table: Tensor, kv_len: np.ndarray, block_size: int, blocks: int) -> bool | str:
+    """Whether every page that some token lies in exists; reads the table."""
+    if table.is_meta or block_size < 1:
+        return True
+    ids = table.detach().cpu().numpy()
+    if not ids.size:
+        return True
+    bad = (ids < 0) | (ids >= blocks)
+    if not bad.any():
+        return True  # the usual case needs no lengths
+    bad &= np.arange(ids.shape[1]) * block_size < kv_len[:, None]
+    if not bad.any():
+        return True
+    item, page = (int(n) for n in np.argwhere(bad)[0])
+    return f"{ids[item, page]} at [{item}, {page}], outside [0, {blocks})"
+
+
+def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int, shapes: tuple[str, ...]) -> bool | str:
+    """Whether a mask or bias has one of the shapes, each a line of b, B, N and s for the axes before the columns.
+
+    b: 1 or the batch; B: the batch; N: the heads; s: 1 or the rows.
+    """
+    allowed = {"b": (1, batch), "B": (batch,), "N": (heads,), "s": (1, rows), "1": (1,)}
+    leading = tuple(tensor.shape[:-1])
+    for shape in shapes:
+        if len(shape) == len(leading) and all(size in allowed[axis] for axis, size in zip(shape, leading, strict=True)):
+            return tensor.shape[-1] >= columns or f"{list(tensor.shape)}, of which {columns} columns are read"
+    return f"{list(tensor.shape)} with B={batch}, N1={heads}"
+
+
+def scale_fits(scale: Tensor, heads: int, dim: int) -> bool | str:
+    """Whether scales of keys and values are one number each, or one per channel."""
+    channels = ((2, heads, 1, dim), (2, heads, dim), (2, heads * dim), (2,))
+    return tuple(scale.shape) in channels or f"{list(scale.shape)} with N={heads}, D={dim}"
+
+
+def beside(offset: Tensor | None, scale: Tensor | None) -> bool | str:
+    """Whether an offset has the shape and dtype of its scale."""
+    if offset is None:
+        return True
+    if scale is None:
+        return "an offset without a scale"
+    return (offset.shape == scale.shape and offset.dtype == scale.dtype) or f"{show(offset)} beside {show(scale)}"
+
+
+def is_contiguous(*tensors: Any) -> bool:
+    """Whether tensors, and lists of tensors, lie without gaps."""
+    flat = [t for value in tensors for t in (value if isinstance(value, tuple) else (value,)) if t is not None]
+    return all(t.is_contiguous() for t in flat)
+
+
+def dtype_of(value: Any) -> str:
+    """'int8' of a tensor or of several; "" of none."""
+    flat = value if isinstance(value, tuple) else () if value is None else (value,)
+    return " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in flat}))
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        heads_fit,
+        cache_fits,
+        same_shapes,
+        lengths_within,
+        table_holds,
+        pages_known,
+        columns_fit,
+        scale_fits,
+        beside,
+        is_contiguous,
+        dtype_of,
+    )
+}

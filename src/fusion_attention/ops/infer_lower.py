@@ -1,0 +1,121 @@
+"""From a bound call of CANN's decoding down to a Decode: the last place that knows its words.
+
+What a record lacks has its neutral value. Loops over nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Bound
+from fusion_attention.mask import Band
+from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.infer_checks import page_layout, sizes
+from fusion_attention.problem import Extents, Problem
+
+_EVERYTHING = 1 << 40
+
+
+def geometry(n: dict[str, Any]) -> dict[str, Any]:
+    """What shapes and lengths say together: N2, tokens, lengths, the first slot of every item, columns of a mask."""
+    paged, batch = n["block_table"] is not None, n["B"]
+    heads = n["num_key_value_heads"] or n["N1"]
+    layout = page_layout(n["key"][0]) if paged else n["input_layout"]
+    found = [sizes(t, layout, heads) or (0, 0, 0) for t in n["key"]]
+    tokens = np.array([size[1] for size in found], np.int64)
+    capacity = np.full(batch, _EVERYTHING, np.int64) if paged else np.broadcast_to(tokens, batch)
+    given = n["actual_seq_lengths"]
+    kv_len = capacity if given is None else np.broadcast_to(given[0], batch) if len(given) == 1 else given[:batch]
+    kv_len = np.array(kv_len, np.int64)
+    padding = n["kv_padding_size"]
+    pads_left = padding is not None and not paged and given is not None and len(found) == 1
+    first = np.zeros(batch, np.int64)
+    if pads_left:
+        first = capacity - max(int(padding[0]), 0) - kv_len
+    # An item that does not fit between the paddings is empty, as on the chip.
+    used = np.where(first < 0, 0, kv_len)
+    columns = int((np.maximum(first, 0) + used).max(initial=0))
+    return {
+        "N2": heads,
+        "S2": int(tokens.max(initial=0)),
+        "blocks": found[0][0],
+        "capacity": capacity,
+        "kv_len": kv_len,
+        "first": first,
+        "used": used,
+        "columns": columns,
+        "pads_left": pads_left,
+        "cache_layout": layout,
+    }
+
+
+def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:
+    """The Decode of a bound record; nothing is drawn."""
+    n = bound.names
+    known = bound.memo.get("lowered")
+    if known is None:
+        cache = Cache(n["cache_layout"], n["block_size"] if n["block_table"] is not None else 0)
+        first = np.maximum(n["first"], 0) if n["pads_left"] else None
+        known = bound.memo["lowered"] = (_problem(n), _extents(n), cache, first)
+    problem, extents, cache, first = known
+    stored = n["key"], n["value"], n["block_table"]
+    call = Decode(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
+    if problem.dequant_k != "none":
+        call.k_dequant, call.v_dequant = (_scales(n, i) for i in (0, 1))
+    if problem.bias != "none":
+        call.bias = n["pse_shift"]
+    if problem.has_blocked:
+        call.blocked = _blocked(n["atten_mask"])
+    if problem.out_quant != "none":
+        call.out_quant = n["quant_scale2"], n["quant_offset2"]
+    return call
+
+
+def _blocked(mask: torch.Tensor) -> torch.Tensor:
+    """[B, S], [B, 1, S] or [B, 1, 1, S] with all four axes."""
+    return mask if mask.dim() == 4 else mask.reshape(mask.shape[0], 1, 1, mask.shape[-1])
+
+
+def _scales(n: dict[str, Any], side: int) -> Scales:
+    """[N2, D] of keys (0) or values (1), from one number, or one per channel."""
+    heads, dim = n["N2"], n["D"]
+
+    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        one = tensor[side]
+        return one.reshape(1, 1).expand(heads, dim) if one.dim() == 0 else one.reshape(heads, dim)
+
+    return own(n["antiquant_scale"]), own(n["antiquant_offset"])
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len = np.full(n["B"], n["S1"], np.int64)
+    # Several tokens of one step see each other as in a prompt: the last one sees all.
+    band = (Band.causal() if n["S1"] > 1 else Band.full()).resolve(q_len, n["used"])
+    return extents_of(q_len, n["used"], band)
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    kv_dtype = stored_as(n["key"][0], n["query"].dtype)
+    scales = n["quant_scale2"]
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["D"],
+        dtype=str(n["query"].dtype).removeprefix("torch."),
+        scale=float(n["scale_value"]),
+        bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
+        has_blocked=n["atten_mask"] is not None,
+        # The mask alone leaves a mean; rows before the first token of a step are zero.
+        empty_rows="mean_in_band",
+        page_size=n["block_size"] if n["block_table"] is not None else 0,
+        kv_dtype=kv_dtype,
+        dequant_k="channel" if kv_dtype else "none",
+        dequant_v="channel" if kv_dtype else "none",
+        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+    )

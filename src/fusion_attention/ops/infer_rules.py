@@ -1,0 +1,391 @@
+"""The rules of CANN's decoding: what IncreFlashAttention demands of a call.
+
+Each rule is asked of every record that has the parameter it blames. Levels and codes: docs/rulings.md 15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.record import INVALID, Rule
+
+# Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
+PAGES: dict[str, Any] = {
+    "block_table": "B 2",
+    "block_size": 16,
+    "actual_seq_lengths": [20, 32],
+    "key": "8 16 N2*D",
+    "value": "8 16 N2*D",
+}
+HEADED = {**PAGES, "input_layout": "BNSD", "key": "8 N2 16 D", "value": "8 N2 16 D"}
+INTEGERS: dict[str, Any] = {
+    "key": ("B S2 N2*D", "int8"),
+    "value": ("B S2 N2*D", "int8"),
+    "antiquant_scale": "2 N2*D",
+}
+NARROW: dict[str, Any] = {"quant_scale2": "1", "attention_out": ("B S1 N1*D", "int8")}
+_LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
+
+INPUTS = (
+    Rule(
+        "block_size > 0",
+        "block_size",
+        "tokens of a page",
+        when="block_table is not None",
+        stage="presence",
+        given=PAGES,
+        spoil={"block_size": 0},
+    ),
+    Rule(
+        "actual_seq_lengths is not None",
+        "actual_seq_lengths",
+        "a paged cache has no length of its own",
+        text="lengths beside a block table",
+        when="block_table is not None",
+        needs=("block_table",),
+        stage="presence",
+        given=PAGES,
+        spoil={"actual_seq_lengths": None},
+    ),
+    Rule(
+        "heads_fit(num_key_value_heads, N1)",
+        "num_key_value_heads",
+        "every key head serves the same number of query heads; 0: as many as num_heads",
+        text="a divisor of num_heads, or 0",
+        stage="lengths",
+        spoil={"num_key_value_heads": 3},
+    ),
+    Rule(
+        "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
+        "key",
+        "num_key_value_heads counts its heads",
+        text="one tensor of the batch, one tensor per item, or (with a block table) pages",
+        when="heads_fit(num_key_value_heads, N1)",
+        stage="lengths",
+        spoil={"key": "B S2 7", "value": "B S2 7"},
+    ),
+    Rule(
+        "len(actual_seq_lengths) == 1 or len(actual_seq_lengths) >= B",
+        "actual_seq_lengths",
+        "one length serves all items",
+        text="a length per item, or one",
+        when="actual_seq_lengths is not None",
+        stage="lengths",
+        given={"B": 3},
+        spoil={"actual_seq_lengths": [6, 6]},
+    ),
+    Rule(
+        "len(kv_padding_size) == 1",
+        "kv_padding_size",
+        "unused slots on the right of every item",
+        text="one number",
+        when="kv_padding_size is not None",
+        stage="lengths",
+        given={"actual_seq_lengths": [4, 5]},
+        spoil={"kv_padding_size": [1, 1]},
+    ),
+    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
+    Rule("abs(scale_value) < 3.4e38", "scale_value", "of float32", text="a finite scale", spoil={"scale_value": 1e39}),
+    Rule(
+        "same_shapes(value, key)",
+        "value",
+        "values lie as keys do",
+        text="the shapes of key",
+        code=INVALID,
+        spoil={"value": "B 5 N2*D"},
+    ),
+    Rule(
+        "lengths_within(kv_len, capacity)",
+        "actual_seq_lengths",
+        "tokens in the cache, those of this step included",
+        text="0 <= length <= tokens of the cache",
+        spoil={"actual_seq_lengths": [3, 7]},
+    ),
+    Rule(
+        "table_holds(block_table, kv_len, block_size)",
+        "block_table",
+        "it needs ceil(length / block_size) columns",
+        text="a page for every token",
+        when="block_table is not None",
+        given=PAGES,
+        spoil={"actual_seq_lengths": [20, 33]},
+    ),
+    Rule(
+        "pages_known(block_table, kv_len, block_size, blocks)",
+        "block_table",
+        "entries behind an item's last token are not read",
+        text="ids of pages that exist",
+        when="block_table is not None",
+        reads=True,
+        given=PAGES,
+        spoil={"block_table": torch.tensor([[0, 1], [2, 8]], dtype=torch.int32)},
+    ),
+)
+
+MATRICES = (
+    Rule(
+        "columns_fit(atten_mask, B, N1, S1, columns, ('B', 'B1', 'B1s'))",
+        "atten_mask",
+        "1 removes a token; columns count the cache's slots",
+        text="shape [B, S], [B, 1, S] or [B, 1, 1, S]",
+        when="atten_mask is not None",
+        given={"atten_mask": "B S2"},
+        spoil={"atten_mask": "1 S2"},
+    ),
+    Rule(
+        "columns_fit(pse_shift, B, N1, S1, columns, ('bNs',))",
+        "pse_shift",
+        "added to the scaled scores; columns count the cache's slots",
+        text="shape [B or 1, N1, 1, S]",
+        when="pse_shift is not None",
+        needs=("block_table",),
+        given={"pse_shift": "B N1 1 S2"},
+        spoil={"pse_shift": "B N1 1 3"},
+    ),
+    Rule(
+        "atten_mask is None or atten_mask.shape[-1] >= block_table.shape[1] * block_size",
+        "atten_mask",
+        "the chip reads whole pages",
+        text="columns for every page of the table",
+        when="block_table is not None",
+        needs=("block_table",),
+        level="limit",
+        given={**PAGES, "atten_mask": "B 32"},
+        spoil={"block_table": "B 3", "key": "8 16 N2*D"},
+    ),
+    Rule(
+        "pse_shift is None or pse_shift.shape[-1] >= block_table.shape[1] * block_size",
+        "pse_shift",
+        "the chip reads whole pages",
+        text="columns for every page of the table",
+        when="block_table is not None",
+        needs=("block_table",),
+        level="limit",
+        given={**PAGES, "pse_shift": "B N1 1 32"},
+        spoil={"block_table": "B 3", "key": "8 16 N2*D"},
+    ),
+)
+
+INTEGER_CACHE = (
+    Rule(
+        "dtype_of(key) in ('int8', dtype_of(query))",
+        "key",
+        "convert it, or quantise it to int8",
+        text="int8 or the dtype of query",
+        code=INVALID,
+        stage="dtype",
+        spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
+    ),
+    Rule(
+        "(antiquant_scale is not None) == (dtype_of(key) == 'int8')",
+        "antiquant_scale",
+        "value = (int8 + offset) * scale, keys at index 0 and values at index 1",
+        text="scales exactly for an int8 cache",
+        stage="dtype",
+        given=INTEGERS,
+        spoil={"antiquant_scale": None},
+    ),
+    Rule(
+        "scale_fits(antiquant_scale, N2, D)",
+        "antiquant_scale",
+        "keys at index 0, values at index 1",
+        text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D]",
+        when="antiquant_scale is not None",
+        given=INTEGERS,
+        spoil={"antiquant_scale": "2 3"},
+    ),
+    Rule(
+        "beside(antiquant_offset, antiquant_scale)",
+        "antiquant_offset",
+        "an offset goes with its scale",
+        text="shape and dtype of antiquant_scale",
+        stage="dtype",
+        given={**INTEGERS, "antiquant_offset": "2 N2*D"},
+        spoil={"antiquant_offset": "2 3"},
+    ),
+    Rule(
+        "antiquant_scale is None or dtype_of(antiquant_scale) == dtype_of(query)",
+        "antiquant_scale",
+        "the chip takes no other",
+        text="the dtype of query",
+        level="limit",
+        code=INVALID,
+        given=INTEGERS,
+        spoil={"antiquant_scale": ("2 N2*D", "float32")},
+    ),
+)
+
+INTEGER_OUTPUT = (
+    Rule(
+        "attention_out is None or (quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
+        "quant_scale2",
+        "out = round(x * quant_scale2 + quant_offset2)",
+        text="a scale exactly for int8 output",
+        stage="dtype",
+        given=NARROW,
+        spoil={"quant_scale2": None},
+    ),
+    Rule(
+        "quant_scale2.numel() in (1, N1 * D)",
+        "quant_scale2",
+        "one number, or one per query head and element",
+        text="1 or N1 * D elements",
+        when="quant_scale2 is not None",
+        given={"quant_scale2": "1"},
+        spoil={"quant_scale2": "3"},
+    ),
+    Rule(
+        "beside(quant_offset2, quant_scale2)",
+        "quant_offset2",
+        "an offset goes with its scale",
+        text="shape and dtype of quant_scale2",
+        stage="dtype",
+        given={"quant_scale2": "1", "quant_offset2": "1"},
+        spoil={"quant_offset2": "3"},
+    ),
+    Rule(
+        "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
+        "quant_scale2",
+        "the chip takes bfloat16 beside a bfloat16 query only",
+        text="float32, or bfloat16 as query",
+        level="limit",
+        code=INVALID,
+        given={"quant_scale2": "1"},
+        spoil={"quant_scale2": ("1", "bfloat16")},
+    ),
+    Rule(
+        "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
+        "attention_out",
+        "the output lies as the query does",
+        text="int8 or the dtype of query",
+        code=INVALID,
+        stage="dtype",
+        given={"attention_out": ("B S1 N1*D", "float16")},
+        spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
+    ),
+    *(
+        Rule(
+            f"{name} is None",
+            name,
+            "it belongs to an int8 query, which this operator does not take",
+            level="limit",
+            spoil={name: ("1", "float32")},
+        )
+        for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")
+    ),
+)
+
+LIMITS = (
+    Rule("S1 == 1", "query", "the chip decodes one token per item", level="limit", spoil={"S1": 2}),
+    Rule("D <= 512 or D > 768", "query", "the chip takes no wider rows", level="limit", spoil={"D": 528}),
+    Rule("B <= 65536", "query", "the chip takes no more items", level="limit", spoil={"B": 65537, "S2": 1}),
+    Rule(
+        "len(key) <= 256",
+        "key",
+        "the chip takes no longer list",
+        text="at most 256 tensors",
+        level="limit",
+        spoil={"B": 257, "key": _LISTED, "value": _LISTED},
+    ),
+    Rule(
+        "N1 <= 256",
+        "query",
+        "the chip takes no more heads",
+        level="limit",
+        spoil={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
+    ),
+    Rule(
+        "N1 <= 64 * N2",
+        "num_key_value_heads",
+        "the chip lets no more query heads share a key head",
+        level="limit",
+        spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
+    ),
+    Rule(
+        "dtype_of(query) != 'float32'",
+        "query",
+        "the chip takes float16 and bfloat16",
+        text="float16 or bfloat16",
+        level="limit",
+        code=INVALID,
+        spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
+        | {"value": ("B S2 N2*D", "float32")},
+    ),
+    Rule(
+        "is_contiguous(query, key, value)",
+        "query",
+        "the chip takes no strides here",
+        text="query, key and value without gaps",
+        level="limit",
+        spoil={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
+    ),
+    Rule("inner_precise in (0, 1)", "inner_precise", "it has no effect", level="limit", spoil={"inner_precise": 2}),
+    Rule(
+        "padding_mask is None", "padding_mask", "reserved: leave it out", level="limit", spoil={"padding_mask": "S1 S2"}
+    ),
+    Rule(
+        "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
+        "block_size",
+        "the chip's pages",
+        text="at most 512, a multiple of 16 (int8: 32)",
+        when="block_table is not None",
+        level="limit",
+        given=PAGES,
+        spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
+    ),
+    Rule(
+        "input_layout == 'BNSD' or key[0].dim() == 3",
+        "key",
+        "the chip takes pages of heads beside a BNSD query only",
+        text="pages [blocks, block_size, N2*D]",
+        when="block_table is not None",
+        needs=("block_table",),
+        level="limit",
+        given=PAGES,
+        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+    ),
+    Rule(
+        "sum(-(-kv_len // block_size)) <= blocks",
+        "key",
+        "the chip wants a page of its own for every item",
+        text="as many pages as all items fill",
+        when="block_table is not None",
+        needs=("block_table",),
+        level="limit",
+        given=PAGES,
+        spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
+    ),
+    Rule(
+        "kv_padding_size is None or pads_left",
+        "kv_padding_size",
+        "it is ignored without lengths, and beside pages or a list of tensors",
+        text="left padding beside lengths, in one tensor",
+        level="note",
+        spoil={"kv_padding_size": [1]},
+    ),
+)
+
+# What the first two versions do not know yet.
+EARLY = (
+    Rule(
+        "dtype_of(key) != 'int8'",
+        "key",
+        "this version takes no scales for it",
+        text="no int8 cache",
+        code=INVALID,
+        stage="dtype",
+        spoil={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
+    ),
+    Rule(
+        "pse_shift is None",
+        "pse_shift",
+        "this version ignores it",
+        text="no pse_shift",
+        level="limit",
+        spoil={"pse_shift": "B N1 1 S2"},
+    ),
+)
+
+RULES = INPUTS + MATRICES + INTEGER_CACHE + INTEGER_OUTPUT + LIMITS

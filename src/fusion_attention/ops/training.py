@@ -1,0 +1,192 @@
+"""Training attention as faces run it: a Call and its outputs, forward and backward.
+
+Knows in which form each record keeps statistics. Refuses to know its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.calls import Filled, room, tensors_in
+from fusion_attention.lower import (
+    BIAS,
+    LANES,
+    Call,
+    clear_gradients,
+    finite,
+    from_lanes,
+    grads_of,
+    operands_of,
+    row_shape,
+    stats_shape,
+    uncovered,
+)
+from fusion_attention.problem import Operands, Stats
+
+Tensor = torch.Tensor
+# The outputs of a gradient in the order of grads_of().
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
+DPSE = GRADIENTS.index("dpse")
+
+
+class _OfCall:
+    """What a Call says to whoever plans it."""
+
+    verb = "attention_forward"
+
+    def __init__(self, call: Call, memo: dict[str, Any]) -> None:
+        self.call, self.memo = call, memo
+        self.problem, self.extents, self.device = call.problem, call.extents, call.q.device
+
+
+class Forward(_OfCall):
+    """A forward call whose statistics are finite, in eight lanes."""
+
+    def results(self) -> dict[str, Tensor]:
+        """attention_out, softmax_max, softmax_sum."""
+        out, max_, sum_ = fresh(self.call, LANES)
+        return {"attention_out": out, "softmax_max": max_, "softmax_sum": sum_}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors; kernels write statistics without lanes, which are copied after a run."""
+        return _ForwardRun(self, outputs)
+
+
+class Plain(_OfCall):
+    """A forward call whose results are the kernels' own."""
+
+    def results(self) -> dict[str, Tensor]:
+        """out, max, sum."""
+        return dict(zip(("out", "max", "sum"), fresh(self.call), strict=True))
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and of fresh results."""
+        given = outputs["out"], outputs["max"], outputs["sum"]
+        return _PlainRun((operands_of(self.call, *given),), given if uncovered(self.call, "q") else ())
+
+
+class Backward(_OfCall):
+    """A gradient call, from saved statistics in eight lanes."""
+
+    verb = "attention_backward"
+
+    def __init__(
+        self, call: Call, memo: dict[str, Any], saved: tuple[Tensor, Tensor, Tensor, Tensor], pse: Any
+    ) -> None:
+        super().__init__(call, memo)
+        self.saved, self.pse = saved, pse
+
+    def results(self) -> dict[str, Tensor]:
+        """The gradients of all that the call has."""
+        q_rope, k_rope, _, _, _, _, sink = self.call.extras
+        given = (self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink)
+        return {name: t.new_empty(t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, its saved results and its gradients."""
+        return _BackwardRun(self, outputs)
+
+
+def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for out, max and sum."""
+    q, p = call.q, call.problem
+    shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(row_shape(q, call.form.layout, p.heads_q, p.dim_v))
+    return out, q.new_empty(shape, dtype=dtype), q.new_empty(shape, dtype=dtype)
+
+
+def _over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
+    """The same rows of other tensors: q, k, v, out, max and sum."""
+    q, k, v, out, max_, sum_ = tensors
+    stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
+    return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
+
+
+class _PlainRun(Filled):
+    """rooms are the results where some rows belong to no sequence, else none."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        for tensor in self.rooms:
+            tensor.zero_()
+
+
+class _ForwardRun(Filled):
+    __slots__ = ("call", "clears", "out", "outputs", "stats")
+
+    def __init__(self, forward: Forward, outputs: Mapping[str, Tensor]) -> None:
+        call, memo = forward.call, forward.memo
+        known = memo.get("forward_run")
+        if known is None:
+            blank = torch.empty(0, dtype=torch.float32, device=call.q.device)
+            shape = stats_shape(call.q, call.form, call.problem.heads_q)
+            known = memo["forward_run"] = [blank, shape, uncovered(call, "q"), None]
+        blank, shape, self.clears, rows = known
+        self.call, self.outputs = call, outputs
+        target = outputs["attention_out"]
+        self.out = room(target)
+        self.stats = blank.new_empty(shape), blank.new_empty(shape)
+        given = (call.q, call.k, call.v, self.out, *self.stats)
+        if rows is None:
+            operands = operands_of(call, self.out, *self.stats)
+            plain = all(t is None for t in call.extras) and call.problem.dropout == "none" and self.out is target
+            own = {t.untyped_storage()._cdata for t in given}
+            # Over no memory: what is kept must not keep a caller's. A copied tensor has strides of its own.
+            if plain and all(t.untyped_storage()._cdata in own for t in tensors_in(operands)):
+                known[3] = _over(operands, (blank,) * 6)
+        else:
+            operands = _over(rows, given)
+        super().__init__((operands,), self.stats if self.out is target else (self.out, *self.stats))
+
+    def begin(self) -> None:
+        if self.clears:
+            for tensor in (self.out, *self.stats):
+                tensor.zero_()
+
+    def finish(self) -> None:
+        outputs = self.outputs
+        if self.out is not outputs["attention_out"]:
+            outputs["attention_out"].copy_(self.out)  # This output's rows are not of neighbouring elements.
+        max_, sum_ = finite(self.call, *self.stats)
+        outputs["softmax_max"].copy_(max_.unsqueeze(-1))  # the same value in every lane
+        outputs["softmax_sum"].copy_(sum_.unsqueeze(-1))
+
+
+class _BackwardRun(Filled):
+    __slots__ = ("call", "gradients", "saved", "slopes", "stats", "summed", "targets")
+
+    def __init__(self, backward: Backward, outputs: Mapping[str, Tensor]) -> None:
+        call = self.call = backward.call
+        dy, attention_in, *self.saved = backward.saved
+        self.targets = [outputs.get(name) for name in GRADIENTS]
+        self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
+        none = call.q.new_empty(0)
+        self.gradients = tuple(none if t is None else room(t) for t in self.targets)
+        if self.slopes:
+            self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
+        self.stats = fresh(call)[1:]
+        grads, self.summed = grads_of(call, dy, self.gradients)
+        rooms = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
+        rooms += [*self.stats, *([] if self.summed is None else [self.summed])]
+        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(rooms))
+
+    def begin(self) -> None:
+        for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):
+            tensor.copy_(value)
+        clear_gradients(self.call, self.gradients, self.summed)
+
+    def finish(self) -> None:
+        if self.summed is not None:
+            self.gradients[DPSE].copy_(self.summed)
+        for target, gradient in zip(self.targets, self.gradients, strict=True):
+            if target is not None and gradient.numel() and gradient is not target:
+                target.copy_(gradient)  # As for a forward call's output.
+        if self.slopes:
+            target = self.targets[DPSE]
+            assert target is not None
+            target.zero_()  # Slopes have no gradient.
