@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import chart, dense
+from benchmarks import chart, decode, dense
 from benchmarks.pair import Timing, measure
 from fusion_attention import _native
 
@@ -47,22 +47,40 @@ def show(timings: list[Timing], console: Console) -> None:
     console.print(table)
 
 
+def show_decode(quick: bool, turns: int, console: Console) -> None:
+    """The table of decode, which is measured in bytes."""
+    table = Table(title="Decode: medians of alternating turns; read: memory read in the same turns; ratio = peer's time / ours")
+    for name in ("case", "ms", "GB/s", "read GB/s", "share", "GFLOP/s", "ratios"):
+        table.add_column(name, justify="left" if name in ("case", "ratios") else "right")
+    for row in track(decode.table(quick, turns), "Measuring", total=None, console=console, transient=True):
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row.ratios.items())
+        figures = (f"{row.ms:.2f}", f"{row.rate:.1f}", f"{row.read:.1f}", f"{row.share:.2f}", f"{row.gflops:.0f}")
+        table.add_row(row.name, *figures, ratios)
+    console.print(table)
+    console.print(", ".join(f"{name}: {value:.1f} us" for name, value in decode.overhead().items()))
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    only: Annotated[str, typer.Option(help=f"One of {', '.join(dense.GROUPS)}, or all.")] = "all",
+    only: Annotated[str, typer.Option(help=f"One of decode, {', '.join(dense.GROUPS)}, or all.")] = "all",
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console(width=None if sys.stdout.isatty() else 120)  # a file has room for every column
-    if only not in ("all", *dense.GROUPS):
-        raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
+    if only not in ("all", "decode", *dense.GROUPS):
+        names = ", ".join(("decode", *dense.GROUPS))
+        raise typer.BadParameter(f"expected all or one of {names}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
     peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
+    if only in ("all", "decode"):
+        show_decode(quick, turns, console)
+    if only == "decode":
+        return
     pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
     timings = [measure(pair, turns) for pair in pairs]
     groups = list(dict.fromkeys(t.group for t in timings))
