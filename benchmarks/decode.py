@@ -1,7 +1,7 @@
 """Decode beside what a user would pick on a CPU, and beside the machine's own rate of reading memory.
 
-One query token per sequence over a long cache. Peers: torch's SDPA with the heads of a group folded into query rows, SDPA
-with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every turn
+One query token per sequence over a long cache. Peers: torch's SDPA with the heads of a group folded into query rows,
+SDPA with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every turn
 reads as much memory as fits beside, so that a drifting machine slows all alike.
 """
 
@@ -188,7 +188,7 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
     binding = session.io_binding()  # past and present share memory, as in a decode loop
     shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(cache, np.float32)) for name in ("k", "v")}
     for name, shape in inputs.items():
-        value = shared[name[-1]] if name.startswith("past") else np.random.randn(*shape).astype(np.float32)
+        value = shared[name[-1]] if name.startswith("past") else torch.randn(shape).numpy()
         bind = binding.bind_ortvalue_input if name.startswith("past") else binding.bind_cpu_input
         bind(name, value)
     binding.bind_cpu_input("seqlens_k", np.full(s.batch, s.keys - 1, np.int32))
@@ -224,7 +224,11 @@ def peers(t: Step) -> dict[str, Callable[[], object]]:
 def measure(s: Shape, turns: int, others: dict[str, Callable[[], object]] | None = None) -> Row:
     """Times ours, the peers and the read in turns."""
     t = step(s)
-    calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader(), **(peers(t) if others is None else others)}
+    calls: dict[str, Callable[[], object]] = {
+        "ours": t.ours,
+        "read": reader(),
+        **(peers(t) if others is None else others),
+    }
     with torch.no_grad():
         for call in calls.values():
             call()

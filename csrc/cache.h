@@ -63,7 +63,7 @@ struct DecodeJob {
 };
 
 constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed together
-constexpr std::int64_t decode_chunk = 512;  // keys of a unit, at most
+constexpr std::int64_t decode_chunk = 1024;  // keys of a unit, at most
 constexpr std::int64_t decode_rows = 64;    // rows of a unit, at most
 
 }  // namespace fusion

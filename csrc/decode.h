@@ -46,48 +46,57 @@ template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const
 
 FUSION_INLINE float power(float x) { return exp2(all(x))[0]; }
 
+// The largest weight times its value's scale.
+template <class F>
+float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count, float from) {
+    Floats top = {};
+    for (std::int64_t c = 0; c < least(count, t.count); c += lanes) {
+        const Floats x = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor)) * load<Floats>(t.values.scale + c);
+        top = larger(top, larger(x, -x));
+    }
+    return largest_of(top);
+}
+
 // Scores become weights relative to the largest score so far; what was summed before shrinks by `fade`. Weights of
 // stored integers become 16-bit numbers, of which each stands for `factor`.
 template <class F>
-void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, float *scores) {
+__attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, float *scores) {
     float *state = w.state(row), peak = state[0];
     Floats largest = all(-infinity);
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
-    peak = most(peak, largest_of(largest));
+    const float found = largest_of(largest);
+    peak = most(peak, found);
     const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor), from = peak == -infinity ? 0.0f : peak;
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
-    Floats sum = {}, top = {};
-    for (std::int64_t c = 0; c < t.count; c += lanes) {
-        Floats x = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
-        sum += x;
-        if constexpr (F::integer) {
-            if (t.values.kind == Dequant::token) x *= load<Floats>(t.values.scale + c);
-            top = larger(top, larger(x, -x));
+    const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
+    if (count > t.count) store(scores + t.count, all(-infinity));
+    const bool scaled = F::integer && t.values.kind == Dequant::token;
+    float top = 1.0f, share = 1.0f;
+    if constexpr (F::integer) {
+        top = scaled ? largest_product(w, t, scores, count, from) : found == peak ? 1.0f : power((found - from) * w.factor);
+        share = top > 1e-34f ? 32767.0f / top : 0.0f;
+    }
+    Floats sum = {}, other = {}, extra = {};
+    for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+        Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
+        Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
+        sum += low;
+        other += high;
+        if (scaled) {
+            low *= load<Floats>(t.values.scale + c);
+            high = c + lanes < t.count ? high * load<Floats>(t.values.scale + c + lanes) : Floats{};
+            if (t.values.offset) {
+                extra += low * load<Floats>(t.values.offset + c);
+                if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
+            }
         }
-        store(scores + c, x);
+        F::put(weights, c, low * all(share), high * all(share));
     }
     w.s.fade[i] = fade;
-    w.s.factor[i] = 1.0f;
-    Floats share = all(1.0f);
-    if constexpr (F::integer) {
-        const float most_weight = largest_of(top);
-        w.s.factor[i] = most_weight / 32767.0f;
-        share = all(most_weight > 1e-34f ? 32767.0f / most_weight : 0.0f);
-        if (t.values.kind == Dequant::token && t.values.offset) {
-            Floats extra = {};
-            for (std::int64_t c = 0; c < t.count; c += lanes) {
-                extra += load<Floats>(scores + c) * load<Floats>(t.values.offset + c);
-            }
-            state[2] = state[2] * fade + sum_of(extra);
-        }
-    }
-    const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
-    if (count > t.count) store(scores + t.count, Floats{});
-    for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        F::put(weights, c, load<Floats>(scores + c) * share, load<Floats>(scores + c + lanes) * share);
-    }
+    w.s.factor[i] = F::integer ? top / 32767.0f : 1.0f;
+    if (scaled && t.values.offset) state[2] = state[2] * fade + sum_of(extra);
     state[0] = peak;
-    state[1] = state[1] * fade + sum_of(sum);
+    state[1] = state[1] * fade + sum_of(sum + other);
 }
 
 // ------------------------------------------------------------------------------------------------------------- values
@@ -196,9 +205,11 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
 
 // -------------------------------------------------------------------------------------------------------- from end to end
 
-template <class F> void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
+template <class F>
+__attribute__((noinline)) void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     if constexpr (F::integer) scale_scores(w, row, t, scores);
-    if (w.dressed) add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
+    const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
+    if (w.dressed && !scaled) add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
     hide_row(w, row, t, scores);
 }
 
@@ -215,7 +226,7 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
 }
 
 // Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
-template <class F> bool load_tile(const DecodeWork<F> &w, DecodeTile &t) {
+template <class F> __attribute__((noinline)) bool load_tile(const DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
     const KeySpan span = {u.seq, u.head, t.first, t.count, u.begin, u.end};
     const auto &s = w.s;

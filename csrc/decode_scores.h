@@ -149,7 +149,8 @@ inline void load_query(Dtype dtype, const Rows &rows, std::int64_t b, std::int64
 
 // Word i of the row that is row `lane` of its vectors.
 FUSION_INLINE std::int64_t place_of(std::int64_t i, std::int64_t lane, int phases) {
-    return i / phases * lanes + lane * phases + i % phases;
+    const int shift = __builtin_ctz(phases);  // a power of two
+    return (i >> shift) * lanes + (lane << shift) + (i & (phases - 1));
 }
 
 template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
@@ -187,26 +188,36 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     }
     for (std::int64_t d = 0; d < n; ++d) sum += line[d], largest = most(largest, __builtin_fabsf(line[d]));
     if (!all_finite(line, n) || sum - sum != 0.0f || plus - plus != 0.0f) return false;
-    const float step = largest / 32639.0f, share = step > 0.0f ? 1.0f / step : 0.0f;
-    w.s.row_scale[row] = share - share == 0.0f ? step : 0.0f;
-    w.s.row_offset[row] = plus;
-    w.s.row_sum[row] = sum;
-    auto *to = reinterpret_cast<std::int8_t *>(w.query(b.row));
+    const float step = largest / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
+    const float scale = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
+    w.s.row_scale[row] = share > 0.0f ? step * scale : 0.0f;
+    w.s.row_offset[row] = plus * scale;
+    w.s.row_sum[row] = sum * scale;
+    for (std::int64_t d = 0; d < size; ++d) line[d] = __builtin_rintf(line[d] * share);
+    auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
     auto *start = reinterpret_cast<std::int32_t *>(w.start(b.row));
-    for (std::int64_t d = 0; d < size; ++d) {
-        const int number = share - share == 0.0f ? static_cast<int>(__builtin_rintf(line[d] * share)) : 0;
-        const int low = ((number + 128) & 255) - 128, high = (number - low) / 256;
-        const std::int64_t part = d % parts, within = d / parts, at = place_of(within / 4, i, b.phases);
-        const std::int64_t vector = (at / lanes * parts + part) * 2, lane = at % lanes;
-        to[(vector * lanes + lane) * 4 + within % 4] = static_cast<std::int8_t>(high);
-        to[((vector + 1) * lanes + lane) * 4 + within % 4] = static_cast<std::int8_t>(low);
-        start[lane] -= F::bias * high;
-        start[lanes + lane] -= F::bias * low;
+    for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
+        const std::int64_t at = place_of(c, i, b.phases), lane = at % lanes;
+        for (int part = 0; part < parts; ++part) {
+            std::uint32_t highs = 0, lows = 0;
+            for (int j = 0; j < 4; ++j) {
+                const int number = static_cast<int>(line[c * word + j * parts + part]);
+                const int low = static_cast<std::int8_t>(number), high = (number - low) >> 8;
+                highs |= static_cast<std::uint32_t>(high & 255) << 8 * j;
+                lows |= static_cast<std::uint32_t>(low & 255) << 8 * j;
+                start[lane] -= F::bias * high;
+                start[lanes + lane] -= F::bias * low;
+            }
+            std::uint32_t *const vector = to + (at / lanes * parts + part) * 2 * lanes + lane;
+            vector[0] = highs;
+            vector[lanes] = lows;
+        }
     }
     return true;
 }
 
-template <class F> bool place_queries(const DecodeWork<F> &w) {
+template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork<F> &w) {
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases);

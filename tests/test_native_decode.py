@@ -1,5 +1,5 @@
-"""The native core's decode: every variant that runs here, forced, over rows, tensor lists and pages, stored as floats or
-as integers, against the float64 specification of the same numbers laid out plainly.
+"""The native core's decode: every variant that runs here, forced, over rows, tensor lists and pages, stored as floats
+or as integers, against the float64 specification of the same numbers laid out plainly.
 
 Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
 """
@@ -24,7 +24,7 @@ from fusion_attention.backends import cpu, golden
 from fusion_attention.backends.cpu import decode
 from fusion_attention.kv import Dequant, PagedView, RowView
 from fusion_attention.mask import Band
-from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.problem import EXTENT_ROWS, Extents, Operands, Problem, Stats
 
 VARIANTS = _native.cpu_features()["runnable"]
 LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}
@@ -93,7 +93,9 @@ def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Rando
         for i in range(counts[b]):
             table[b, i] = order.pop()
             part = t[:, i * size : (i + 1) * size]
-            pool[table[b, i]].as_strided((heads, part.shape[1], width), (*strides, 1), int(table[b, i]) * page).copy_(part)
+            pool[table[b, i]].as_strided((heads, part.shape[1], width), (*strides, 1), int(table[b, i]) * page).copy_(
+                part
+            )
     return PagedView(pool, table, size, page, strides[1], strides[0], dim)
 
 
@@ -111,9 +113,8 @@ def lay_meaning(stored: Stored, form: str, size: int, seed: int) -> Dequant | No
         if tensors[0].shape[2] == 1:
             return lay([t.float() for t in tensors], 1, form, size, seed)
         joined = torch.stack([t.float() for t in tensors])
-        return RowView(
-            (joined,), np.arange(len(tensors)) * joined.stride(0), 0, np.full(len(tensors), joined.stride(1)), joined.shape[3]
-        )
+        address, strides = np.arange(len(tensors)) * joined.stride(0), np.full(len(tensors), joined.stride(1))
+        return RowView((joined,), address, 0, strides, joined.shape[3])
 
     return Dequant(view(stored.scale), view(stored.offset) if stored.offset else None)
 
@@ -235,8 +236,8 @@ def specified(call: Call) -> Results:
 
 
 def narrowed(case: Case) -> Call:
-    """What a plain program may make of the call: query rows times the scales of keys in 16 bits, where keys are integers
-    (the chip takes two 8-bit digits of each), everything else in float32."""
+    """What a plain program may make of the call: where keys are integers, query rows times the scales of keys in 16 bits
+    (the chip too takes two 8-bit digits of each); everything else in float32."""
     call, p = case.call, case.problem
     if not p.kv_dtype or p.dtype == "float32":
         return call
@@ -284,11 +285,13 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
-def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0, **options: Any) -> Case:
+def plain_case(
+    problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0
+) -> Case:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     simple = replace(problem, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", out_quant="none")
-    call = converted(make(simple, q_len, kv_len, seed=seed, **options), problem.torch_dtype)
+    call = converted(make(simple, q_len, kv_len, seed=seed), problem.torch_dtype)
     k = store(call.k, problem.kv_dtype, problem.dequant_k, rng)
     v = store(call.v, problem.kv_dtype, problem.dequant_v, rng)
     form = "pages" if problem.page_size else "list"
@@ -321,7 +324,7 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), size
     for b in (0, 3):
         single = {name: [t] for name in ("q", "k", "v", "blocked") if (ts := getattr(case.call, name)) for t in [ts[b]]}
-        extents = Extents(*(getattr(case.call.extents, n)[b : b + 1] for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")))
+        extents = Extents(*(getattr(case.call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
         own = Case(replace(case.call, extents=extents, **single), problem, *stored, "rows", 1)
         assert all(torch.equal(a, want[len(q_len) * i + b]) for i, a in enumerate(bits(native(own, variant))))
@@ -433,7 +436,8 @@ def test_what_the_decode_cannot_compute_is_a_reason() -> None:
     ],
 )
 def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
-    problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=16, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
+    problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=16, kv_dtype="int8")
+    problem = replace(problem, dequant_k="channel", dequant_v="channel")
     case = plain_case(problem, (1,), (20,))
     operands = case.operands()
     schedule = cpu.schedule(problem, case.call.extents, "attention_forward")

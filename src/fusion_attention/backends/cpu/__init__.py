@@ -57,8 +57,10 @@ def attention_forward(
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
         return
-    runner = decode.run if isinstance(schedule, decode.Schedule) else run_forward
-    empty_rows = runner(schedule, problem, operands)  # type: ignore[operator]
+    if isinstance(schedule, decode.Schedule):
+        empty_rows = decode.run(schedule, problem, operands)
+    else:
+        empty_rows = run_forward(schedule, problem, operands)
     if empty_rows and problem.empty_rows != "zero":
         add_means(problem, extents, operands)
 
