@@ -49,9 +49,7 @@ def show(timings: list[Timing], console: Console) -> None:
 
 def show_decode(quick: bool, turns: int, console: Console) -> None:
     """The table of decode, which is measured in bytes."""
-    table = Table(
-        title="Decode: medians of alternating turns, reading memory among them; ratio = peer's time / ours"
-    )
+    table = Table(title="Decode: medians of alternating turns, reading memory among them; ratio = peer's time / ours")
     for name in ("case", "ms", "GB/s", "read GB/s", "share", "GFLOP/s", "ratios"):
         table.add_column(name, justify="left" if name in ("case", "ratios") else "right")
     for row in track(decode.table(quick, turns), "Measuring", total=None, console=console, transient=True):

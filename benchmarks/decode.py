@@ -1,8 +1,8 @@
 """Decode beside what a user would pick on a CPU, and beside the machine's own rate of reading memory.
 
 One query token per sequence over a long cache. Peers: torch's SDPA with the heads of a group folded into query rows,
-SDPA with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every turn
-reads as much memory as fits beside, so that a drifting machine slows all alike.
+SDPA with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every
+turn reads as much memory as fits beside, so that a drifting machine slows all alike.
 """
 
 from __future__ import annotations

@@ -236,8 +236,10 @@ def specified(call: Call) -> Results:
 
 
 def narrowed(case: Case) -> Call:
-    """What a plain program may make of the call: where keys are integers, query rows times the scales of keys in 16 bits
-    (the chip too takes two 8-bit digits of each); everything else in float32."""
+    """What a plain program may make of the call, where keys are integers: query rows times their scales in 16 bits.
+
+    The chip too takes two 8-bit digits of each. Everything else stays in float32.
+    """
     call, p = case.call, case.problem
     if not p.kv_dtype or p.dtype == "float32":
         return call
@@ -285,9 +287,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
-def plain_case(
-    problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0
-) -> Case:
+def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0) -> Case:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     simple = replace(problem, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", out_quant="none")

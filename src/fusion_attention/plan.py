@@ -61,9 +61,7 @@ class Plan:
                 then nothing is changed.
         """
         if self.capacity is None:
-            raise ValueError(
-                "fusion_attention: Plan.update: expected a plan made with updatable=True"
-            )
+            raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
         self.extents = self.capacity.shortened(kv_len)
         if (reschedule := getattr(self.module, "reschedule", None)) is not None:
             self.schedule = reschedule(self.problem, self.extents, self.verb, self.schedule)
