@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import backward, chart, dense, features, memory
+from benchmarks import backward, chart, decode, dense, features, memory
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
 
@@ -42,7 +42,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "gradients": (backward.training,),
     "steps": (backward.packed,),
 }
-MEMORY = "memory"
+MEMORY, DECODE = "memory", "decode"
+NAMES = (*GROUPS, MEMORY, DECODE)
 
 
 TITLE = (
@@ -80,28 +81,16 @@ def show(timings: list[Timing], console: Console) -> None:
     console.print(table)
 
 
-def show_memory(found: list[memory.Memory], console: Console) -> None:
-    """The table of what long sequences take."""
-    table = Table(title="One head, D 64, causal, forward and backward; MB of resident memory")
-    for name in ("dtype", "length", "inputs, outputs, gradients", "beyond them", "workspace forward", "backward"):
-        table.add_column(name, justify="right")
-    for m in found:
-        figures = (m.operands_mb, m.extra_mb, m.forward_mb, m.backward_mb)
-        table.add_row(m.dtype, str(m.length), *(f"{n:.1f}" for n in figures))
-    console.print(table)
-
-
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    only: Annotated[str, typer.Option(help=f"One of {', '.join((*GROUPS, MEMORY))}, or all.")] = "all",
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}, or all.")] = "all",
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
-    if only not in ("all", *GROUPS, MEMORY):
-        names = ", ".join((*GROUPS, MEMORY))
-        raise typer.BadParameter(f"expected all or one of {names}, got {only!r}", param_hint="--only")
+    if only not in ("all", *NAMES):
+        raise typer.BadParameter(f"expected all or one of {', '.join(NAMES)}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
@@ -115,7 +104,9 @@ def main(
         show(timings, console)
     found = list(memory.measured(4096 if quick else 65536)) if only in ("all", MEMORY) else []
     if found:
-        show_memory(found, console)
+        memory.show(found, console)
+    if only in ("all", DECODE):
+        decode.show(decode.table(quick, turns), console)
     others = {}
     if only in ("all", "threads"):
         others = {"plan.run, us": features.overhead_us()}

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, rows
@@ -78,6 +80,17 @@ def measure_here(name: str, length: int) -> Memory:
     run(64)  # loads and caches what every call needs
     operands, extra = run(length)
     return Memory(name, length, *(round(n / 1e6, 1) for n in (operands, extra, *workspaces(dtype, length))))
+
+
+def show(found: list[Memory], console: Console) -> None:
+    """The table of what long sequences take."""
+    table = Table(title="One head, D 64, causal, forward and backward; MB of resident memory")
+    for name in ("dtype", "length", "inputs, outputs, gradients", "beyond them", "workspace forward", "backward"):
+        table.add_column(name, justify="right")
+    for m in found:
+        figures = (m.operands_mb, m.extra_mb, m.forward_mb, m.backward_mb)
+        table.add_row(m.dtype, str(m.length), *(f"{n:.1f}" for n in figures))
+    console.print(table)
 
 
 def measured(length: int, names: Iterable[str] = DTYPES) -> Iterator[Memory]:

@@ -44,7 +44,8 @@ Level cpu_level() {
     constexpr unsigned v3_extended = bit(0) | bit(5);        // leaf 0x80000001 ecx: LAHF, LZCNT
     // leaf 7 ebx: AVX512F, AVX512DQ, AVX512CD, AVX512BW, AVX512VL
     constexpr unsigned v4_leaf7 = bit(16) | bit(17) | bit(28) | bit(30) | bit(31);
-    constexpr unsigned avx512bf16 = bit(5);  // leaf 7, subleaf 1, eax
+    constexpr unsigned avx512bf16 = bit(5);   // leaf 7, subleaf 1, eax
+    constexpr unsigned avx512vnni = bit(11);  // leaf 7, ecx: every CPU with AVX512_BF16 has it
 
     const Registers leaf7 = cpuid(7);
     if (!has(cpuid(1).c, v3_leaf1) || !has(leaf7.b, v3_leaf7) || !has(cpuid(0x80000001u).c, v3_extended)) {
@@ -54,7 +55,7 @@ Level cpu_level() {
     if (!has(state, ymm_state)) return Level::base;
     if (!has(leaf7.b, v4_leaf7) || !has(state, zmm_state)) return Level::v3;
     // leaf 7's eax is its highest subleaf
-    if (leaf7.a < 1 || !has(cpuid(7, 1).a, avx512bf16)) return Level::v4;
+    if (leaf7.a < 1 || !has(cpuid(7, 1).a, avx512bf16) || !has(leaf7.c, avx512vnni)) return Level::v4;
     return Level::v4_avx512bf16;
 }
 

@@ -103,6 +103,7 @@ nb::dict cpu_features() {
 
 void bind_forward(nb::module_ &m);   // bind_forward.cpp
 void bind_backward(nb::module_ &m);  // bind_backward.cpp
+void bind_decode(nb::module_ &m);    // bind_decode.cpp
 void bind_peak(nb::module_ &m);      // bind_peak.cpp
 
 NB_MODULE(_native, m) {
@@ -120,4 +121,5 @@ NB_MODULE(_native, m) {
     bind_forward(m);
     bind_peak(m);
     bind_backward(m);
+    bind_decode(m);
 }

@@ -4,6 +4,8 @@
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
+#include "decode.h"
+#include "decode_finish.h"
 #include "forward.h"
 #include "gradient.h"
 #include "peak.h"
@@ -83,6 +85,24 @@ void store_rows_single(const Job &job, const RowTile &rows) {
     }
 }
 
+std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }
+
+std::size_t decode_partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
+
+void decode_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+    const DecodeProblem &p = *job.problem;
+    if (p.storage == Storage::bfloat16) return decode::attend_unit<decode::Paired>(job, unit, next, scratch, partial);
+    if (p.dtype != Dtype::float32 && p.dim_rope == 0) {
+        if (p.storage == Storage::int8) return decode::attend_unit<decode::Byte>(job, unit, next, scratch, partial);
+        if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);
+    }
+#endif
+    decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
+}
+
+constexpr DecodeKernels decode_kernels = {decode_scratch_bytes, decode_partial_floats, decode_unit, decode::finish_rows};
+
 // The probe: proof that this variant's instructions run here and mean what they should.
 
 inline float float_of(std::uint16_t brain) {
@@ -134,10 +154,12 @@ constexpr Variant variant = {
 #if defined(__AVX512BF16__)
     {tile_keys<Pair>, row_bytes<Pair>, key_bytes<Pair>, pack_rows<Pair, Brain>, load_keys<Pair, Brain>, meet<Pair, Brain>,
      store_dk_dv<Pair, Brain>, store_dq<Pair, Brain>},
+    decode_kernels,
     float_work,
     pair_work,
 #else
     {},
+    decode_kernels,
     float_work,
     nullptr,
 #endif

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "cache.h"
 #include "problem.h"
 
 namespace fusion {
@@ -31,6 +32,16 @@ struct GradientKernels {
     void (*store_rows)(const Job &, const RowTile &);
 };
 
+// Decode: partial results are rows of floats whose layout the variant alone knows.
+struct DecodeKernels {
+    std::size_t (*scratch_bytes)(const DecodeProblem &);
+    std::size_t (*partial_floats)(const DecodeProblem &);  // of one row
+    // next: the unit that this thread computes next, or null.
+    void (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
+    // Merges partial results in order, and writes out and statistics; returns how many rows are empty.
+    std::int64_t (*finish)(const DecodeJob &, const DecodeRows &, float *partials);
+};
+
 struct Variant {
     const char *name;
     int lanes;             // floats per vector register, as compiled
@@ -38,6 +49,7 @@ struct Variant {
     Kernels as_float;      // float32, float16, and bfloat16 where there is nothing better
     Kernels as_pairs;      // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     GradientKernels gradients_as_float, gradients_as_pairs;
+    DecodeKernels decode;
     double (*float_work)(std::int64_t turns, float *result);  // peak.h
     double (*pair_work)(std::int64_t turns, float *result);
     float (*dot)(const float *x, const float *y, std::size_t n);

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion_attention.calls import Lowered
 from fusion_attention.contract import BackendError
+from fusion_attention.mask import INFINITE
 from fusion_attention.problem import Extents, Problem
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
@@ -25,14 +27,15 @@ _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Plan:
     """One problem on given lengths, ready to run any number of times.
 
     Attributes:
         backend: the name of the back end that was chosen.
         verb: what is computed: the back end's function of that name.
-        workspace_bytes: memory that a run takes besides operands and results.
+        workspace_bytes: memory that a run takes besides operands and results, on the lengths it was planned for.
+        capacity: the extents it was planned for, where update() may be called; else None.
     """
 
     problem: Problem
@@ -42,6 +45,28 @@ class Plan:
     schedule: Any
     workspace_bytes: int
     module: ModuleType
+    capacity: _Capacity | None = None
+
+    def update(self, kv_len: Any) -> None:
+        """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
+
+            lo' = lo + kv_len - capacity,  hi' = hi + kv_len - capacity        (finite edges only)
+
+        A finite edge of the band keeps its distance from the last key. Results are those of a fresh plan, bit by bit.
+        Not while the plan runs on another thread.
+
+        Args:
+            kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to what was planned for.
+
+        Raises:
+            ValueError: not a plan made with updatable=True, a wrong number of lengths, or one beyond the capacity;
+                then nothing is changed.
+        """
+        if self.capacity is None:
+            raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
+        self.extents = self.capacity.shortened(kv_len)
+        if (reschedule := getattr(self.module, "reschedule", None)) is not None:
+            self.schedule = reschedule(self.problem, self.extents, self.verb, self.schedule)
 
     def run(self, *operands: Any) -> None:
         """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
@@ -52,6 +77,39 @@ class Plan:
                 compute(self.problem, self.extents, self.schedule, *operands)
         else:
             compute(self.problem, self.extents, self.schedule, *operands)
+
+
+class _Capacity:
+    """The lengths that an updatable plan was made for, and which of their band edges move with the last key."""
+
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        self.moves_lo, self.moves_hi = (
+            edge if (edge := (np.abs(a) < INFINITE // 2).astype(np.int64)).any() else None
+            for a in (extents.lo, extents.hi)
+        )
+
+    def shortened(self, kv_len: Any) -> Extents:
+        """The extents with other key lengths."""
+        planned = self.extents
+        lengths = np.array(kv_len, np.int64)
+        if lengths.shape != planned.kv_len.shape:
+            raise ValueError(
+                f"fusion_attention: Plan.update: kv_len: expected {len(planned)} lengths, got {lengths.shape}"
+            )
+        wrong = (lengths < 0) | (lengths > planned.kv_len)
+        if wrong.any():
+            b = int(wrong.argmax())
+            raise ValueError(
+                f"fusion_attention: Plan.update: kv_len[{b}]: expected 0 to {planned.kv_len[b]}, got {lengths[b]} "
+                "(plan with more capacity)"
+            )
+        lo, hi = planned.lo, planned.hi
+        if self.moves_lo is not None:
+            lo = lo + (lengths - planned.kv_len) * self.moves_lo
+        if self.moves_hi is not None:
+            hi = hi + (lengths - planned.kv_len) * self.moves_hi
+        return Extents(planned.q_len, lengths, lo, hi, planned.prefix, planned.shift)
 
 
 def _load(name: str) -> ModuleType:
@@ -83,6 +141,8 @@ def plan(
     device: torch.device,
     backend: str = "auto",
     verb: str = "attention_forward",
+    *,
+    updatable: bool = False,
 ) -> Plan:
     """A plan for a problem on given lengths; the last ones are kept and found again.
 
@@ -92,19 +152,17 @@ def plan(
         device: where the operands lie.
         backend: "auto", or a name in BACKENDS.
         verb: "attention_forward" or "attention_backward".
+        updatable: a plan of the caller's own, whose key lengths Plan.update changes; extents are then its capacity.
 
     Raises:
         ValueError, BackendError: as choose().
     """
+    if updatable:
+        return _made(problem, extents, device, backend, verb, _Capacity(extents))
     key = (problem, extents.key, device, backend, verb)
     found = _PLANS.get(key)
     if found is None:
-        name = choose(problem, device, backend)
-        module = _load(name)
-        schedule = module.schedule(problem, extents, verb)
-        workspace = module.workspace_bytes(problem, extents, verb)
-        found = Plan(problem, extents, name, verb, schedule, workspace, module)
-        _PLANS[key] = found
+        _PLANS[key] = found = _made(problem, extents, device, backend, verb, None)
         while len(_PLANS) > _PLANS_KEPT:
             _PLANS.popitem(last=False)
     else:
@@ -123,3 +181,13 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
         if found is not None:
             found.run(*filled.operands)
         filled.finish()
+
+
+def _made(
+    problem: Problem, extents: Extents, device: torch.device, backend: str, verb: str, capacity: _Capacity | None
+) -> Plan:
+    name = choose(problem, device, backend)
+    module = _load(name)
+    schedule = module.schedule(problem, extents, verb)
+    workspace = module.workspace_bytes(problem, extents, verb)
+    return Plan(problem, extents, name, verb, schedule, workspace, module, capacity)

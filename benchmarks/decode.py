@@ -1,0 +1,311 @@
+"""Decode beside what a user would pick on a CPU, and beside the machine's own rate of reading memory.
+
+One query token per sequence over a long cache. Peers: torch's SDPA with the heads of a group folded into query rows,
+SDPA with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every
+turn reads as much memory as fits beside, so that a drifting machine slows all alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from benchmarks.pair import seconds
+from fusion_attention import plan as planning
+from fusion_attention.kv import Dequant, PagedView, RowView
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import Extents, Operands, Problem, Stats
+
+_READ_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decode step: sequences, heads, sizes, how the cache is stored, tokens of a page (0: rows)."""
+
+    name: str
+    batch: int = 8
+    heads_kv: int = 8
+    group: int = 4
+    dim: int = 128
+    dim_v: int = 0
+    keys: int = 4096
+    kind: str = "bfloat16"  # or "float16", "float32", "int8", "int4"
+    page: int = 128
+    shares: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether the cache holds integers."""
+        return self.kind.startswith("int")
+
+    @property
+    def bytes(self) -> float:
+        """What must be read of the cache."""
+        size = {"float32": 4, "int8": 1, "int4": 0.5}.get(self.kind, 2)
+        columns = self.dim + (0 if self.shares else self.dim_v or self.dim)
+        return self.batch * self.heads_kv * self.keys * columns * size
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted twice."""
+        columns = self.dim + (self.dim_v or self.dim)
+        return 2 * self.batch * self.heads_kv * self.group * self.keys * columns
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of a shape: our milliseconds and rate, its share of the read rate, and peers' time / ours."""
+
+    name: str
+    ms: float
+    rate: float
+    read: float
+    share: float
+    gflops: float
+    ratios: dict[str, float]
+
+
+def rows(tensor: torch.Tensor, dim: int) -> RowView:
+    """[batch, heads, tokens, dim] as it lies."""
+    count = tensor.shape[0]
+    strides = np.full(count, tensor.stride(1))
+    return RowView((tensor,), np.arange(count) * tensor.stride(0), tensor.stride(2), strides, dim)
+
+
+def numbers(s: Shape, dim: int) -> torch.Tensor:
+    """[batch, heads, keys, dim] of the cache; two int4 in a byte."""
+    shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
+    if s.stored:
+        return torch.randint(-128, 128, shape, dtype=torch.int8).view(torch.uint8 if s.kind == "int4" else torch.int8)
+    return torch.randn(shape).to(getattr(torch, s.kind))
+
+
+def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> PagedView:
+    """The same rows in pages [heads, page, dim], in the table's order."""
+    pages = table.shape[1]
+    full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
+    parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
+    pool = torch.empty_like(parts)
+    pool[table.flatten().long()] = parts
+    return PagedView(pool, table, s.page, pool.stride(0), pool.stride(2), pool.stride(1), dim)
+
+
+@dataclass
+class Step:
+    """A shape's tensors, our call, and what peers need."""
+
+    shape: Shape
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    plan: planning.Plan
+    operands: Operands
+
+    def ours(self) -> None:
+        """One step."""
+        self.plan.run(self.operands)
+
+
+def step(s: Shape) -> Step:
+    """Random tensors of a shape."""
+    torch.manual_seed(0)
+    dtype = "bfloat16" if s.stored else s.kind
+    dim_v, heads = s.dim_v or s.dim, s.heads_kv * s.group
+    q = torch.randn(s.batch, heads, 1, s.dim).to(getattr(torch, dtype))
+    k = numbers(s, s.dim)
+    v = k if s.shares else numbers(s, dim_v)
+    pages = -(-s.keys // (s.page or s.keys))
+    table = torch.randperm(s.batch * pages).int().view(s.batch, pages)
+    dequant = "channel" if s.stored else "none"
+    problem = Problem(
+        heads, s.heads_kv, s.dim, dim_v, dtype=dtype, scale=s.dim**-0.5, shares_kv=s.shares, page_size=s.page,
+        kv_dtype=s.kind if s.stored else "", dequant_k=dequant, dequant_v=dequant,
+    )  # fmt: skip
+    views = [paged(s, t, d, table) if s.page else rows(t, d) for t, d in ((k, s.dim), (v, dim_v))]
+    if s.shares and isinstance(views[0], PagedView) and isinstance(views[1], PagedView):
+        views[1] = views[1].over(views[0].pool)
+    scales = [RowView((torch.full((s.heads_kv * d,), 0.02),), np.zeros(s.batch, np.int64), 0, np.full(s.batch, d), d)
+              for d in (s.dim, dim_v)]  # fmt: skip
+    out = torch.empty(s.batch, heads, 1, dim_v, dtype=q.dtype)
+    stats = Stats(*(rows(torch.empty(s.batch, heads, 1, 1), 1) for _ in range(2)))
+    operands = Operands(rows(q, s.dim), views[0], views[1], rows(out, dim_v), stats)
+    if s.stored:
+        operands.dequant_k, operands.dequant_v = (Dequant(scale) for scale in scales)
+
+    def lengths(value: int) -> np.ndarray:
+        return np.full(s.batch, value, np.int64)
+
+    edges = lengths(-INFINITE), lengths(INFINITE), lengths(0), lengths(0)
+    extents = Extents(lengths(1), lengths(s.keys), *edges)
+    return Step(s, q, k, v, table, planning.plan(problem, extents, torch.device("cpu")), operands)
+
+
+def reader() -> Callable[[], object]:
+    """Reads memory at the machine's rate, with torch's threads."""
+    memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    return memory.sum
+
+
+def onnx_peer(s: Shape) -> Callable[[], object] | None:
+    """onnxruntime's GroupQueryAttention over a float32 cache of the same numbers; None where it is not installed."""
+    try:
+        import onnxruntime
+        from onnx import TensorProto, helper
+    except ImportError:
+        return None
+    heads = s.heads_kv * s.group
+    kind = TensorProto.FLOAT
+    cache = [s.batch, s.heads_kv, s.keys, s.dim]
+    inputs = {
+        "q": [s.batch, 1, heads * s.dim], "k": [s.batch, 1, s.heads_kv * s.dim], "v": [s.batch, 1, s.heads_kv * s.dim],
+        "past_k": cache, "past_v": cache,
+    }  # fmt: skip
+    names = [*inputs, "seqlens_k", "total"]
+    node = helper.make_node(
+        "GroupQueryAttention", names, ["out", "present_k", "present_v"], domain="com.microsoft",
+        num_heads=heads, kv_num_heads=s.heads_kv,
+    )  # fmt: skip
+    values = [helper.make_tensor_value_info(name, kind, shape) for name, shape in inputs.items()]
+    values += [helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [s.batch])]
+    values += [helper.make_tensor_value_info("total", TensorProto.INT32, [1])]
+    outputs = [helper.make_tensor_value_info("out", kind, inputs["q"])]
+    outputs += [helper.make_tensor_value_info(name, kind, cache) for name in ("present_k", "present_v")]
+    graph = helper.make_graph([node], "decode", values, outputs)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    binding = session.io_binding()  # past and present share memory, as in a decode loop
+    shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(cache, np.float32)) for name in ("k", "v")}
+    for name, shape in inputs.items():
+        value = shared[name[-1]] if name.startswith("past") else torch.randn(shape).numpy()
+        bind = binding.bind_ortvalue_input if name.startswith("past") else binding.bind_cpu_input
+        bind(name, value)
+    binding.bind_cpu_input("seqlens_k", np.full(s.batch, s.keys - 1, np.int32))
+    binding.bind_cpu_input("total", np.array([s.keys], np.int32))
+    binding.bind_output("out")
+    for name in ("k", "v"):
+        binding.bind_ortvalue_output(f"present_{name}", shared[name])
+    return lambda: session.run_with_iobinding(binding)
+
+
+def peers(t: Step) -> dict[str, Callable[[], object]]:
+    """What else computes the step: over the contiguous cache, and over pages by gathering them first."""
+    s = t.shape
+    if s.stored or s.shares:
+        return {}
+    folded = t.q.view(s.batch, s.heads_kv, s.group, s.dim)
+    found: dict[str, Callable[[], object]] = {
+        "SDPA folded": lambda: sdpa(folded, t.k, t.v),
+        "SDPA gqa": lambda: sdpa(t.q, t.k, t.v, enable_gqa=True),
+    }
+    pools = t.operands.k, t.operands.v
+    if isinstance(pools[0], PagedView) and isinstance(pools[1], PagedView):
+        pages = [view.pool for view in pools if isinstance(view, PagedView)]
+        order = t.table.long()
+
+        def gathered(pool: torch.Tensor) -> torch.Tensor:
+            return pool[order].transpose(1, 2).flatten(2, 3)[:, :, : s.keys]
+
+        found["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pages))
+    return found
+
+
+def measure(s: Shape, turns: int, others: dict[str, Callable[[], object]] | None = None) -> Row:
+    """Times ours, the peers and the read in turns."""
+    t = step(s)
+    calls: dict[str, Callable[[], object]] = {
+        "ours": t.ours,
+        "read": reader(),
+        **(peers(t) if others is None else others),
+    }
+    with torch.no_grad():
+        for call in calls.values():
+            call()
+        taken = [{name: seconds(call) for name, call in calls.items()} for _ in range(turns)]
+    middle = {name: statistics.median(turn[name] for turn in taken) for name in calls}
+    share = statistics.median(s.bytes / turn["ours"] / (_READ_BYTES / turn["read"]) for turn in taken)
+    ratios = {name: statistics.median(turn[name] / turn["ours"] for turn in taken) for name in calls}
+    del ratios["ours"], ratios["read"]
+    rate, read = s.bytes / middle["ours"] / 1e9, _READ_BYTES / middle["read"] / 1e9
+    return Row(s.name, middle["ours"] * 1e3, rate, read, share, s.flops / middle["ours"] / 1e9, ratios)
+
+
+BASE = (
+    Shape("bf16 pages"),
+    Shape("bf16 rows", page=0),
+    Shape("fp16 pages", kind="float16"),
+    Shape("int8 pages", kind="int8"),
+    Shape("int4 pages", kind="int4"),
+)
+SHAPES = (
+    Shape("bf16 batch 1", batch=1, keys=32768),
+    Shape("int8 batch 1", batch=1, keys=65536, kind="int8"),
+    Shape("bf16 last page partly filled", keys=4001),
+    *(Shape(f"bf16 group {g}", batch=8 if g < 32 else 4, group=g) for g in (1, 2, 8, 16, 32, 64)),
+    *(Shape(f"int8 group {g}", batch=8 if g < 32 else 4, group=g, kind="int8") for g in (1, 8, 64)),
+    *(Shape(f"bf16 D{d}", dim=d) for d in (64, 96, 256)),
+    Shape("bf16 D576/512, 16 heads", heads_kv=1, group=16, dim=576, dim_v=512, keys=8192, shares=True),
+    Shape("bf16 D576/512, 128 heads", heads_kv=1, group=128, dim=576, dim_v=512, shares=True),
+)
+
+
+def table(quick: bool, turns: int) -> Iterator[Row]:
+    """Every row; int8 and int4 are compared with the bfloat16 peers of the same shape."""
+    shrink: dict[str, Any] = {"batch": 1} if quick else {}
+    bf16 = step(Shape("peers", **shrink))
+    folded = {"SDPA folded bf16": peers(bf16)["SDPA folded"]}
+    for s in BASE:
+        small = Shape(**{**s.__dict__, **shrink})
+        others = folded if s.stored else None
+        if s.name == "bf16 pages" and (peer := onnx_peer(small)) is not None:
+            others = {**peers(bf16), "onnxruntime float32": peer}
+        yield measure(small, turns, others)
+    for s in SHAPES:
+        yield measure(Shape(**{**s.__dict__, **shrink}), turns, {})
+
+
+def show(found: Iterator[Row], console: Console) -> None:
+    """The table of decode, which is measured in bytes."""
+    table = Table(title="Decode: medians of alternating turns, reading memory among them; ratio = peer's time / ours")
+    for name in ("case", "ms", "GB/s", "read GB/s", "share", "GFLOP/s", "ratios"):
+        table.add_column(name, justify="left" if name in ("case", "ratios") else "right")
+    for row in track(found, "Measuring", total=None, console=console, transient=True):
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row.ratios.items())
+        figures = (f"{row.ms:.2f}", f"{row.rate:.1f}", f"{row.read:.1f}", f"{row.share:.2f}", f"{row.gflops:.0f}")
+        table.add_row(row.name, *figures, ratios)
+    console.print(table)
+    console.print(", ".join(f"{name}: {value:.1f} us" for name, value in overhead().items()))
+
+
+def overhead() -> dict[str, float]:
+    """Microseconds of update + run for one sequence, one head, 16 tokens: the least of many, since noise only adds."""
+    s = Shape("small", batch=1, heads_kv=1, group=1, keys=16, page=16)
+    t = step(s)
+    plan = planning.plan(t.plan.problem, t.plan.extents, torch.device("cpu"), updatable=True)
+    lengths = np.array([16])
+
+    def both() -> None:
+        plan.update(lengths)
+        plan.run(t.operands)
+
+    times = [min(seconds(call) for _ in range(3000)) for call in (both, lambda: plan.run(t.operands))]
+    return {"update + run": times[0] * 1e6, "run": times[1] * 1e6}
+
+
+def bound(row: Row, peak: float, s: Shape) -> float:
+    """GB/s that a shape can reach: the read rate, or where arithmetic ends first."""
+    return min(row.read, peak * s.bytes / s.flops) if peak and math.isfinite(peak) else row.read

@@ -1,0 +1,329 @@
+// The first half of a decode: a unit's memory, its query rows in the order in which they are multiplied, and scores.
+
+#pragma once
+
+#include "decode_formats.h"
+#include "decode_rows.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+constexpr std::int64_t column_unit = 2 * lanes;          // columns of values that are computed together, at least
+constexpr int value_rows = lanes == 16 ? 8 : 4;          // and rows, at most
+constexpr std::int64_t partial_head = 16;                // floats before a partial row's values: peak, sum
+
+// The cache level that rows are fetched into ahead of their use: the second (__builtin_prefetch's locality).
+#define FUSION_NEAR 2
+
+FUSION_INLINE std::int64_t partial_stride(const Problem &p) { return partial_head + round_up<std::int64_t>(p.dim_v, 32); }
+
+// Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only under
+// a positive scale); if not, what makes a product the problem's score.
+FUSION_INLINE bool is_dressed(const DecodeProblem &p) {
+    return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
+}
+FUSION_INLINE float natural_scale(const DecodeProblem &p) { return is_dressed(p) ? 1.0f : static_cast<float>(p.scale); }
+
+inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
+    switch (storage) {
+    case Storage::float32: return n * 4;
+    case Storage::int8: return n;
+    case Storage::int4: return (n + 1) / 2;
+    default: return n * 2;
+    }
+}
+
+template <class F> struct DecodeSizes {  // of rows, in words
+    bool direct_keys, direct_values;     // multiplied where they lie in the cache
+    std::int64_t key_words, rope_words, columns;
+
+    explicit DecodeSizes(const DecodeProblem &p, bool careful) : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
+        const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
+        const bool same = p.storage == F::stored && !careful;
+        direct_keys = same && fits(p.dim_qk) && fits(p.dim_rope);
+        direct_values = same && p.dim_v == columns;
+        const auto words = [&](std::int64_t n) {
+            const std::int64_t exact = (n + F::elements - 1) / F::elements;
+            return direct_keys ? exact : round_up<std::int64_t>(exact, lanes);
+        };
+        key_words = words(p.dim_qk);
+        rope_words = words(p.dim_rope);
+    }
+    std::int64_t value_words() const { return F::bytes(columns) / 4; }
+};
+
+struct DecodeScratch {  // one thread's
+    float *q;           // [blocks][words * lanes], digits of integers: up to four vectors for one of words
+    std::int32_t *start; // [blocks][2][lanes]
+    float *row_scale, *row_offset, *row_sum;  // [decode_rows]
+    float *fade, *factor;                     // [lanes]
+    float *scores, *weights;                  // [lanes][decode_tile]
+    std::uint8_t *seen;                       // [decode_tile / 8]
+    float *line;                              // one query row
+    char *keys, *ropes, *values;              // [decode_tile] staged rows
+    float *token[4];                          // [decode_tile] scales and offsets of keys, of values
+    const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
+    std::size_t bytes;
+
+    DecodeScratch(const Problem &p, void *memory) {
+        char *at = static_cast<char *>(memory), *const origin = at;
+        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
+            at += round_up<std::size_t>(count * sizeof *part, 64);
+        };
+        const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = round_up<std::int64_t>(decode_rows, lanes);
+        take(q, rows * (k + r));
+        take(start, rows * 2);
+        take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
+        take(scores, lanes * decode_tile), take(weights, lanes * decode_tile);
+        take(seen, decode_tile / 8);
+        take(line, 2 * (k + r));
+        take(keys, decode_tile * k * 4), take(ropes, decode_tile * r * 4), take(values, decode_tile * v * 4);
+        for (float *&part : token) take(part, decode_tile);
+        take(key_rows, decode_tile), take(next_rows, decode_tile), take(rope_rows, decode_tile);
+        take(value_rows, decode_tile), take(spare_rows, decode_tile);
+        bytes = at - origin;
+    }
+};
+
+// Rows [row, row + rows) of a unit; a vector holds `lanes / phases` rows.
+struct RowBlock {
+    std::int64_t row, rows;
+    int phases;
+};
+
+template <class F> struct DecodeWork {  // a unit and all that it needs
+    const DecodeProblem &p;
+    const DecodeOperands &o;
+    const Sequence &seq;
+    const DecodeUnit &unit;
+    DecodeScratch s;
+    float *const partial;  // [rows][partial_stride]
+    const std::int64_t group, stride;
+    const bool careful;
+    const DecodeSizes<F> sizes;
+    const bool dressed;
+    const float natural, factor;  // what makes a score the problem's, and a power of two
+
+    DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch), partial(partial_),
+          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), careful(careful_), sizes(p, careful_),
+          dressed(is_dressed(p)), natural(natural_scale(p)),
+          factor(natural * log2_e) {}
+
+    std::int64_t rows() const { return unit.row1 - unit.row0; }
+    std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
+    std::int64_t head(std::int64_t row) const { return unit.head * group + (unit.row0 + row) % group; }
+    float *state(std::int64_t row) const { return partial + row * stride; }  // peak, sum
+    float *out(std::int64_t row) const { return partial + row * stride + partial_head; }
+
+    RowBlock block(std::int64_t row) const {
+        const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
+        int phases = lanes;
+        while (phases > 1 && lanes / phases < count) phases /= 2;
+        while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
+        return {row, count, phases};
+    }
+    Words *query(std::int64_t row) const {
+        const std::int64_t size = round_up<std::int64_t>(p.dim_qk, 64) + round_up<std::int64_t>(p.dim_rope, 64);
+        return reinterpret_cast<Words *>(s.q + row * size);
+    }
+    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + row * 2); }
+};
+
+struct DecodeTile {  // keys [first, first + count) of a chunk, whole vectors of them; `real` of them before its end
+    std::int64_t first, count, real;
+    Meaning keys, values;
+};
+
+// ------------------------------------------------------------------------------------------------------------ queries
+
+inline void load_query(Dtype dtype, const Rows &rows, std::int64_t b, std::int64_t head, std::int64_t token,
+                       std::int64_t n, float *to) {
+    const std::int64_t at = rows.address[b] + head * rows.stride_head[b] + token * rows.stride_token;
+    const char *row = static_cast<const char *>(rows.base) + at * (dtype == Dtype::float32 ? 4 : 2);
+    widen_row(static_cast<Storage>(dtype), row, n, to);
+}
+
+// Word i of the row that is row `lane` of its vectors.
+FUSION_INLINE std::int64_t place_of(std::int64_t i, std::int64_t lane, int phases) {
+    const int shift = __builtin_ctz(phases);  // a power of two
+    return (i >> shift) * lanes + (lane << shift) + (i & (phases - 1));
+}
+
+template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
+    constexpr int word = F::elements;
+    const std::int64_t words = w.sizes.key_words + w.sizes.rope_words, ropes = w.sizes.key_words * word;
+    float *line = w.s.line;
+    std::memset(line, 0, words * word * 4);
+    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_qk, line);
+    if (w.p.dim_rope) {
+        load_query(w.p.dtype, w.o.q_rope, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope, line + ropes);
+    }
+    auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
+    for (std::int64_t c = 0; c < words; ++c) {
+        std::uint32_t bits[word];
+        std::memcpy(bits, line + c * word, sizeof bits);
+        to[place_of(c, i, b.phases)] = word == 1 ? bits[0] : bits[0] >> 16 | (bits[word - 1] & 0xffff0000u);
+    }
+}
+
+// A row's 16-bit numbers as two digits; false where the row is not finite.
+template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
+    constexpr int word = F::elements, parts = F::parts;
+    const std::int64_t row = b.row + i, n = w.p.dim_qk, size = w.sizes.key_words * word;
+    const Quantised &k = w.o.quantised_keys;
+    float *line = w.s.line, largest = 0, plus = 0, sum = 0;
+    std::memset(line, 0, size * 4);
+    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
+    if (k.kind == Dequant::channel) {
+        const auto *scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.unit.head, 0));
+        for (std::int64_t d = 0; d < n; ++d) line[d] *= scale[d];
+        if (k.offset.base) {
+            const auto *offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.unit.head, 0));
+            for (std::int64_t d = 0; d < n; ++d) plus += line[d] * offset[d];
+        }
+    }
+    for (std::int64_t d = 0; d < n; ++d) sum += line[d], largest = most(largest, __builtin_fabsf(line[d]));
+    if (!all_finite(line, n) || sum - sum != 0.0f || plus - plus != 0.0f) return false;
+    const float step = largest / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
+    const float scale = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
+    w.s.row_scale[row] = share > 0.0f ? step * scale : 0.0f;
+    w.s.row_offset[row] = plus * scale;
+    w.s.row_sum[row] = sum * scale;
+    for (std::int64_t d = 0; d < size; ++d) line[d] = __builtin_rintf(line[d] * share);
+    auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
+    auto *start = reinterpret_cast<std::int32_t *>(w.start(b.row));
+    for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
+        const std::int64_t at = place_of(c, i, b.phases), lane = at % lanes;
+        for (int part = 0; part < parts; ++part) {
+            std::uint32_t highs = 0, lows = 0;
+            for (int j = 0; j < 4; ++j) {
+                const int number = static_cast<int>(line[c * word + j * parts + part]);
+                const int low = static_cast<std::int8_t>(number), high = (number - low) >> 8;
+                highs |= static_cast<std::uint32_t>(high & 255) << 8 * j;
+                lows |= static_cast<std::uint32_t>(low & 255) << 8 * j;
+                start[lane] -= F::bias * high;
+                start[lanes + lane] -= F::bias * low;
+            }
+            std::uint32_t *const vector = to + (at / lanes * parts + part) * 2 * lanes + lane;
+            vector[0] = highs;
+            vector[lanes] = lows;
+        }
+    }
+    return true;
+}
+
+template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork<F> &w) {
+    for (std::int64_t row = 0; row < w.rows(); row += lanes) {
+        const RowBlock b = w.block(row);
+        const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases);
+        if constexpr (F::integer) {
+            std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * 2 * 4);
+            std::memset(static_cast<void *>(w.start(row)), 0, 2 * lanes * 4);
+        } else {
+            std::memset(static_cast<void *>(w.query(row)), 0, words * 4);
+        }
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if constexpr (F::integer) {
+                if (!place_digits(w, b, i)) return false;
+            } else {
+                place_floats(w, b, i);
+            }
+        }
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------------------- scores
+
+// Bytes [from, to) of rows that will be read soon; rows null: nothing.
+struct Ahead {
+    const char *const *rows = nullptr;
+    std::int64_t from = 0, to = 0;
+};
+
+// While P words of each of `lanes` rows are multiplied, as many bytes of the rows ahead are fetched.
+template <int P> FUSION_INLINE void fetch(const Ahead &ahead, std::int64_t row, std::int64_t step) {
+    const std::int64_t byte = ahead.from + step * P / 16 * 64;
+    if (byte >= ahead.to) return;
+    if (lanes != 16 && step * P % 16) return;
+    const char *const *rows = ahead.rows + row + (lanes == 16 ? step * P % 16 : 0);
+    FUSION_UNROLL for (int i = 0; i < (lanes == 16 ? P : lanes); ++i) __builtin_prefetch(rows[i] + byte, 0, FUSION_NEAR);
+}
+
+template <class F, int P>
+FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
+                                const Ahead &ahead, std::int64_t key) {
+    for (std::int64_t step = 0; step < steps; ++step) {
+        const Words query = load<Words>(q + step);
+        if (ahead.rows) fetch<P>(ahead, key, step);
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
+    }
+}
+
+template <class F, int P>
+FUSION_INLINE void add_digits(Floats (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
+                              std::int64_t steps, const Ahead &ahead, std::int64_t key) {
+    constexpr int half = lanes / 2;
+    FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
+        Ints high[half], low[half];
+        FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
+        for (std::int64_t step = 0; step < steps; ++step) {
+            const Words *query = q + step * F::parts * 2;
+            if (ahead.rows && from == 0) fetch<P>(ahead, key, step);
+            FUSION_UNROLL for (int i = 0; i < half; ++i) {
+                Words part[F::parts];
+                F::split(repeat<P>(rows[from + i] + step * P * 4), part);
+                FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
+                    high[i] = F::dot(high[i], part[j], load<Words>(query + 2 * j));
+                    low[i] = F::dot(low[i], part[j], load<Words>(query + 2 * j + 1));
+                }
+            }
+        }
+        FUSION_UNROLL for (int i = 0; i < half; ++i) {
+            sum[from + i] = __builtin_convertvector(high[i], Floats) * 256.0f + __builtin_convertvector(low[i], Floats);
+        }
+    }
+}
+
+template <class F, int P>
+__attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const Ahead &ahead) {
+    constexpr int rows = lanes / P;
+    const Words *q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
+    for (std::int64_t key = 0; key < t.count; key += lanes) {
+        Floats sum[lanes] = {};
+        if constexpr (F::integer) {
+            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, key);
+        } else {
+            add_products<F, P>(sum, q, w.s.key_rows + key, steps, ahead, key);
+            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, key);
+        }
+        gather_keys<P, rows>(sum);
+        FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);
+    }
+}
+
+template <class F>
+void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+    switch (b.phases) {
+    case 1: return score_rows<F, 1>(w, b, t, ahead);
+    case 2: return score_rows<F, 2>(w, b, t, ahead);
+    case 4: return score_rows<F, 4>(w, b, t, ahead);
+    case 8:
+        if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
+        break;
+    case 16:
+        if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
+        break;
+    }
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

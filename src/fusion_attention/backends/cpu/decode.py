@@ -1,0 +1,138 @@
+"""Few query rows over long, paged or quantised keys: views become addresses and page tables for the core's decode.
+
+Knows which sequences the decode computes and which the dense forward. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import _native
+from fusion_attention.backends.cpu import native
+from fusion_attention.kv import Dequant, PagedView, RowView
+from fusion_attention.problem import Extents, Operands, Problem
+
+_STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+_STORED = {"int8": torch.int8, "int4": torch.uint8}
+_DEQUANTS = {"none": 0, "channel": 1, "token": 2}
+_ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
+# Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them.
+_ROWS = 16
+
+
+def needed(problem: Problem) -> bool:
+    """Whether only the decode knows how the keys lie or how the result is stored."""
+    p = problem
+    return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none"
+
+
+def reasons_against(problem: Problem) -> list[str]:
+    """What a problem that needs the decode may not ask for besides."""
+    if needed(problem) and problem.dropout != "none":
+        return ["the cpu back end computes no dropout over pages, quantised keys, shared keys or an int8 result."]
+    return []
+
+
+def chosen(problem: Problem, extents: Extents) -> np.ndarray:
+    """[sequences] bool: whose rows the decode computes; by the problem and a sequence's own lengths alone."""
+    if needed(problem):
+        return np.ones(len(extents), bool)
+    if problem.dropout != "none" or problem.dim_rope:
+        return np.zeros(len(extents), bool)
+    few: np.ndarray = extents.q_len * problem.group <= _ROWS
+    return few
+
+
+@dataclass(eq=False)
+class Schedule:
+    """The plans of a forward: of the sequences that the decode computes, and of the others."""
+
+    decode: _native.DecodePlan
+    dense: _native.ForwardPlan | None
+    own: np.ndarray  # [sequences] bool: whose rows the decode computes
+
+    @property
+    def variant(self) -> str:
+        """The instruction set that computes."""
+        return self.decode.variant
+
+    def workspace_bytes(self, threads: int) -> int:
+        """What both allocate; one runs after the other."""
+        dense = self.dense.workspace_bytes(threads) if self.dense else 0
+        return max(self.decode.workspace_bytes(threads), dense)
+
+    def update(self, extents: Extents) -> None:
+        """New key lengths and bands of the same sequences."""
+        assert self.dense is None
+        self.decode.update(extents.kv_len, extents.lo, extents.hi)
+
+
+def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
+    """The decode's plan, the dense forward's, or both where sequences differ."""
+    own = chosen(problem, extents)
+    if not own.any():
+        return native.plan_forward(problem, extents, variant)
+    p = problem
+    storage = _STORAGES[p.kv_dtype or p.dtype]
+    more = storage, _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v], _ROUNDINGS[p.out_quant], p.shares_kv
+    own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
+    decode = _native.DecodePlan(native._problem(p), more, native._extents(own_extents), variant)
+    rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
+    return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own)
+
+
+def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
+    """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
+    empty = native.run_forward(schedule.dense, problem, operands) if schedule.dense else 0
+    p, o, dtype = problem, operands, problem.torch_dtype
+    stored = _STORED.get(p.kv_dtype, dtype)
+    with native._Floats() as floats:
+        values = (
+            native._rows(o.q, dtype),
+            native._rows(o.out, dtype if p.out_quant == "none" else torch.int8),
+            native._rows(o.stats.max, torch.float32),
+            native._rows(o.stats.sum, torch.float32),
+            native._rows(o.q_rope, dtype) if p.dim_rope else None,
+            native._matrix(o.bias, native._DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
+            floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
+            native._matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
+            floats.address(o.sink) if p.has_sink else 0,
+            _cache(o.k, stored),
+            _cache(o.v, stored),
+            _cache(o.k_rope, dtype) if p.dim_rope else None,
+            *_quantised(o.dequant_k, p.dequant_k),
+            *_quantised(o.dequant_v, p.dequant_v),
+            _per_channel(o.out_scale) if p.out_quant != "none" else None,
+            _per_channel(o.out_offset) if p.out_quant != "none" else None,
+        )
+        return empty + schedule.decode.run(torch.get_num_threads(), values)
+
+
+def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    if isinstance(view, PagedView):
+        pool, table = view.pool, view.table
+        if pool.dtype is not dtype or table.dtype is not torch.int32:
+            raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
+        pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
+        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim
+    start, address, stride_head, stride_token, dim = native._rows(view, dtype)
+    return start, dtype.itemsize, address, stride_head, stride_token, dim
+
+
+def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
+    if kind == "none" or dequant is None:
+        return None, None
+    offset = None if dequant.offset is None else _cache(dequant.offset, torch.float32)
+    return _cache(dequant.scale, torch.float32), offset
+
+
+def _per_channel(values: torch.Tensor | None) -> tuple[int, int, int] | None:
+    if values is None:
+        return None
+    if values.dtype is not torch.float32:
+        raise TypeError(f"fusion_attention: native core: expected float32 in memory, got {values.dtype}")
+    return values.data_ptr(), values.stride(0), values.stride(1)
