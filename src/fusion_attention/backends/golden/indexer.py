@@ -33,11 +33,11 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
     Scores descend, equal ones by ascending index; a NaN stands before all numbers. A score of -inf is a key not seen.
     """
     for b in range(len(extents)):
-        q, k, weights, dots = _load(problem, extents, operands, b)
+        _, _, weights, dots = _load(problem, extents, operands, b)
         q_len, kv_len = dots.shape[1:]
         edges = extents.row_interval(b, np.arange(q_len))
-        first, end = (torch.from_numpy(edge).to(q.device)[:, None] for edge in edges)
-        key = torch.arange(kv_len, device=q.device)
+        first, end = (torch.from_numpy(edge).to(dots.device)[:, None] for edge in edges)
+        key = torch.arange(kv_len, device=dots.device)
         scores = (weights * dots.clamp(min=0)).sum(0).where((key >= first) & (key < end), -_INF)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         found = min(problem.top_k, kv_len)
