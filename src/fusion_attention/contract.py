@@ -173,8 +173,8 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     typed, _ = _asked(op, [r for r in asked if r.stage == "dtype"], names)
     _raise(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
     layout = str(names.get(op.layout_attr, ""))
-    _raise(_ranks(op, names, layout))
-    _raise(_axes(op, names, layout))
+    _raise(_ranks(op, names))
+    _raise(_axes(op, names))
     _raise(_domains(op, names))
     tensors = tuple(
         (p.name, i) for i, p in enumerate(op.params) if isinstance(p, Tensor) and values[p.name] is not None
@@ -346,10 +346,11 @@ def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
     return [Failure(op.name, shown, "one of " + ", ".join(op.layouts), show(got), advice)]
 
 
-def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
+def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
     failures = []
-    where = f" in layout {layout}" if op.layouts else ""
     for p in op.tensors(False) + op.tensors(True):
+        layout = op.layout_of(p, names)
+        where = f" in layout {layout}" if op.layouts else ""
         value, words = names.get(p.name), p.words(layout)
         if value is not None and words and value.dim() != len(words):
             expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
@@ -357,7 +358,7 @@ def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
     return failures
 
 
-def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
+def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
     """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
     origin: dict[str, str] = {}
     for p in op.params:
@@ -367,7 +368,7 @@ def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
             names[p.axis], origin[p.axis] = names[p.name], p.shown
     failures = []
     for p in op.tensors(False) + op.tensors(True):
-        value, words = names.get(p.name), p.words(layout)
+        value, words = names.get(p.name), p.words(op.layout_of(p, names))
         for position, (word, size) in enumerate(zip(words, () if value is None else value.shape)):  # noqa: B905
             expected = _bind_axis(word, size, names, origin, p.shown)
             if expected:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fusion_attention.ops import attention, flash
+from fusion_attention.ops import attention, flash, indexer, sparse
 from fusion_attention.record import Op
 
-RECORDS: dict[str, Op] = {record.name: record for record in (*attention.RECORDS, *flash.RECORDS)}
+RECORDS: dict[str, Op] = {
+    record.name: record for record in (*attention.RECORDS, *flash.RECORDS, *indexer.RECORDS, *sparse.RECORDS)
+}
