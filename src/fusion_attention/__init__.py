@@ -1,6 +1,7 @@
 """fusion_attention: CANN's fused attention operators, with the same meaning, on any machine."""
 
 from fusion_attention.api import BackendError, Band, ContractError, ContractWarning, attention
+from fusion_attention.api_sparse import lightning_indexer, sparse_attention
 from fusion_attention.capture import CaptureError, Replay, capture, replay
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "Replay",
     "attention",
     "capture",
+    "lightning_indexer",
     "replay",
+    "sparse_attention",
 ]
 __version__ = "0.1.0"

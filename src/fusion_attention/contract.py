@@ -107,7 +107,9 @@ class _Settled:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False) -> Bound:
+def bind(
+    op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False, reads: bool = True
+) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
     A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
@@ -117,7 +119,8 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
         op: the record.
         args: values by canonical name; a missing name is as None.
         strict: limits are errors too.
-        check_content: rules that read tensor data are asked too.
+        check_content: rules that read tensor data on request are asked too.
+        reads: so are those that always do; False where the data may not be there yet.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
@@ -134,12 +137,13 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
     tensors = {name: given[at] for name, at in known.tensors}
     settled = known.settled
     if settled is None or settled.arrays != content:
-        settled = _settle(op, known, given, tensors, content)
+        settled = _settle(op, known, given, tensors, content, reads)
         _keep(op, key, known)
         names = {**settled.names, **tensors}
     else:
         names = {**settled.names, **tensors}
-        _ask(op, known.reads, names)
+        if reads:
+            _ask(op, known.reads, names)
     if check_content:
         _ask(op, [r for r in op.asked if r.level == "content"], names)
     for note in settled.notes:
@@ -186,7 +190,12 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 
 
 def _settle(
-    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes | None, ...]
+    op: Op,
+    known: _Signature,
+    given: list[Any],
+    tensors: dict[str, Any],
+    content: tuple[bytes | None, ...],
+    reads: bool,
 ) -> _Settled:
     """The stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
@@ -194,7 +203,7 @@ def _settle(
     _ask(op, [r for r in known.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
-    notes = known.notes + _ask(op, [r for r in known.rules if r.stage == "rules"], names)
+    notes = known.notes + _ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
     if known.settled is None:
         known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]

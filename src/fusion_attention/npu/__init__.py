@@ -1,6 +1,12 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
 from fusion_attention.npu.install import install, uninstall
+from fusion_attention.npu.sparse import (
+    npu_lightning_indexer,
+    npu_lightning_indexer_grad,
+    npu_sparse_flash_attention,
+    npu_sparse_flash_attention_grad,
+)
 from fusion_attention.npu.training import (
     npu_fusion_attention,
     npu_fusion_attention_grad,
@@ -18,5 +24,9 @@ __all__ = [
     "npu_fusion_attention_grad_v3",
     "npu_fusion_attention_v2",
     "npu_fusion_attention_v3",
+    "npu_lightning_indexer",
+    "npu_lightning_indexer_grad",
+    "npu_sparse_flash_attention",
+    "npu_sparse_flash_attention_grad",
     "uninstall",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ops.indexer_lower import lower
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
     KV_LENGTHS,
@@ -87,8 +88,8 @@ VALUES = output("sparse_values_out", "Their scores; -inf behind the last.", rows
 RETURN_VALUES = Attr("return_values", "Return the scores of the chosen keys.", type=bool, default=False)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 GRADIENTS = (
-    output("dq", "Gradient of query.", rows("1", "N1", "D")),
-    output("dk", "Gradient of key.", rows("2", "1", "D"), form=key_layout),
+    output("dquery", "Gradient of query.", rows("1", "N1", "D")),
+    output("dkey", "Gradient of key.", rows("2", "1", "D"), form=key_layout),
     output("dweights", "Gradient of weights.", WEIGHTS.shape, "=weights"),
 )
 
@@ -219,6 +220,7 @@ V1 = Op(
     blank_is_absent=True,
     derive=derive,
     functions=FUNCTIONS,
+    lower=lower,
     sizes=INDEXER_SIZES,
     samples={
         "BSND": {"sparse_count": 8},
@@ -293,6 +295,7 @@ OWN = Op(
     neutral={**NEUTRAL, "cumulative": False, "return_values": True},
     derive=derive_own,
     functions=FUNCTIONS,
+    lower=lower,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **OWN_SAMPLE}},
 )

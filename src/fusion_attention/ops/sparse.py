@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
+from fusion_attention.ops.sparse_lower import lower
 from fusion_attention.ops.sparse_rules import (
     IN_PAGES,
     LENGTHS,
@@ -128,11 +129,11 @@ OUT = output("attention_out", "The output rows.", rows("1", "N1", "Dv"))
 MAX_OUT = output("softmax_max", "Row maxima of the scaled scores; 0 where a row sees no key.", STATISTICS, "float32")
 SUM_OUT = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees no key.", STATISTICS, "float32")
 GRADIENTS = (
-    output("dq", "Gradient of query.", rows("1", "N1", "D")),
-    output("dk", "Gradient of key.", rows("2", "N2", "D"), form=key_layout),
-    output("dv", "Gradient of value.", rows("2", "N2", "Dv"), form=key_layout),
-    output("dq_rope", "Gradient of query_rope.", rows("1", "N1", "Dr")),
-    output("dk_rope", "Gradient of key_rope.", rows("2", "N2", "Dr"), form=key_layout),
+    output("dquery", "Gradient of query.", rows("1", "N1", "D")),
+    output("dkey", "Gradient of key.", rows("2", "N2", "D"), form=key_layout),
+    output("dvalue", "Gradient of value.", rows("2", "N2", "Dv"), form=key_layout),
+    output("dquery_rope", "Gradient of query_rope.", rows("1", "N1", "Dr")),
+    output("dkey_rope", "Gradient of key_rope.", rows("2", "N2", "Dr"), form=key_layout),
 )
 
 # -------------------------------------------------------------------------------------------------------------- rules
@@ -270,7 +271,7 @@ BACKWARD = (
 
 FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        over the keys j of the selected blocks that the row sees
 max = max_j s_j,  sum = sum_j exp(s_j - max) + exp(sink - max),  out = sum_j exp(s_j - max) v_j / sum"""
-BACKWARD_FORMULA = """P_j = exp(s_j - max) / sum,  dS_j = P_j * (dY . v_j - dY . out)      from the saved max, sum and out
+BACKWARD_FORMULA = """P_j = exp(s_j - max) / sum,  dS_j = P_j * (dY . v_j - dY . out)    from the saved max, sum and out
 dq = scale * sum_j dS_j k_j,  dk_j += scale * dS_j q,  dv_j += P_j dY               and so for the rope parts"""
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,
@@ -325,6 +326,7 @@ V1 = Op(
     blank_is_absent=True,
     derive=derive_forward,
     functions=FUNCTIONS,
+    lower=lower,
     sizes=SIZES,
     samples=FORWARD_SAMPLES,
 )
@@ -361,7 +363,7 @@ TORCH = replace(
 TORCH_GRAD = replace(
     GRAD_V1,
     name="npu_sparse_flash_attention_grad",
-    summary="Gradients of npu_sparse_flash_attention: (dq, dk, dv, dq_rope, dk_rope).",
+    summary="Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
     source="Ascend op-plugin, npu_sparse_flash_attention_grad",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),
@@ -441,6 +443,7 @@ OWN = Op(
     neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
     derive=derive_own,
     functions=FUNCTIONS,
+    lower=lower,
     sizes=SIZES,
     samples={"BSND": {"value": True}, "TND": {"value": True, **OWN_SAMPLE}},
 )

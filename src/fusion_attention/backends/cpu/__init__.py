@@ -10,15 +10,17 @@ import torch
 from fusion_attention._native import BackwardPlan, ForwardPlan
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, plan_forward, run_backward, run_forward
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.problem import Extents, Grads, IndexerProblem, Operands, Problem
 
 NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
+    if isinstance(problem, IndexerProblem):
+        return ["the cpu back end computes no indexer."]
     table = (
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
