@@ -1,7 +1,14 @@
 """fusion_attention: CANN's fused attention operators, with the same meaning, on any machine."""
 
-from fusion_attention.api import BackendError, Band, ContractError, ContractWarning, attention
-from fusion_attention.api_sparse import lightning_indexer, sparse_attention
+from fusion_attention.api import (
+    BackendError,
+    Band,
+    ContractError,
+    ContractWarning,
+    attention,
+    lightning_indexer,
+    sparse_attention,
+)
 from fusion_attention.capture import CaptureError, Replay, capture, replay
 
 __all__ = [

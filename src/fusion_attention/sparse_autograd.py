@@ -42,9 +42,7 @@ def indexer(call: Indexer, backend: str = "auto") -> Tensors:
     """(indices, values), or (indices,) of a call without values; values are differentiable in q, k and weights."""
     tensors = (call.query, call.key, call.weights)
     if torch.is_grad_enabled() and call.problem.has_values and any(t.requires_grad for t in tensors):
-        results: Tensors = _Indexer.apply(
-            call.problem, call.extents, (call.layout, call.layout_kv), backend, call.table, *tensors
-        )
+        results: Tensors = _Indexer.apply(call, backend, *tensors)
         return results
     return tuple(run(indexer_lower.Forward(call), backend).values())
 
@@ -88,11 +86,10 @@ class _Indexer(torch.autograd.Function):
     """Forward with Backward as the derivative of its values; indices are not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Any, extents: Any, layouts: Any, backend: str, table: Any, *tensors: Any) -> Tensors:
-        call = Indexer(problem, extents, *layouts, *tensors, table)
+    def forward(ctx: Any, call: Indexer, backend: str, *tensors: Any) -> Tensors:
         indices, values = run(indexer_lower.Forward(call), backend).values()
         ctx.save_for_backward(indices, *tensors)
-        ctx.lowered, ctx.backend = (problem, extents, *layouts), backend
+        ctx.plain, ctx.backend = (call.problem, call.extents, call.layout, call.layout_kv), backend
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
         return indices, values
@@ -100,10 +97,12 @@ class _Indexer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, dvalues: Any) -> Any:
+        wanted = ctx.needs_input_grad[2:]
         if dvalues is None:
-            return (None,) * 8
-        _unpaged(ctx.lowered[0].page_size)
-        indices, *tensors = ctx.saved_tensors
-        grads = run(indexer_lower.Backward(Indexer(*ctx.lowered, *tensors, None), dvalues, indices), ctx.backend)
-        wanted = ctx.needs_input_grad[5:]
-        return *(None,) * 5, *(g if need else None for g, need in zip(grads.values(), wanted, strict=True))
+            return (None,) * 5
+        problem, extents, layout, layout_kv = ctx.plain
+        _unpaged(problem.page_size)
+        indices, q, k, weights = ctx.saved_tensors
+        call = Indexer(problem, extents, layout, layout_kv, q, k, weights, None)
+        grads = run(indexer_lower.Backward(call, dvalues, indices), ctx.backend)
+        return None, None, *(g if need else None for g, need in zip(grads.values(), wanted, strict=True))

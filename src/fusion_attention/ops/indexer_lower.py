@@ -157,8 +157,10 @@ def indexer_call(bound: Bound) -> Indexer:
     known = bound.memo.get("lowered")
     if known is None:
         known = bound.memo["lowered"] = (_problem(n), extents_of(n))
+    problem, extents = known
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    return Indexer(*known, n["layout"], form, *(n[name] for name in INPUTS))
+    q, k, weights, table = (n[name] for name in INPUTS)
+    return Indexer(problem, extents, n["layout"], form, q, k, weights, table)
 
 
 def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
