@@ -8,16 +8,24 @@ import pytest
 
 import fusion_attention
 from fusion_attention import npu
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS
 from fusion_attention.record import REQUIRED, Attr, Tensor
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES["attention"] = fusion_attention.attention
+FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+
+
+# What may be None, but stands before parameters that may not.
+POSITIONAL = {
+    ("npu_sparse_flash_attention", "value"),
+    ("npu_sparse_flash_attention_grad", "value"),
+    ("sparse_attention", "v"),
+}
 
 
 @pytest.mark.parametrize("name", FACES)
 def test_a_signature_is_its_record(name: str) -> None:
-    op, extra = RECORDS[name], {"return_lse", "backend"} if name == "attention" else set()
+    op, extra = RECORDS[name], set() if name.startswith("npu") else {"return_lse", "backend"}
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     given = [p for p in inspect.signature(FACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
@@ -25,6 +33,8 @@ def test_a_signature_is_its_record(name: str) -> None:
         # torch_npu declares what its gradients need as optional.
         declared_optional = p.optional or p.name in ("softmax_max", "softmax_sum", "attention_in")
         default = p.default if isinstance(p, Attr) else None if declared_optional else REQUIRED
+        if (name, p.shown) in POSITIONAL:
+            default = REQUIRED
         default = inspect.Parameter.empty if default is REQUIRED else default
         assert parameter.default == default, p.name
         assert type(parameter.default) is type(default), p.name
@@ -38,6 +48,12 @@ KEYWORD_ONLY_FROM = {
     "npu_fusion_attention_grad_v2": "pse",
     "npu_fusion_attention_grad_v3": "pse",
     "attention": "layout",
+    "npu_lightning_indexer": "actual_seq_lengths_query",
+    "npu_lightning_indexer_grad": None,
+    "npu_sparse_flash_attention": "block_table",
+    "npu_sparse_flash_attention_grad": None,
+    "lightning_indexer": "layout",
+    "sparse_attention": "layout",
 }
 
 
@@ -55,6 +71,7 @@ LENGTHS = "prefix actual_seq_qlen actual_seq_kvlen sparse_mode=0 gen_mask_parall
 STARTS = "pse_type=1 q_start_idx kv_start_idx"
 SAVED = "softmax_max softmax_sum softmax_in attention_in"
 HEAD = "query key value head_num input_layout pse padding_mask atten_mask"
+EVERY = "pre_tokens=9223372036854775807 next_tokens=9223372036854775807"
 GRAD_HEAD = f"query key value dy head_num input_layout pse padding_mask atten_mask {SAVED}"
 TORCH_NPU = {
     "npu_fusion_attention": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink dropout_mask"
@@ -68,6 +85,16 @@ TORCH_NPU = {
     f" offset=0 numels=0 {LENGTHS} {STARTS} softmax_layout='' sink",
     "npu_fusion_attention_grad_v3": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed offset {LENGTHS}"
     " softmax_layout='' sink",
+    "npu_lightning_indexer": "query key weights actual_seq_lengths_query actual_seq_lengths_key block_table"
+    f" layout_query='BSND' layout_key='BSND' sparse_count=2048 sparse_mode=3 {EVERY} return_value=False",
+    "npu_lightning_indexer_grad": "query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key"
+    f" layout='BSND' sparse_mode=3 {EVERY}",
+    "npu_sparse_flash_attention": "query key value sparse_indices scale_value block_table actual_seq_lengths_query"
+    " actual_seq_lengths_kv query_rope key_rope sparse_block_size=1 layout_query='BSND' layout_kv='BSND' sparse_mode=3"
+    f" {EVERY} attention_mode=0 return_softmax_lse=False sinks",
+    "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
+    " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
+    f" {EVERY} attention_mode=0",
 }
 
 
@@ -162,6 +189,24 @@ ACLNN = {
         keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_layout dq
         dq_rope dk dk_rope dv dpse dsink
     """,
+    "aclnnLightningIndexer": """
+        query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
+        sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
+    """,
+    "aclnnLightningIndexerGrad": """
+        query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode
+        pre_tokens next_tokens deterministic dquery dkey dweights
+    """,
+    "aclnnSparseFlashAttention": """
+        query key value sparse_indices block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope
+        scale_value sparse_block_size layout_query layout_kv sparse_mode pre_tokens next_tokens attention_mode
+        return_softmax_lse attention_out softmax_max softmax_sum
+    """,
+    "aclnnSparseFlashAttentionGrad": """
+        query key value sparse_indices d_out out softmax_max softmax_sum actual_seq_lengths_query actual_seq_lengths_kv
+        query_rope key_rope scale_value sparse_block_size layout sparse_mode pre_tokens next_tokens deterministic
+        dquery dkey dvalue dquery_rope dkey_rope
+    """,
 }
 
 
@@ -171,5 +216,5 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"attention"} == set(RECORDS)
-    assert set(TORCH_NPU) == {record.name for record in flash.TORCH}
+    assert set(ACLNN) | set(TORCH_NPU) | {name for name in FACES if name not in TORCH_NPU} == set(RECORDS)
+    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}
