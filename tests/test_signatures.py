@@ -31,7 +31,8 @@ def test_a_signature_is_its_record(name: str) -> None:
     assert [p.name for p in given] == [p.shown for p in inputs]
     for parameter, p in zip(given, inputs, strict=True):
         # torch_npu declares what its gradients need as optional.
-        declared_optional = p.optional or p.name in ("softmax_max", "softmax_sum", "attention_in")
+        saved = p.name in ("softmax_max", "softmax_sum", "attention_in") and "fusion" in name
+        declared_optional = p.optional or saved
         default = p.default if isinstance(p, Attr) else None if declared_optional else REQUIRED
         if (name, p.shown) in POSITIONAL:
             default = REQUIRED

@@ -19,7 +19,7 @@ from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer_lower import Forward as IndexerForward
 from fusion_attention.ops.indexer_lower import Indexer, indexer_call
-from fusion_attention.ops.sparse_lower import Backward, Forward, Sparse, sparse_call
+from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
 from fusion_attention.sparse_autograd import run
 from fusion_attention.testing.cases import Results, Tensor, hostile, poisoned
 
@@ -347,6 +347,22 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
                 yield b, head, row, tokens
 
 
+def _nothing(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype) -> Results:
+    """Results of rows that select nothing: zeros, but for the statistics of a sink."""
+    stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
+    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=wide)}
+    found |= {name: torch.zeros(*stats, case.heads_q, dtype=wide) for name in ("max", "sum")}
+    if not case.page:
+        given = {f"d{name}": args[name] for name in DIFFERENTIABLE}
+        found |= {name: torch.zeros(t.shape, dtype=wide) for name, t in given.items() if t is not None}
+    if case.sink:
+        for b, rows in enumerate(case.q_len):
+            if case.kv_len[b] and rows:
+                part(case, found["max"], "q", b)[:] = args["sinks"].to(wide)
+                part(case, found["sum"], "q", b)[:] = 1
+    return found
+
+
 def plain(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
     """The formulas row by row, with gathers: what a straightforward program in `wide` would give.
 
@@ -354,68 +370,70 @@ def plain(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype = torch.f
     """
     own: torch.dtype = getattr(torch, case.dtype)
     low = own if wide == torch.float32 else wide
-    group, scale = case.heads_q // case.heads_kv, case.scale
-    stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
-    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=wide)}
+    found = _nothing(case, args, wide)
+    for place in _each_row(case, args):
+        _plain_row(case, args, place, wide, low, found)
     for name in ("max", "sum"):
-        found[name] = torch.zeros(*stats, case.heads_q, dtype=wide)
-    gradients = {"dquery": "query", "dkey": "key", "dvalue": "value"}
-    gradients |= {"dquery_rope": "query_rope", "dkey_rope": "key_rope", "dsinks": "sinks"}
-    for name, source in gradients.items():
-        if args[source] is not None:
-            found[name] = torch.zeros(args[source].shape, dtype=wide)
-    if case.sink:
-        for b, rows in enumerate(case.q_len):
-            if case.kv_len[b] and rows:
-                part(case, found["max"], "q", b)[:] = args["sinks"].to(wide)
-                part(case, found["sum"], "q", b)[:] = 1
+        grouped = found[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
+        found[name] = grouped.movedim(-2, 0 if case.packed else 1)
+    return {n: t if n in ("max", "sum", "dsinks") else t.to(low) for n, t in found.items()}
+
+
+def _plain_row(
+    case: SparseCase,
+    args: Mapping[str, Any],
+    place: tuple[int, int, int, list[int]],
+    wide: torch.dtype,
+    low: torch.dtype,
+    found: Results,
+) -> None:
+    """One row and the query heads of one key head: forward, and its share of every gradient."""
+    b, head, row, tokens = place
+    group = case.heads_q // case.heads_kv
+    heads = slice(head * group, (head + 1) * group)
+
+    def row_of(name: str) -> Tensor:
+        return part(case, args[name], "q", b)[row, heads].to(wide)
+
+    def gathered(name: str) -> Tensor:
+        return keys_of(case, args, name, b)[tokens, head].to(wide)
 
     def narrow(weights: Tensor) -> Tensor:
         return weights.to(low).to(wide) if low == torch.bfloat16 else weights
 
-    for b, head, row, tokens in _each_row(case, args):
-        heads = slice(head * group, (head + 1) * group)
+    def store(name: str, value: Tensor) -> None:
+        part(case, found[name], "q", b)[row, heads] = value
 
-        def row_of(name: str, b: int = b, row: int = row, heads: slice = heads) -> Tensor:
-            return part(case, args[name], "q", b)[row, heads].to(wide)
-
-        def gathered(name: str, b: int = b, head: int = head, tokens: list[int] = tokens) -> Tensor:
-            return keys_of(case, args, name, b)[tokens, head].to(wide)
-
-        q, k, dy = row_of("query"), gathered("key"), row_of("dy")
-        v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
-        if case.dim_rope:
-            q, k = torch.cat((q, row_of("query_rope")), -1), torch.cat((k, gathered("key_rope")), -1)
-        scores = scale * (q @ k.mT)
-        sink = args["sinks"].to(wide)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
-        top = torch.maximum(scores.amax(-1, keepdim=True), sink)
-        weights = (scores - top).exp()
-        total = weights.sum(-1, keepdim=True) + (sink - top).exp()
-        out = ((narrow(weights) @ v) / total).to(low).to(wide)
-        part(case, found["out"], "q", b)[row, heads] = out
-        part(case, found["max"], "q", b)[row, heads] = top[:, 0]
-        part(case, found["sum"], "q", b)[row, heads] = total[:, 0]
-        if case.page:
-            continue
-        p = weights / total
-        delta = (dy * out).sum(-1, keepdim=True)
-        ds = p * (dy @ v.mT - delta)
-        dq, dk, dv = scale * (narrow(ds) @ k), scale * (narrow(ds).mT @ q), narrow(p).mT @ dy
-        part(case, found["dquery"], "q", b)[row, heads] = dq[:, : case.dim_qk]
+    def add(name: str, value: Tensor) -> None:
         at = torch.tensor(tokens)
-        part(case, found["dkey"], "kv", b)[:, head].index_add_(0, at, dk[:, : case.dim_qk])
-        target = found["dkey"] if case.shares_kv else found["dvalue"]
-        part(case, target, "kv", b)[:, head, : case.dim_v].index_add_(0, at, dv)
-        if case.dim_rope:
-            part(case, found["dquery_rope"], "q", b)[row, heads] = dq[:, case.dim_qk :]
-            part(case, found["dkey_rope"], "kv", b)[:, head].index_add_(0, at, dk[:, case.dim_qk :])
-        if case.sink:
-            found["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
+        part(case, found[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
+
+    q, k, dy = row_of("query"), gathered("key"), row_of("dy")
+    v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
+    if case.dim_rope:
+        q, k = torch.cat((q, row_of("query_rope")), -1), torch.cat((k, gathered("key_rope")), -1)
+    scores = case.scale * (q @ k.mT)
+    sink = args["sinks"].to(wide)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    out = ((narrow(weights) @ v) / total).to(low).to(wide)
+    for name, value in (("out", out), ("max", top[:, 0]), ("sum", total[:, 0])):
+        store(name, value)
     if case.page:
-        found = {name: found[name] for name in ("out", "max", "sum")}
-    for name in ("max", "sum"):
-        found[name] = found[name].unflatten(-1, (case.heads_kv, group)).movedim(-2, 0 if case.packed else 1)
-    return {n: t if n in ("max", "sum", "dsinks") else t.to(low) for n, t in found.items()}
+        return
+    p = weights / total
+    delta = (dy * out).sum(-1, keepdim=True)
+    ds = p * (dy @ v.mT - delta)
+    dq, dk = case.scale * (narrow(ds) @ k), case.scale * (narrow(ds).mT @ q)
+    store("dquery", dq[:, : case.dim_qk])
+    add("dkey", dk[:, : case.dim_qk])
+    add("dkey" if case.shares_kv else "dvalue", narrow(p).mT @ dy)
+    if case.dim_rope:
+        store("dquery_rope", dq[:, case.dim_qk :])
+        add("dkey_rope", dk[:, case.dim_qk :])
+    if case.sink:
+        found["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
 
 
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
