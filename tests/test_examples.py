@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTED = ("api", "npu.training", "npu.install", "capture", "mask", "sampling")
+DOCUMENTED = ("api", "api_sparse", "npu.training", "npu.sparse", "npu.install", "capture", "mask", "sampling")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
