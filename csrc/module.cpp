@@ -104,6 +104,7 @@ nb::dict cpu_features() {
 void bind_forward(nb::module_ &m);   // bind_forward.cpp
 void bind_backward(nb::module_ &m);  // bind_backward.cpp
 void bind_peak(nb::module_ &m);      // bind_peak.cpp
+void bind_sparse(nb::module_ &m);    // bind_sparse.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
@@ -120,4 +121,5 @@ NB_MODULE(_native, m) {
     bind_forward(m);
     bind_peak(m);
     bind_backward(m);
+    bind_sparse(m);
 }

@@ -1,4 +1,4 @@
-"""The CPU back end: both verbs by the native core, and what empty rows in mean form add to them.
+"""The CPU back end: every verb by the native core, and what empty rows in mean form add to them.
 
 Knows which problems it can compute and forwards to the core. Refuses to know any interface's words; validates nothing.
 """
@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention._native import BackwardPlan, ForwardPlan
+from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
+from fusion_attention.backends.cpu.indexer import plan_indexer, run_indexer, run_indexer_backward
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, plan_forward, run_backward, run_forward
-from fusion_attention.problem import Extents, Grads, IndexerProblem, Operands, Problem
+from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
+from fusion_attention.problem import (
+    Extents,
+    Grads,
+    IndexerGrads,
+    IndexerOperands,
+    IndexerProblem,
+    Operands,
+    Problem,
+)
 
 NAME = "cpu"
 DEVICES = ("cpu",)
@@ -19,17 +29,25 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
+    table = [("device", torch.device(device).type, DEVICES), ("dtype", problem.dtype, DTYPES)]
     if isinstance(problem, IndexerProblem):
-        return ["the cpu back end computes no indexer."]
-    table = (
-        ("device", torch.device(device).type, DEVICES),
-        ("dtype", problem.dtype, DTYPES),
-        ("page_size", problem.page_size, (0,)),
-        ("shares_kv", problem.shares_kv, (False,)),
-        ("kv_dtype", problem.kv_dtype, ("",)),
-        ("out_quant", problem.out_quant, ("none",)),
-        ("select_count", problem.select_count, (0,)),
-    )
+        table += [("weights_dtype", problem.weights_dtype, DTYPES)]
+    elif problem.select_count:
+        table += [
+            ("bias with select_count", problem.bias, ("none",)),
+            ("has_blocked with select_count", problem.has_blocked, (False,)),
+            ("dropout with select_count", problem.dropout, ("none",)),
+            ("empty_rows with select_count", problem.empty_rows, ("zero",)),
+            ("kv_dtype", problem.kv_dtype, ("",)),
+            ("out_quant", problem.out_quant, ("none",)),
+        ]
+    else:
+        table += [
+            ("page_size", problem.page_size, (0,)),
+            ("shares_kv", problem.shares_kv, (False,)),
+            ("kv_dtype", problem.kv_dtype, ("",)),
+            ("out_quant", problem.out_quant, ("none",)),
+        ]
     return [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
@@ -37,37 +55,65 @@ def reasons_against(problem: Problem | IndexerProblem, device: torch.device | st
     ]
 
 
-def schedule(problem: Problem, extents: Extents, verb: str, variant: str | None = None) -> ForwardPlan | BackwardPlan:
+def schedule(
+    problem: Problem | IndexerProblem, extents: Extents, verb: str, variant: str | None = None
+) -> ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
-    planner = plan_backward if verb == "attention_backward" else plan_forward
-    return planner(problem, extents, variant)
+    backward = verb.endswith("_backward")
+    if isinstance(problem, IndexerProblem):
+        return plan_indexer(problem, extents, backward, variant)
+    if problem.select_count:
+        return plan_sparse(problem, extents, backward, variant)
+    return (plan_backward if backward else plan_forward)(problem, extents, variant)
 
 
-def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, with torch's present number of threads."""
     return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
 
 
-def attention_forward(problem: Problem, extents: Extents, schedule: ForwardPlan, operands: Operands) -> None:
+def attention_forward(
+    problem: Problem, extents: Extents, schedule: ForwardPlan | SparsePlan, operands: Operands
+) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
         return
+    if isinstance(schedule, SparsePlan):
+        return run_sparse_forward(schedule, problem, operands)
     empty_rows = run_forward(schedule, problem, operands)
     if empty_rows and problem.empty_rows != "zero":
         add_means(problem, extents, operands)
 
 
 def attention_backward(
-    problem: Problem, extents: Extents, schedule: BackwardPlan, operands: Operands, grads: Grads
+    problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
     """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
         return
+    if isinstance(schedule, SparsePlan):
+        return run_sparse_backward(schedule, problem, operands, grads)
     if run_backward(schedule, problem, operands, grads):
         add_mean_gradients(problem, extents, operands, grads)
+
+
+def indexer_topk(
+    problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands
+) -> None:
+    """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    if len(extents):
+        run_indexer(schedule, problem, operands)
+
+
+def indexer_backward(
+    problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
+) -> None:
+    """Writes dq, dk and dweights from the chosen indices; entries that are not read give nothing."""
+    if len(extents):
+        run_indexer_backward(schedule, problem, operands, grads)
