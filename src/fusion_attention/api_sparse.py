@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_autograd
-from fusion_attention.contract import Op, bind
+from fusion_attention import operators, sparse_autograd, sparse_operators
+from fusion_attention.contract import bind
 from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops.indexer_lower import indexer_call
 from fusion_attention.ops.sparse_lower import sparse_call
@@ -20,8 +20,12 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
-def _canonical(op: Op, given: dict[str, Any]) -> dict[str, Any]:
-    return {p.name: given[p.shown] for p in op.params if p.shown in given}
+_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (sparse.OWN, indexer.OWN)}
+
+
+def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A function's arguments (by its own names) by the record's canonical names."""
+    return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
 
 
 def lightning_indexer(
@@ -70,8 +74,11 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()
         [0, -1, -1]
     """
-    args = _canonical(indexer.OWN, locals())
+    args = _canonical("lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
+    if operators.needed(args.values()):
+        found, scores = sparse_operators.indexer("lightning_indexer", args, backend)
+        return found, scores
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         indices, values = sparse_autograd.indexer(indexer_call(bind(indexer.OWN, args)), backend)
         return indices, values
@@ -140,12 +147,20 @@ def sparse_attention(
         >>> torch.allclose(out, dense.transpose(1, 2), atol=1e-5)
         True
     """
-    args = _canonical(sparse.OWN, locals())
+    args = _canonical("sparse_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    if operators.needed(args.values()):
+        out, max_, sum_ = sparse_operators.attention("sparse_attention", args, backend)
+        return (out, _lse(max_, sum_, layout)) if return_lse else out
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         call = replace(sparse_call(bind(sparse.OWN, args)), stats=return_lse)
         out, *stats = sparse_autograd.attention(call, backend)
         if not stats:
             return out
-        lse = stats[0] + stats[1].log()  # 0 and 0 in a row without keys: -inf
-        return out, lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
+        return out, _lse(*stats, layout)
+
+
+def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
+    """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
+    lse = max_ + sum_.log()  # 0 and 0 in a row without keys: -inf
+    return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

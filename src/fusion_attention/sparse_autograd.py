@@ -28,6 +28,11 @@ def run(call: Lowered, backend: str = "auto") -> dict[str, torch.Tensor]:
     return results
 
 
+def with_statistics(call: Sparse) -> Sparse:
+    """The same call, returning statistics."""
+    return replace(call, stats=True)
+
+
 def attention(call: Sparse, backend: str = "auto") -> Tensors:
     """(out, max, sum), or (out,) of a call without statistics; differentiable in all of DIFFERENTIABLE."""
     tensors = [call.tensors[name] for name in DIFFERENTIABLE]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_autograd
+from fusion_attention import operators, sparse_autograd, sparse_operators
 from fusion_attention.contract import Op, bind
 from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops.indexer_lower import indexer_call
@@ -28,9 +28,13 @@ Lengths = Sequence[int] | Tensor | None
 UNLIMITED = sparse.UNLIMITED
 
 
-def _canonical(op: Op, given: dict[str, Any]) -> dict[str, Any]:
+# (canonical name, torch_npu's) of the parameters of every function.
+_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (*sparse.RECORDS, *indexer.RECORDS)}
+
+
+def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
     """A function's arguments (by its own names) by the record's canonical names."""
-    return {p.name: given[p.shown] for p in op.params if p.shown in given}
+    return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
 
 
 def _gradient(op: Op, args: dict[str, Any]) -> dict[str, Tensor]:
@@ -90,8 +94,11 @@ def npu_lightning_indexer(
         >>> list(indices.shape), list(values.shape)
         ([1, 6, 1, 4], [1, 6, 1, 4])
     """
-    args = _canonical(indexer.TORCH, locals())
+    args = _canonical("npu_lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
+    if operators.needed(args.values()):
+        found, scores = sparse_operators.indexer("npu_lightning_indexer", args)
+        return found, scores
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         indices, *values = sparse_autograd.indexer(indexer_call(bind(indexer.TORCH, args)))
         return indices, values[0] if values else query.new_empty(0)
@@ -136,7 +143,11 @@ def npu_lightning_indexer_grad(
         >>> list(dw.shape)
         [1, 6, 4]
     """
-    dq, dk, dweights = _gradient(indexer.TORCH_GRAD, _canonical(indexer.TORCH_GRAD, locals())).values()
+    args = _canonical("npu_lightning_indexer_grad", locals())
+    if operators.needed(args.values()):
+        dq, dk, dweights = sparse_operators.indexer_gradients("npu_lightning_indexer_grad", args)
+    else:
+        dq, dk, dweights = _gradient(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
 
@@ -204,8 +215,11 @@ def npu_sparse_flash_attention(
         >>> list(out.shape)
         [1, 6, 4, 16]
     """
-    args = _canonical(sparse.TORCH, locals())
+    args = _canonical("npu_sparse_flash_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    if operators.needed(args.values()):
+        out, max_, sum_ = sparse_operators.attention("npu_sparse_flash_attention", args)
+        return (out, max_, sum_) if return_softmax_lse else (out, max_.new_empty(0), max_.new_empty(0))
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         out, *stats = sparse_autograd.attention(sparse_call(bind(sparse.TORCH, args)))
         max_, sum_ = stats or (out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32))
@@ -260,6 +274,10 @@ def npu_sparse_flash_attention_grad(
         >>> list(dk.shape)
         [1, 9, 1, 16]
     """
-    found = _gradient(sparse.TORCH_GRAD, _canonical(sparse.TORCH_GRAD, locals()))
+    args = _canonical("npu_sparse_flash_attention_grad", locals())
+    if operators.needed(args.values()):
+        dq, dk, dv, dq_rope, dk_rope = sparse_operators.attention_gradients("npu_sparse_flash_attention_grad", args)
+        return dq, dk, dv, dq_rope, dk_rope
+    found = _gradient(sparse.TORCH_GRAD, args)
     dq, dk, dv, dq_rope, dk_rope = (found[n] if n in found else query.new_empty(0) for n in GRADIENTS[:5])
     return dq, dk, dv, dq_rope, dk_rope

@@ -59,7 +59,7 @@ WEIGHTS = Tensor(
     dtypes="float16 bfloat16 float32",
     shape={"BSND": "B S1 N1", "TND": "T1 N1"},
 )
-COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="sparse_count >= 1", bad=0)
+COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576", bad=0)
 LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without heads": "T1 K"}
 
 

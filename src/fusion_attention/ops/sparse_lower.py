@@ -132,7 +132,9 @@ class Forward:
         call, q = self.call, self.call.query
         found = {"attention_out": q.new_empty((*q.shape[:-1], call.problem.dim_v))}
         if call.stats:
-            found |= {n: torch.empty_like(call.grouped(s)) for n, s in zip(STATISTICS, call.statistics(), strict=True)}
+            shapes = [call.grouped(stats).shape for stats in call.statistics()]
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            found |= {n: q.new_empty(shape, dtype=dtype) for n, shape in zip(STATISTICS, shapes, strict=True)}
         return found
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

@@ -81,7 +81,7 @@ def attention_forward(
 ) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
-        return
+        return None
     if isinstance(schedule, SparsePlan):
         return run_sparse_forward(schedule, problem, operands)
     empty_rows = run_forward(schedule, problem, operands)
@@ -96,16 +96,14 @@ def attention_backward(
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
-        return
+        return None
     if isinstance(schedule, SparsePlan):
         return run_sparse_backward(schedule, problem, operands, grads)
     if run_backward(schedule, problem, operands, grads):
         add_mean_gradients(problem, extents, operands, grads)
 
 
-def indexer_topk(
-    problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands
-) -> None:
+def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
     """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
     if len(extents):
         run_indexer(schedule, problem, operands)
