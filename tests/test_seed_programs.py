@@ -207,21 +207,24 @@ def test_score_v2() -> None:
 # -------------------------------------------------------------------------------------------- SparseFlashAttentionGrad
 
 
-def sparse_flash_attention_grad(device_id: int = 0, backend: str = "auto") -> dict[str, np.ndarray]:
-    check(acl.init(None, backend=backend))
-    check(acl.rt.set_device(device_id))
-    context, ret = acl.rt.create_context(device_id)
-    check(ret)
-    check(acl.rt.set_current_context(context))
-    stream, ret = acl.rt.create_stream()
-    check(ret)
+SHAPES = {
+    "dq": [1, 16, 512],
+    "dk": [2048, 1, 512],
+    "dv": [2048, 1, 512],
+    "dqRope": [1, 16, 64],
+    "dkRope": [2048, 1, 64],
+}
+
+
+def sparse_memory() -> dict[str, tuple[int, acl.Tensor]]:
+    """Step 2: inputs and outputs."""
     q_shape, k_shape, indices_shape, stats_shape = [1, 16, 512], [2048, 1, 512], [1, 1, 2048], [1, 1, 16]
     q_rope_shape, k_rope_shape = [1, 16, 64], [2048, 1, 64]
 
     def shorts(shape: list[int], value: int) -> np.ndarray:
         return np.full(math.prod(shape), value, np.int16)
 
-    memory = {
+    return {
         "q": create_acl_tensor(shorts(q_shape, 1), q_shape, acl.ACL_FLOAT16),
         "k": create_acl_tensor(shorts(k_shape, 1), k_shape, acl.ACL_FLOAT16),
         "v": create_acl_tensor(shorts(k_shape, 1), k_shape, acl.ACL_FLOAT16),
@@ -240,6 +243,17 @@ def sparse_flash_attention_grad(device_id: int = 0, backend: str = "auto") -> di
         "dqRope": create_acl_tensor(shorts(q_rope_shape, 0), q_rope_shape, acl.ACL_FLOAT16),
         "dkRope": create_acl_tensor(shorts(k_rope_shape, 0), k_rope_shape, acl.ACL_FLOAT16),
     }
+
+
+def sparse_flash_attention_grad(device_id: int = 0, backend: str = "auto") -> dict[str, np.ndarray]:
+    check(acl.init(None, backend=backend))
+    check(acl.rt.set_device(device_id))
+    context, ret = acl.rt.create_context(device_id)
+    check(ret)
+    check(acl.rt.set_context(context))
+    stream, ret = acl.rt.create_stream()
+    check(ret)
+    memory = sparse_memory()
     t = {name: tensor for name, (_, tensor) in memory.items()}
     scale, block_size, sparse_mode, pre, following = 0.088388, 1, 0, 2147483647, 2147483647
     deterministic, layout = False, "TND"
@@ -255,8 +269,7 @@ def sparse_flash_attention_grad(device_id: int = 0, backend: str = "auto") -> di
         check(ret)
     check(aclnn.aclnnSparseFlashAttentionGrad(workspace, size, executor, stream))
     check(acl.rt.synchronize_stream(stream))
-    shapes = {"dq": q_shape, "dk": k_shape, "dv": k_shape, "dqRope": q_rope_shape, "dkRope": k_rope_shape}
-    printed = {name: print_out_result(shape, memory[name][0], np.int16) for name, shape in shapes.items()}
+    printed = {name: print_out_result(shape, memory[name][0], np.int16) for name, shape in SHAPES.items()}
     for tensor in t.values():
         check(acl.destroy_tensor(tensor))
     # As printed, the program keeps the addresses of the rope parts in the variables of dq and dk, which then take those

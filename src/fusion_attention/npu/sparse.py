@@ -45,6 +45,12 @@ def _gradient(op: Op, args: dict[str, Any]) -> dict[str, Tensor]:
         return sparse_autograd.run(op.lower(bound))
 
 
+def _five(found: dict[str, Tensor], query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dq_rope, dk_rope), absent ones empty."""
+    dq, dk, dv, dq_rope, dk_rope = (found[n] if n in found else query.new_empty(0) for n in GRADIENTS[:5])
+    return dq, dk, dv, dq_rope, dk_rope
+
+
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -278,6 +284,4 @@ def npu_sparse_flash_attention_grad(
     if operators.needed(args.values()):
         dq, dk, dv, dq_rope, dk_rope = sparse_operators.attention_gradients("npu_sparse_flash_attention_grad", args)
         return dq, dk, dv, dq_rope, dk_rope
-    found = _gradient(sparse.TORCH_GRAD, args)
-    dq, dk, dv, dq_rope, dk_rope = (found[n] if n in found else query.new_empty(0) for n in GRADIENTS[:5])
-    return dq, dk, dv, dq_rope, dk_rope
+    return _five(_gradient(sparse.TORCH_GRAD, args), query)
