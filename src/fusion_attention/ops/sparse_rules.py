@@ -149,7 +149,12 @@ TABLES = (
     ),
 )
 SHAPES = (
-    Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", spoil={"N2": 3}),
+    Rule(
+        "N1 > 0 and N2 > 0 and N1 % N2 == 0",
+        "key",
+        "every key head serves the same number of query heads",
+        spoil={"N2": 3},
+    ),
     Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
     Rule(
         "Dv is None or 1 <= Dv <= 768",
