@@ -155,9 +155,7 @@ def sparse_attention(
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         call = replace(sparse_call(bind(sparse.OWN, args)), stats=return_lse)
         out, *stats = sparse_autograd.attention(call, backend)
-        if not stats:
-            return out
-        return out, _lse(*stats, layout)
+        return (out, _lse(stats[0], stats[1], layout)) if stats else out
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -31,6 +31,7 @@ AXES = {
     "K": "entries of a row's list",
     "P": "pages",
     "Ps": "tokens of a page",
+    "R": "rows of a page table, one per sequence",
     "M": "pages of a sequence",
 }
 

@@ -190,7 +190,7 @@ NEUTRAL: dict[str, Any] = {
     "N2": 1,
     "return_values": False,
     **dict.fromkeys(("layout_kv", "block_table", "actual_seq_qlen", "actual_seq_kvlen")),
-    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "K", "Kv", "sparse_count", "causal")),
+    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "R", "M", "K", "Kv", "sparse_count", "causal")),
 }
 
 

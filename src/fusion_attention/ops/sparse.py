@@ -82,6 +82,7 @@ TABLE = Tensor(
     f"The pages of every sequence, for keys in layout {PAGED}.",
     True,
     dtypes="int32 int64",
+    shape="R M",
     make=lambda shape: torch.zeros(shape, dtype=torch.int32),
 )
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND (needed): their cumulative ends.", True)
@@ -148,7 +149,14 @@ LIMITS = (
         code=INVALID,
         spoil={"query": ("B S1 N1 D", "float32")},
     ),
-    Rule("N2 == 1", "key", "the chip takes one key head", when="N1 % N2 == 0", level="limit", spoil={"N2": 2, "G": 2}),
+    Rule(
+        "N2 == 1",
+        "key",
+        "the chip takes one key head",
+        when="N2 > 0 and N1 % N2 == 0",
+        level="limit",
+        spoil={"N2": 2, "G": 2},
+    ),
     Rule(
         "N1 <= 128 and power_of_two(N1)",
         "query",
@@ -279,7 +287,9 @@ NEUTRAL: dict[str, Any] = {
     "return_softmax_lse": False,
     **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "value")),
     **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen")),
-    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "N1", "N2", "D", "Dv", "Dr", "G", "P", "Ps", "K", "causal", "dim_v")),
+    **dict.fromkeys(
+        ("B", "S1", "S2", "T1", "T2", "N1", "N2", "D", "Dv", "Dr", "G", "P", "Ps", "R", "M", "K", "causal", "dim_v")
+    ),
 }
 LAYOUTS = ("BSND", "TND")
 PACKED_SAMPLE = {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}

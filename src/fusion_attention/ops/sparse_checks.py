@@ -62,7 +62,7 @@ def keys_fit(
 ) -> Outcome:
     """lengths_fit() of the key side."""
     if form == PAGED:
-        return lengths_fit(given, False, None, 0 if table is None else table.shape[1] * page, None)
+        return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s2, t2)
 

@@ -29,7 +29,7 @@ SIZES = {
     "Dr": 64,
     "K": 2048,
 }
-SIZES |= {"P": 3, "Ps": 16, "M": 1}
+SIZES |= {"P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
