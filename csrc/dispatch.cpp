@@ -68,19 +68,19 @@ Level cpu_level() { return Level::base; }
 std::vector<Built> list_variants() {
     const Level level = cpu_level();
     std::vector<Built> out;
-    const auto add = [&](Level needed, const char *name, const Variant *(*entry)()) {
+    const auto add = [&](Level needed, const char *name, const Variant *(*entry)(), const SparseVariant *(*sparse)()) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
-        out.push_back({level >= needed ? entry() : nullptr, name});
+        out.push_back({level >= needed ? entry() : nullptr, name, level >= needed ? sparse() : nullptr});
     };
-    add(Level::base, "base", fusion_variant_base);
+    add(Level::base, "base", fusion_variant_base, fusion_variant_base_sparse);
 #if defined(FUSION_HAS_V3)
-    add(Level::v3, "v3", fusion_variant_v3);
+    add(Level::v3, "v3", fusion_variant_v3, fusion_variant_v3_sparse);
 #endif
 #if defined(FUSION_HAS_V4)
-    add(Level::v4, "v4", fusion_variant_v4);
+    add(Level::v4, "v4", fusion_variant_v4, fusion_variant_v4_sparse);
 #endif
 #if defined(FUSION_HAS_V4_AVX512BF16)
-    add(Level::v4_avx512bf16, "v4+avx512bf16", fusion_variant_v4_avx512bf16);
+    add(Level::v4_avx512bf16, "v4+avx512bf16", fusion_variant_v4_avx512bf16, fusion_variant_v4_avx512bf16_sparse);
 #endif
     return out;
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "variant.h"
+#include "variant_sparse.h"
 
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace fusion {
 struct Built {
     const Variant *variant;  // null when the CPU cannot run it: even its table is then left alone
     const char *name;
+    const SparseVariant *sparse;  // its other half
 };
 
 const std::vector<Built> &built_variants();  // weakest first

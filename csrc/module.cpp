@@ -105,6 +105,7 @@ void bind_forward(nb::module_ &m);   // bind_forward.cpp
 void bind_backward(nb::module_ &m);  // bind_backward.cpp
 void bind_decode(nb::module_ &m);    // bind_decode.cpp
 void bind_peak(nb::module_ &m);      // bind_peak.cpp
+void bind_sparse(nb::module_ &m);    // bind_sparse.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
@@ -122,4 +123,5 @@ NB_MODULE(_native, m) {
     bind_peak(m);
     bind_backward(m);
     bind_decode(m);
+    bind_sparse(m);
 }

@@ -176,7 +176,7 @@ def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
             assert same(tensor, torch.zeros_like(tensor) if expected is None else expected), (name, output)
 
 
-@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
+@pytest.mark.parametrize("op", [op for op in RECORDS.values() if op.name.startswith("aclnn")], ids=by_name)
 def test_signatures_are_the_records(op: Op) -> None:
     first = inspect.signature(getattr(aclnn, op.name + "GetWorkspaceSize")).parameters
     assert list(first) == [*(p.shown for p in op.params), "strict", "check_content"]
@@ -201,9 +201,10 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
                 assert call(op, spoiled.args, outputs) == (0, 0), (spoiled.id, acl.get_recent_err_msg())
             continue
         content = spoiled.level == "content"
+        later = content or any(rule.reads and spoiled.id.endswith(rule.id) for rule in op.asked)
         rets = call(op, spoiled.args, outputs, strict=spoiled.level == "limit", check_content=content)
         text = acl.get_recent_err_msg()
-        assert rets == ((0, spoiled.code) if content else (spoiled.code, 0)), (spoiled.id, text)
+        assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
         assert text.startswith(f"{op.name}: {spoiled.param}: expected {spoiled.expected}"), (spoiled.id, text)
         assert "\n" not in text, (spoiled.id, text)
         assert all(same(before[name], outputs[name]) for name in before), spoiled.id  # type: ignore[arg-type]

@@ -18,14 +18,14 @@ import torch
 import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import LEVELS, STAGES, bind
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS, attention, flash
 from fusion_attention.pages import render
 from fusion_attention.plan import Plan
 from fusion_attention.record import INVALID, NULL_POINTER, TILING, Array, Failure, Op, Rule, Tensor
 from fusion_attention.sampling import sample, spoils
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES["attention"] = fusion_attention.attention
+FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
 Args = dict[str, Any]
 ATTENTION = RECORDS["attention"]
 PACKED = {"input_layout": "TND"}
@@ -152,7 +152,7 @@ SHAPES_AND_DTYPES = {
 BOTH = {"per sequence a prefix between max(0, kv_len - q_len) and kv_len": "note", "S1 == S2": "limit"}
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *flash.RECORDS)])
 def test_levels_and_codes(name: str) -> None:
     for rule in RECORDS[name].asked:
         key = rule.param, rule.expected
@@ -228,6 +228,7 @@ def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
         assert versions == [t._version for t in case.args.values() if isinstance(t, torch.Tensor)], case.id
 
 
+@pytest.mark.usefixtures("golden_too")
 @pytest.mark.parametrize("name", FACES)
 def test_a_function_takes_its_samples(name: str) -> None:
     op = RECORDS[name]

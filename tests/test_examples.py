@@ -17,7 +17,18 @@ import fusion_attention as fa
 ROOT = Path(__file__).resolve().parents[1]
 # The everyday suite trains for a moment only.
 ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"]}
-DOCUMENTED = ("api", "decode", "npu.training", "npu.inference", "npu.install", "capture", "mask", "sampling")
+DOCUMENTED = (
+    "api",
+    "api_sparse",
+    "decode",
+    "npu.training",
+    "npu.inference",
+    "npu.sparse",
+    "npu.install",
+    "capture",
+    "mask",
+    "sampling",
+)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

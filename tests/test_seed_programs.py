@@ -1,5 +1,5 @@
-"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2 and
-aclnnIncreFlashAttentionV4, call for call.
+"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2,
+aclnnIncreFlashAttentionV4 and aclnnSparseFlashAttentionGrad, call for call.
 
 What they should print comes from golden and from a few lines of arithmetic.
 
@@ -250,6 +250,102 @@ def test_incre_flash_attention_v4() -> None:
     # A float 1 is the pair (0, 1.875): all keys are alike, and the mean of equal rows is that row.
     assert got.tolist() == [0.0, 1.875] * 16
     assert got.tolist() == incre_flash_attention_v4(device_id=7, backend="golden").tolist()
+
+
+# -------------------------------------------------------------------------------------------- SparseFlashAttentionGrad
+
+
+SHAPES = {
+    "dq": [1, 16, 512],
+    "dk": [2048, 1, 512],
+    "dv": [2048, 1, 512],
+    "dqRope": [1, 16, 64],
+    "dkRope": [2048, 1, 64],
+}
+
+
+def sparse_memory() -> dict[str, tuple[int, acl.Tensor]]:
+    """Step 2: inputs and outputs."""
+    q_shape, k_shape, indices_shape, stats_shape = [1, 16, 512], [2048, 1, 512], [1, 1, 2048], [1, 1, 16]
+    q_rope_shape, k_rope_shape = [1, 16, 64], [2048, 1, 64]
+
+    def shorts(shape: list[int], value: int) -> np.ndarray:
+        return np.full(math.prod(shape), value, np.int16)
+
+    return {
+        "q": create_acl_tensor(shorts(q_shape, 1), q_shape, acl.ACL_FLOAT16),
+        "k": create_acl_tensor(shorts(k_shape, 1), k_shape, acl.ACL_FLOAT16),
+        "v": create_acl_tensor(shorts(k_shape, 1), k_shape, acl.ACL_FLOAT16),
+        "sparseIndices": create_acl_tensor(np.arange(2048, dtype=np.int32), indices_shape, acl.ACL_INT32),
+        "out": create_acl_tensor(shorts(q_shape, 1), q_shape, acl.ACL_FLOAT16),
+        "dOut": create_acl_tensor(shorts(q_shape, 1), q_shape, acl.ACL_FLOAT16),
+        "softmaxMax": create_acl_tensor(np.full(16, 3.0, np.float32), stats_shape, acl.ACL_FLOAT),
+        "softmaxSum": create_acl_tensor(np.full(16, 3.0, np.float32), stats_shape, acl.ACL_FLOAT),
+        "actSeqQLen": create_acl_tensor(np.array([1]), [1], acl.ACL_INT64),
+        "actSeqKvLen": create_acl_tensor(np.array([2048]), [1], acl.ACL_INT64),
+        "qRope": create_acl_tensor(shorts(q_rope_shape, 1), q_rope_shape, acl.ACL_FLOAT16),
+        "kRope": create_acl_tensor(shorts(k_rope_shape, 1), k_rope_shape, acl.ACL_FLOAT16),
+        "dq": create_acl_tensor(shorts(q_shape, 0), q_shape, acl.ACL_FLOAT16),
+        "dk": create_acl_tensor(shorts(k_shape, 0), k_shape, acl.ACL_FLOAT16),
+        "dv": create_acl_tensor(shorts(k_shape, 0), k_shape, acl.ACL_FLOAT16),
+        "dqRope": create_acl_tensor(shorts(q_rope_shape, 0), q_rope_shape, acl.ACL_FLOAT16),
+        "dkRope": create_acl_tensor(shorts(k_rope_shape, 0), k_rope_shape, acl.ACL_FLOAT16),
+    }
+
+
+def sparse_flash_attention_grad(device_id: int = 0, backend: str = "auto") -> dict[str, np.ndarray]:
+    check(acl.init(None, backend=backend))
+    check(acl.rt.set_device(device_id))
+    context, ret = acl.rt.create_context(device_id)
+    check(ret)
+    check(acl.rt.set_context(context))
+    stream, ret = acl.rt.create_stream()
+    check(ret)
+    memory = sparse_memory()
+    t = {name: tensor for name, (_, tensor) in memory.items()}
+    scale, block_size, sparse_mode, pre, following = 0.088388, 1, 0, 2147483647, 2147483647
+    deterministic, layout = False, "TND"
+    ret, size, executor = aclnn.aclnnSparseFlashAttentionGradGetWorkspaceSize(
+        *(t["q"], t["k"], t["v"], t["sparseIndices"], t["dOut"], t["out"], t["softmaxMax"], t["softmaxSum"]),
+        *(t["actSeqQLen"], t["actSeqKvLen"], t["qRope"], t["kRope"], scale, block_size, layout, sparse_mode, pre),
+        *(following, deterministic, t["dq"], t["dk"], t["dv"], t["dqRope"], t["dkRope"]),
+    )
+    check(ret)
+    workspace = None
+    if size > 0:
+        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+    check(aclnn.aclnnSparseFlashAttentionGrad(workspace, size, executor, stream))
+    check(acl.rt.synchronize_stream(stream))
+    printed = {name: print_out_result(shape, memory[name][0], np.int16) for name, shape in SHAPES.items()}
+    for tensor in t.values():
+        check(acl.destroy_tensor(tensor))
+    # As printed, the program keeps the addresses of the rope parts in the variables of dq and dk, which then take those
+    # of the gradients: the rope parts' memory is never freed, and finalize() takes it back.
+    for name in ("q", "k", "v", "sparseIndices", "softmaxMax", "softmaxSum", "out", "dOut"):
+        check(acl.rt.free(memory[name][0]))
+    for name in ("actSeqQLen", "actSeqKvLen", "dq", "dk", "dv", "dqRope", "dkRope"):
+        check(acl.rt.free(memory[name][0]))
+    if size > 0:
+        check(acl.rt.free(workspace))
+    check(acl.rt.destroy_stream(stream))
+    check(acl.rt.destroy_context(context))
+    check(acl.rt.reset_device(device_id))
+    check(acl.finalize())
+    return printed
+
+
+@pytest.mark.usefixtures("golden_too")
+def test_sparse_flash_attention_grad() -> None:
+    got = {name: torch.from_numpy(values).view(torch.float16) for name, values in sparse_flash_attention_grad().items()}
+    # Every number is 2**-24, so scores vanish beside the saved maximum 3; P = exp(-3) / 3 for each key and head.
+    p = math.exp(-3) / 3
+    # dv = P dY, summed over 16 heads; dq and dk carry the product of three such numbers, below what float16 holds.
+    expected = torch.full((2048 * 512,), 16 * p * 2.0**-24, dtype=torch.float64).half()
+    assert torch.equal(got["dv"], expected)
+    assert all(not got[name].any() for name in ("dq", "dk", "dqRope", "dkRope"))
+    judge = sparse_flash_attention_grad(device_id=7, backend="golden")
+    assert all(torch.equal(got[name], torch.from_numpy(judge[name]).view(torch.float16)) for name in got)
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -8,23 +8,34 @@ import pytest
 
 import fusion_attention
 from fusion_attention import npu
-from fusion_attention.ops import RECORDS, flash, infer
+from fusion_attention.ops import RECORDS
 from fusion_attention.record import REQUIRED, Attr, Tensor
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES["attention"] = fusion_attention.attention
+FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+
+
+# What may be None, but stands before parameters that may not.
+POSITIONAL = {
+    ("npu_sparse_flash_attention", "value"),
+    ("npu_sparse_flash_attention_grad", "value"),
+    ("sparse_attention", "v"),
+}
 
 
 @pytest.mark.parametrize("name", FACES)
 def test_a_signature_is_its_record(name: str) -> None:
-    op, extra = RECORDS[name], {"return_lse", "backend"} if name == "attention" else set()
+    op, extra = RECORDS[name], set() if name.startswith("npu") else {"return_lse", "backend"}
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     given = [p for p in inspect.signature(FACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
     for parameter, p in zip(given, inputs, strict=True):
         # torch_npu declares what its gradients need as optional.
-        declared_optional = p.optional or p.name in ("softmax_max", "softmax_sum", "attention_in")
+        saved = p.name in ("softmax_max", "softmax_sum", "attention_in") and "fusion" in name
+        declared_optional = p.optional or saved
         default = p.default if isinstance(p, Attr) else None if declared_optional else REQUIRED
+        if (name, p.shown) in POSITIONAL:
+            default = REQUIRED
         default = inspect.Parameter.empty if default is REQUIRED else default
         assert parameter.default == default, p.name
         assert type(parameter.default) is type(default), p.name
@@ -39,6 +50,12 @@ KEYWORD_ONLY_FROM = {
     "npu_fusion_attention_grad_v3": "pse",
     "npu_incre_flash_attention": "padding_mask",
     "attention": "layout",
+    "npu_lightning_indexer": "actual_seq_lengths_query",
+    "npu_lightning_indexer_grad": None,
+    "npu_sparse_flash_attention": "block_table",
+    "npu_sparse_flash_attention_grad": None,
+    "lightning_indexer": "layout",
+    "sparse_attention": "layout",
 }
 
 
@@ -56,6 +73,7 @@ LENGTHS = "prefix actual_seq_qlen actual_seq_kvlen sparse_mode=0 gen_mask_parall
 STARTS = "pse_type=1 q_start_idx kv_start_idx"
 SAVED = "softmax_max softmax_sum softmax_in attention_in"
 HEAD = "query key value head_num input_layout pse padding_mask atten_mask"
+EVERY = "pre_tokens=9223372036854775807 next_tokens=9223372036854775807"
 GRAD_HEAD = f"query key value dy head_num input_layout pse padding_mask atten_mask {SAVED}"
 TORCH_NPU = {
     "npu_fusion_attention": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink dropout_mask"
@@ -73,6 +91,16 @@ TORCH_NPU = {
     " antiquant_offset block_table dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
     " kv_padding_size num_heads=1 scale_value=1.0 input_layout='BSH' num_key_value_heads=0 block_size=0"
     " inner_precise=1",
+    "npu_lightning_indexer": "query key weights actual_seq_lengths_query actual_seq_lengths_key block_table"
+    f" layout_query='BSND' layout_key='BSND' sparse_count=2048 sparse_mode=3 {EVERY} return_value=False",
+    "npu_lightning_indexer_grad": "query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key"
+    f" layout='BSND' sparse_mode=3 {EVERY}",
+    "npu_sparse_flash_attention": "query key value sparse_indices scale_value block_table actual_seq_lengths_query"
+    " actual_seq_lengths_kv query_rope key_rope sparse_block_size=1 layout_query='BSND' layout_kv='BSND' sparse_mode=3"
+    f" {EVERY} attention_mode=0 return_softmax_lse=False sinks",
+    "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
+    " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
+    f" {EVERY} attention_mode=0",
 }
 
 
@@ -185,6 +213,24 @@ ACLNN = {
         quant_offset2 antiquant_scale antiquant_offset block_table kv_padding_size num_heads scale_value input_layout
         num_key_value_heads block_size inner_precise attention_out
     """,
+    "aclnnLightningIndexer": """
+        query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
+        sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
+    """,
+    "aclnnLightningIndexerGrad": """
+        query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode
+        pre_tokens next_tokens deterministic dquery dkey dweights
+    """,
+    "aclnnSparseFlashAttention": """
+        query key value sparse_indices block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope
+        scale_value sparse_block_size layout_query layout_kv sparse_mode pre_tokens next_tokens attention_mode
+        return_softmax_lse attention_out softmax_max softmax_sum
+    """,
+    "aclnnSparseFlashAttentionGrad": """
+        query key value sparse_indices d_out out softmax_max softmax_sum actual_seq_lengths_query actual_seq_lengths_kv
+        query_rope key_rope scale_value sparse_block_size layout sparse_mode pre_tokens next_tokens deterministic
+        dquery dkey dvalue dquery_rope dkey_rope
+    """,
 }
 
 
@@ -194,5 +240,5 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"attention", "decode_attention"} == set(RECORDS)
-    assert set(TORCH_NPU) == {record.name for record in (*flash.TORCH, infer.TORCH)}
+    assert set(ACLNN) | set(TORCH_NPU) | {name for name in FACES if name not in TORCH_NPU} == set(RECORDS)
+    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}

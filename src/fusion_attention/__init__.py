@@ -9,6 +9,8 @@ from fusion_attention.api import (
     PagedKVCache,
     attention,
     decode_attention,
+    lightning_indexer,
+    sparse_attention,
 )
 from fusion_attention.capture import CaptureError, Replay, capture, replay
 
@@ -24,6 +26,8 @@ __all__ = [
     "attention",
     "capture",
     "decode_attention",
+    "lightning_indexer",
     "replay",
+    "sparse_attention",
 ]
 __version__ = "0.1.0"

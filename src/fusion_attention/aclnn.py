@@ -77,7 +77,7 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
     if STATE.device is None:
         raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
     args = _arguments(op, values)
-    bound = bind(op, args, strict=strict)
+    bound = bind(op, args, strict=strict, reads=False)  # Tensor content is read in phase 2: it may come after phase 1.
     assert op.lower is not None
     call = op.lower(bound)
     layouts = bound.memo.setdefault("two_phase", {})
@@ -111,11 +111,13 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
             if value.values is None:
                 raise refusal(op, p.shown, "a live int array", "a destroyed one")
             args[p.name] = value.values
-        elif isinstance(p, Array) and p.in_memory and type(value) is acl.Tensor:
-            args[p.name] = to_array(_view(op, i, value))
+        elif type(value) is acl.Tensor:
+            if value.view is None or not value.memory.alive or not value.plain:
+                raise _no_tensor(op, p.shown, value)
+            args[p.name] = to_array(value.view)
         elif value is not None:
             if not isinstance(value, (list, tuple, np.ndarray)):
-                raise refusal(op, p.shown, "an acl.IntArray, a list or None", show(value))
+                raise refusal(op, p.shown, "an acl.IntArray, an acl.Tensor, a list or None", show(value))
             args[p.name] = to_array(value)
     return args
 
@@ -150,10 +152,7 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
         if _moved(op, job, ready.values):
             # Int arrays were read in phase 1, and need not be there any more.
             pairs = zip(op.params, ready.values, strict=True)
-            known = {
-                p.name: job.args[p.name] for p, value in pairs if isinstance(p, Array) and type(value) is not acl.Tensor
-            }
-            values = tuple(known.get(name, value) for name, value in zip(op.by_name, ready.values, strict=True))
+            values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
             job = ready.job = _lay(op, values, strict)
         if check_content or job.layout.reads:
             _check_content(op, job.args, strict, check_content)
@@ -181,8 +180,14 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
                     text = "destroyed, or its memory freed, since phase 1"
                     raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
                 moved = True
-    # Numbers in device memory may have come after phase 1.
-    return moved or any(type(values[i]) is acl.Tensor for i in op.positions[Array])
+    return moved or any(_changed(values[i], job.args[op.params[i].name]) for i in op.positions[Array])
+
+
+def _changed(value: Any, read: np.ndarray | None) -> bool:
+    """Whether a tensor of lengths is another one than phase 1 read."""
+    if type(value) is not acl.Tensor:
+        return False
+    return value.view is None or not value.memory.alive or not np.array_equal(to_array(value.view), read)  # type: ignore[arg-type]
 
 
 def _check_executor(op: Op, executor: Any) -> acl.Executor:

@@ -1,4 +1,4 @@
-"""The pythonic face: attention(), its Band, and the errors a caller may want to catch."""
+"""The pythonic face: attention(), its Band, and the errors a caller may want to catch; api_sparse.py has the rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention import autograd, operators
+from fusion_attention.api_sparse import lightning_indexer, sparse_attention
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
 from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
@@ -24,6 +25,8 @@ __all__ = [
     "PagedKVCache",
     "attention",
     "decode_attention",
+    "lightning_indexer",
+    "sparse_attention",
 ]
 
 Tensor = torch.Tensor

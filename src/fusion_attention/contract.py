@@ -110,7 +110,9 @@ class _Settled:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False) -> Bound:
+def bind(
+    op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False, reads: bool = True
+) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
     A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
@@ -120,7 +122,8 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
         op: the record.
         args: values by canonical name; a missing name is as None.
         strict: limits are errors too.
-        check_content: rules that read tensor data are asked too.
+        check_content: rules that read tensor data on request are asked too.
+        reads: so are those that always do; False where the data may not be there yet.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
@@ -139,12 +142,13 @@ def bind(op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content
     tensors = {name: given[at] for name, at in known.tensors}
     settled = known.settled
     if settled is None or settled.arrays != content:
-        settled = _settle(op, known, given, tensors, content)
+        settled = _settle(op, known, given, tensors, content, reads)
         _keep(op, key, known)
         names = {**settled.names, **tensors}
     else:
         names = {**settled.names, **tensors}
-        _ask(op, known.reads, names)
+        if reads:
+            _ask(op, known.reads, names)
     if check_content:
         _ask(op, [r for r in op.asked if r.level == "content"], names)
     for note in settled.notes:
@@ -180,8 +184,8 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     typed, _ = _asked(op, [r for r in asked if r.stage == "dtype"], names)
     _raise(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
     layout = str(names.get(op.layout_attr, ""))
-    _raise(_ranks(op, names, layout))
-    _raise(_axes(op, names, layout))
+    _raise(_ranks(op, names))
+    _raise(_axes(op, names))
     _raise(_domains(op, names))
     tensors = tuple(
         (p.name, i) for i, p in enumerate(op.params) if isinstance(p, Tensor) and values[p.name] is not None
@@ -193,7 +197,12 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 
 
 def _settle(
-    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes | None, ...]
+    op: Op,
+    known: _Signature,
+    given: list[Any],
+    tensors: dict[str, Any],
+    content: tuple[bytes | None, ...],
+    reads: bool,
 ) -> _Settled:
     """The stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
@@ -201,7 +210,7 @@ def _settle(
     _ask(op, [r for r in known.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
-    notes = known.notes + _ask(op, [r for r in known.rules if r.stage == "rules"], names)
+    notes = known.notes + _ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
     if known.settled is None:
         known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]
@@ -375,10 +384,11 @@ def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
     return [Failure(op.name, shown, "one of " + ", ".join(op.layouts), show(got), advice)]
 
 
-def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
+def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
     failures = []
-    where = f" in layout {layout}" if op.layouts else ""
     for p in op.tensors(False) + op.tensors(True):
+        layout = op.layout_of(p, names)
+        where = f" in layout {layout}" if op.layouts else ""
         value, words = names.get(p.name), p.words(layout)
         if value is not None and words and not isinstance(p, Tensors) and value.dim() != len(words):
             expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
@@ -386,7 +396,7 @@ def _ranks(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
     return failures
 
 
-def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
+def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
     """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
     origin: dict[str, str] = {}
     for p in op.params:
@@ -396,7 +406,7 @@ def _axes(op: Op, names: dict[str, Any], layout: str) -> list[Failure]:
             names[p.axis], origin[p.axis] = names[p.name], p.shown
     failures = []
     for p in op.tensors(False) + op.tensors(True):
-        value, words = names.get(p.name), p.words(layout)
+        value, words = names.get(p.name), p.words(op.layout_of(p, names))
         shape = () if value is None or isinstance(p, Tensors) else value.shape
         for position, (word, size) in enumerate(zip(words, shape)):  # noqa: B905
             expected = _bind_axis(word, size, names, origin, p.shown)

@@ -27,6 +27,12 @@ AXES = {
     "D": "elements per row of query and key",
     "Dv": "elements per row of value",
     "Dr": "elements per row of rope",
+    "G": "query heads that share a key head",
+    "K": "entries of a row's list",
+    "P": "pages",
+    "Ps": "tokens of a page",
+    "R": "rows of a page table, one per sequence",
+    "M": "pages of a sequence",
 }
 
 
@@ -99,6 +105,12 @@ def _shapes(op: Op) -> list[str]:
         lines += [_line(", ".join(names), *map(shape_text, shapes)) for shapes, names in several.items()]
     elif op.layouts:
         lines += ["", f"Layout: `{op.layouts[0]}` only."]
+    own: dict[str, list[str]] = {}  # layouts of single tensors
+    for p in op.params:
+        if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
+            for layout in p.shape.keys() - set(op.layouts):
+                own.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
+    lines += [line for layout, found in own.items() for line in ("", f"In layout {layout}: {', '.join(found)}.")]
     return lines
 
 

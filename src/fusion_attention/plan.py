@@ -18,7 +18,7 @@ import torch
 from fusion_attention.calls import Lowered
 from fusion_attention.contract import BackendError
 from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Problem
+from fusion_attention.problem import Extents, IndexerProblem, Problem
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("cpu",)
@@ -38,7 +38,7 @@ class Plan:
         capacity: the extents it was planned for, where update() may be called; else None.
     """
 
-    problem: Problem
+    problem: Problem | IndexerProblem
     extents: Extents
     backend: str
     verb: str
@@ -117,7 +117,7 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"fusion_attention.backends.{name}")
 
 
-def choose(problem: Problem, device: torch.device, backend: str) -> str:
+def choose(problem: Problem | IndexerProblem, device: torch.device, backend: str) -> str:
     """The back end that computes: the named one, or the first of AUTO without a reason against.
 
     Raises:
@@ -136,7 +136,7 @@ def choose(problem: Problem, device: torch.device, backend: str) -> str:
 
 
 def plan(
-    problem: Problem,
+    problem: Problem | IndexerProblem,
     extents: Extents,
     device: torch.device,
     backend: str = "auto",

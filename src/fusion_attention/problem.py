@@ -47,7 +47,9 @@ class Problem:
         out_quant: "none"; "tensor" or "channel": out is int8, round(out * out_scale + out_offset) saturated, halves to
             even ("tensor") or away from zero ("channel").
         select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
-        select_block: tokens of a selected block.
+        select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
+            ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
+            block that its band leaves, once for every time that the block is listed.
     """
 
     heads_q: int
@@ -214,7 +216,11 @@ class IndexerProblem:
         I[i, j] = sum_h weights[i, h] * max(0, q[i, h] . k[j])
 
     over the keys that a row sees, one key head for all query heads. Chosen are the top_k largest, by descending score
-    and, among equals, ascending index; a row that sees fewer has index -1 and value -inf behind its last.
+    and, among equals, ascending index; a row that sees fewer has index -1 and value -inf behind its last. A NaN comes
+    before all numbers, and a score of -inf is a key not seen.
+
+    The gradient reads a row's list as attention does: at most as many entries as the row sees keys, none from the
+    first negative one on, none of a key that it does not see.
 
     Args:
         heads, dim: query heads, and elements of a row.

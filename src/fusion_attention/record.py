@@ -94,6 +94,7 @@ class Tensor(Param):
         shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
         output: written by the operator; a caller may leave it to the face to allocate.
         on_host: may lie in host memory beside tensors of a device.
+        form: from a call's values to the layout of this tensor, where it is not the record's.
         make: sample content from a shape, where random numbers would not be legal.
     """
 
@@ -101,6 +102,7 @@ class Tensor(Param):
     shape: str | Mapping[str, str] = ""
     output: bool = False
     on_host: bool = False
+    form: Callable[[Mapping[str, Any]], str] | None = field(default=None, compare=False)
     make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
 
     def words(self, layout: str) -> list[str]:
@@ -267,6 +269,10 @@ class Op:
             params += [] if p.name in without else [p]
             params += (after or {}).get(p.name, ())
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
+
+    def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
+        """The layout of a tensor in a call: the record's, or its own."""
+        return p.form(names) if p.form else str(names.get(self.layout_attr, ""))
 
     def tensors(self, output: bool = False) -> list[Tensor]:
         """The input (or output) tensors, in order."""

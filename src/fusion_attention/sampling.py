@@ -54,6 +54,8 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
     sizes |= _derived_sizes(op, layout, settings)
     args: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(7)
+    defaults = {p.name: p.default for p in op.params if isinstance(p, Attr)}
+    said = {**dict.fromkeys(op.by_name), **op.neutral, **defaults, **settings, op.layout_attr: layout}
     for p in op.params:
         wanted = settings.get(p.name)
         if p.name == op.layout_attr:
@@ -62,9 +64,9 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
             default = sizes[p.axis] if p.axis and p.default is REQUIRED else p.default
             args[p.name] = settings.get(p.name, default)
         elif isinstance(p, Tensor) and isinstance(wanted, (str, tuple, bool)):
-            args[p.name] = _tensor(p, wanted, layout, sizes, args, generator)
+            args[p.name] = _tensor(p, wanted, op.layout_of(p, said), sizes, args, generator)
         elif isinstance(p, Tensor) and p.name not in settings and not (p.optional or p.output):
-            args[p.name] = _tensor(p, True, layout, sizes, args, generator)
+            args[p.name] = _tensor(p, True, op.layout_of(p, said), sizes, args, generator)
         else:
             args[p.name] = wanted
     return args
@@ -128,13 +130,12 @@ def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]
         yield "missing", {**legal, p.name: None}, NULL_POINTER
     if p.dtypes and p.name != _first_tensor(op):
         yield "dtype", {**legal, p.name: legal[p.name].to(torch.complex64)}, INVALID
-    layout = str(legal.get(op.layout_attr, ""))
-    words = [] if isinstance(p, Tensors) else p.words(layout)
+    words = [] if isinstance(p, Tensors) else p.words(op.layout_of(p, legal))
     if words:
         yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID
     # Only an axis that an earlier tensor has shown can disagree with it.
     earlier = op.tensors()[: op.tensors().index(p)]
-    if words and any(words[0] in q.words(layout) for q in earlier if legal[q.name] is not None):
+    if words and any(words[0] in q.words(op.layout_of(q, legal)) for q in earlier if legal[q.name] is not None):
         longer = torch.cat((legal[p.name], legal[p.name][:1]))
         yield "axes", {**legal, p.name: longer}, INVALID
 

@@ -2,6 +2,12 @@
 
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
+from fusion_attention.npu.sparse import (
+    npu_lightning_indexer,
+    npu_lightning_indexer_grad,
+    npu_sparse_flash_attention,
+    npu_sparse_flash_attention_grad,
+)
 from fusion_attention.npu.training import (
     npu_fusion_attention,
     npu_fusion_attention_grad,
@@ -20,5 +26,9 @@ __all__ = [
     "npu_fusion_attention_v2",
     "npu_fusion_attention_v3",
     "npu_incre_flash_attention",
+    "npu_lightning_indexer",
+    "npu_lightning_indexer_grad",
+    "npu_sparse_flash_attention",
+    "npu_sparse_flash_attention_grad",
     "uninstall",
 ]

@@ -1,61 +1,98 @@
-"""The CPU back end: both verbs by the native core, and what empty rows in mean form add to them.
+"""The CPU back end: every verb by the native core, and what empty rows in mean form add to it.
 
-Knows which problems it can compute and forwards to the core. Refuses to know any interface's words; validates nothing.
+Knows which problems it can compute and which kernel computes which. Refuses to know any interface's words; validates
+nothing.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fusion_attention._native import BackwardPlan, ForwardPlan
+from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
 from fusion_attention.backends.cpu import decode
+from fusion_attention.backends.cpu.indexer import plan_indexer, run_indexer, run_indexer_backward
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, run_backward, run_forward
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
+from fusion_attention.problem import (
+    Extents,
+    Grads,
+    IndexerGrads,
+    IndexerOperands,
+    IndexerProblem,
+    Operands,
+    Problem,
+)
 
 NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
 
+Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule
 
-def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
+
+def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
-    table = (
+    table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
-        ("select_count", problem.select_count, (0,)),
-    )
+    ]
+    if isinstance(problem, IndexerProblem):
+        table.append(("weights_dtype", problem.weights_dtype, DTYPES))
+    elif problem.select_count:
+        table += [
+            ("bias with select_count", problem.bias, ("none",)),
+            ("has_blocked with select_count", problem.has_blocked, (False,)),
+            ("dropout with select_count", problem.dropout, ("none",)),
+            ("empty_rows with select_count", problem.empty_rows, ("zero",)),
+            ("kv_dtype with select_count", problem.kv_dtype, ("",)),
+            ("out_quant with select_count", problem.out_quant, ("none",)),
+        ]
     listed = [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
-    return listed + decode.reasons_against(problem)
+    if isinstance(problem, Problem) and not problem.select_count:
+        listed += decode.reasons_against(problem)
+    return listed
 
 
-def schedule(
-    problem: Problem, extents: Extents, verb: str, variant: str | None = None
-) -> ForwardPlan | BackwardPlan | decode.Schedule:
+def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
-    if verb == "attention_backward":
-        return plan_backward(problem, extents, variant)
-    return decode.plan(problem, extents, variant)
+    backward = verb.endswith("_backward")
+    if isinstance(problem, IndexerProblem):
+        return plan_indexer(problem, extents, backward, variant)
+    if problem.select_count:
+        return plan_sparse(problem, extents, backward, variant)
+    return (plan_backward if backward else decode.plan)(problem, extents, variant)
 
 
-def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
+def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+    """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
+    if isinstance(schedule, decode.Schedule) and schedule.dense is None:
+        schedule.update(extents)
+        return schedule
+    return globals()["schedule"](problem, extents, verb)
+
+
+def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, with torch's present number of threads."""
     return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
 
 
 def attention_forward(
-    problem: Problem, extents: Extents, schedule: ForwardPlan | decode.Schedule, operands: Operands
+    problem: Problem, extents: Extents, schedule: ForwardPlan | SparsePlan | decode.Schedule, operands: Operands
 ) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
+        return
+    if isinstance(schedule, SparsePlan):
+        run_sparse_forward(schedule, problem, operands)
         return
     if isinstance(schedule, decode.Schedule):
         empty_rows = decode.run(schedule, problem, operands)
@@ -65,23 +102,30 @@ def attention_forward(
         add_means(problem, extents, operands)
 
 
-def reschedule(
-    problem: Problem, extents: Extents, verb: str, schedule: ForwardPlan | BackwardPlan | decode.Schedule
-) -> ForwardPlan | BackwardPlan | decode.Schedule:
-    """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
-    if isinstance(schedule, decode.Schedule) and schedule.dense is None:
-        schedule.update(extents)
-        return schedule
-    return globals()["schedule"](problem, extents, verb)
-
-
 def attention_backward(
-    problem: Problem, extents: Extents, schedule: BackwardPlan, operands: Operands, grads: Grads
+    problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
     """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
         return
+    if isinstance(schedule, SparsePlan):
+        run_sparse_backward(schedule, problem, operands, grads)
+        return
     if run_backward(schedule, problem, operands, grads):
         add_mean_gradients(problem, extents, operands, grads)
+
+
+def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
+    """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    if len(extents):
+        run_indexer(schedule, problem, operands)
+
+
+def indexer_backward(
+    problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
+) -> None:
+    """Writes dq, dk and dweights from the chosen indices; entries that are not read give nothing."""
+    if len(extents):
+        run_indexer_backward(schedule, problem, operands, grads)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention import bias, dropout
+from fusion_attention.backends.golden.selection import added_up, scanned
 from fusion_attention.kv import Dequant, PagedView, RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
@@ -33,6 +34,7 @@ class _Sequence:
     scores: torch.Tensor  # [heads_q, q_len, kv_len], -inf where not seen
     keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
     keep_factor: float  # what a kept probability is multiplied by
+    times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: how often a row weighs a key that it sees
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
@@ -53,6 +55,18 @@ def _seen(
         assert operands.blocked is not None
         seen = seen & (operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0)
     return seen, end > first
+
+
+def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
+    """How often the list of each row selects each key of sequence b; once, where nothing is selected."""
+    if not problem.select_count:
+        return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
+    assert operands.indices is not None
+    entries, read = scanned(operands.indices, extents, b, problem.heads_kv, problem.select_block)
+    kv_len = int(extents.kv_len[b])
+    times = added_up(read.double(), entries, read, -(-kv_len // problem.select_block))
+    # A block is all of its keys; the band clips the one that the end of what a row sees runs through.
+    return times.repeat_interleave(problem.select_block, -1)[..., :kv_len][_kv_heads(problem, device)]
 
 
 def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
@@ -138,8 +152,10 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
         added = _bias(problem, extents, operands, b)
         scores = scores + (problem.scale * added if problem.bias_scaled else added)
     seen, in_band = _seen(problem, extents, operands, b, device)
+    times = _times(problem, extents, operands, b, device)
+    seen = seen & (times > 0)
     keep, keep_factor = _keep(problem, extents, operands, b, device)
-    return _Sequence(q, k, v, q_rope, k_rope, seen, in_band, scores.where(seen, -_INF), keep, keep_factor)
+    return _Sequence(q, k, v, q_rope, k_rope, seen, in_band, scores.where(seen, -_INF), keep, keep_factor, times)
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,9 +166,8 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
     if problem.has_sink:
         assert operands.sink is not None
         sink = operands.sink.double()[:, None, None].expand_as(sink)
-    logits = torch.cat((s.scores, sink), dim=-1)
-    row_max = logits.amax(-1, keepdim=True)
-    row_sum = (logits - row_max).exp().sum(-1, keepdim=True)
+    row_max = torch.cat((s.scores, sink), dim=-1).amax(-1, keepdim=True)
+    row_sum = ((s.scores - row_max).exp() * s.times).sum(-1, keepdim=True) + (sink - row_max).exp()
     takes_mean = torch.full_like(s.in_band, problem.empty_rows == "mean")
     if problem.empty_rows == "mean_in_band":
         takes_mean = s.in_band
@@ -168,11 +183,11 @@ def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tupl
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
     softmax = s.seen & ~empty
-    weights = (s.scores - row_max).exp().where(~mean, 1.0)
+    weights = ((s.scores - row_max).exp() * s.times).where(~mean, 1.0)
     return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
 
 
-def _weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """[heads, m, d]: sum over n of weights [heads, m, n] * values [heads, n, d], over the live pairs only.
 
     Select before multiply: 0 * NaN is NaN, so a value row that is not finite is added to its live rows alone.
@@ -193,7 +208,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
         row_max, row_sum = _statistics(problem, operands, s)
         _, weights, live, divisor = _weights(s, row_max, row_sum)
         # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
-        out = _weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
+        out = weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
         if problem.out_quant != "none":
             out = _quantised(problem, operands, out)
         heads, q_len, _ = s.q.shape
@@ -225,10 +240,12 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
         delta = (dout * out).sum(-1, keepdim=True)
         dprobabilities = ((dout @ s.v.mT) * s.keep_factor).where(s.keep, 0)
         dscores = (probabilities * (dprobabilities - delta)).where(softmax, 0)
-        _store_qk(problem, grads, b, s, dscores, softmax)
-        if grads.dv is not None:
-            kept = (live & s.keep).mT
-            _store_shared(problem, grads.dv, b, _weighted_sum(probabilities.mT * s.keep_factor, kept, dout))
+        dv = None
+        if grads.dv is not None or problem.shares_kv:
+            dv = weighted_sum(probabilities.mT * s.keep_factor, (live & s.keep).mT, dout)
+        _store_qk(problem, grads, b, s, dscores, softmax, dv if problem.shares_kv else None)
+        if grads.dv is not None and dv is not None:
+            _store_shared(problem, grads.dv, b, dv)
         if grads.dbias is not None:
             _add_bias_gradient(problem, grads, b, dscores)
         if grads.dsink is not None:
@@ -240,16 +257,28 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
 
 
 def _store_qk(
-    problem: Problem, grads: Grads, b: int, s: _Sequence, dscores: torch.Tensor, softmax: torch.Tensor
+    problem: Problem,
+    grads: Grads,
+    b: int,
+    s: _Sequence,
+    dscores: torch.Tensor,
+    softmax: torch.Tensor,
+    dv: torch.Tensor | None,
 ) -> None:
-    """Writes dq = scale * dS k and dk = scale * dS^T q, and the same for the rope tails."""
+    """Writes dq = scale * dS k and dk = scale * dS^T q, and the same for the rope tails.
+
+    dv: where v lies in k, its gradient, which dk receives too.
+    """
     weights = problem.scale * dscores
     for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
         if dq is not None and k is not None:
-            dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(_weighted_sum(weights, softmax, k))
-    for dk, q in ((grads.dk, s.q), (grads.dk_rope, s.q_rope)):
+            dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(weighted_sum(weights, softmax, k))
+    for dk, q, also in ((grads.dk, s.q, dv), (grads.dk_rope, s.q_rope, None)):
         if dk is not None and q is not None:
-            _store_shared(problem, dk, b, _weighted_sum(weights.mT, softmax.mT, q))
+            gradient = weighted_sum(weights.mT, softmax.mT, q)
+            if also is not None:
+                gradient[..., : problem.dim_v] += also
+            _store_shared(problem, dk, b, gradient)
 
 
 def _store_shared(problem: Problem, view: RowView, b: int, per_query_head: torch.Tensor) -> None:

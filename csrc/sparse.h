@@ -1,0 +1,197 @@
+// Attention of one row, all its heads together, to the keys that its list names. Start reading at select_attend().
+//
+// Keys are met in chunks: scores [key][head], so that the softmax of a head runs down a lane, then weights transposed to
+// [head][key], then values. Every gathered key is seen: no score is hidden but those that fill up a chunk.
+
+#pragma once
+
+#include "gather.h"
+
+namespace fusion {
+namespace {
+
+constexpr std::int64_t sparse_bytes = std::int64_t{700} << 10;  // what a chunk and its row may take of a cache
+
+// Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
+template <class Format> std::int64_t sparse_chunk(const SparseSizes<Format> &sizes, std::int64_t heads) {
+    const std::int64_t unit = 48 * Format::depth;
+    const std::int64_t row = 4 * heads * (sizes.words + sizes.value_columns);
+    const std::int64_t key = 4 * (sizes.words + sizes.value_columns / Format::depth + 2 * heads);
+    return unit * most<std::int64_t>(1, least<std::int64_t>(4, (sparse_bytes - row) / (key * unit)));
+}
+
+template <class Format> struct SparseScratch {
+    using Word = typename Format::Word;
+    std::int64_t chunk, padded_heads, deep;
+    std::int32_t *keys;
+    Word *q, *rows, *values, *weights;  // weights [head][deep]
+    float *scores, *out;                // [key][padded_heads], [head][value_columns]
+    float *sum, *peak, *shift, *fade;   // [head]
+    std::size_t bytes;
+
+    SparseScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
+                  void *memory)
+        : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)), deep(chunk / Format::depth) {
+        const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
+        Carver carver(memory);
+        carver.take(q, padded_heads * sizes.words);
+        carver.take(rows, chunk * sizes.words);
+        carver.take(values, deep * sizes.value_columns);
+        carver.take(weights, rounded * deep);
+        carver.take(scores, chunk * padded_heads);
+        carver.take(out, rounded * sizes.value_columns);
+        carver.take(sum, rounded);
+        carver.take(peak, rounded);
+        carver.take(shift, rounded);
+        carver.take(fade, rounded);
+        carver.take(keys, most_keys(p, longest));
+        bytes = carver.bytes();
+    }
+};
+
+template <class Format> struct Selected {  // an item and all that it needs
+    const SparseProblem &p;
+    const SparseOperands &o;
+    const SparseItem &item;
+    const SparseSizes<Format> sizes;
+    const SparseScratch<Format> s;
+    const bool dressed;   // scores are scaled in a pass of their own: the largest product is not the largest score's
+    const float natural;  // what a score is then multiplied by
+    const float factor;   // and to be a power of two
+
+    Selected(const SparseJob &job, const SparseItem &item_, void *scratch)
+        : p(*job.problem), o(*job.operands), item(item_), sizes(p),
+          s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), dressed(!(p.scale > 1e-30)),
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+};
+
+// Raises the heads' peaks and gives the factors by which what was summed before shrinks.
+template <class Format> void raise_head_peaks(const Selected<Format> &w, std::int64_t padded) {
+    const std::int64_t pitch = w.s.padded_heads;
+    for (std::int64_t h = 0; h < pitch; h += lanes) {
+        const float *at = w.s.scores + h;
+        Floats found[4];
+        for (Floats &f : found) f = all(-infinity);
+        for (std::int64_t c = 0; c < padded; c += 4, at += 4 * pitch) {
+            FUSION_UNROLL for (int i = 0; i < 4; ++i) found[i] = larger(found[i], load<Floats>(at + i * pitch));
+        }
+        const Floats top = larger(larger(found[0], found[1]), larger(found[2], found[3]));
+        const Floats peak = load<Floats>(w.s.peak + h), from = load<Floats>(w.s.shift + h);
+        const Floats now = top > peak ? top : peak, to = Format::fused ? (top > peak ? top * w.factor : from) : now;
+        const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
+        store(w.s.peak + h, now);
+        store(w.s.shift + h, to);
+        store(w.s.fade + h, from == to ? all(1.0f) : exp2(apart));
+    }
+}
+
+// The weights of a chunk, summed down the lanes and transposed.
+template <class Format> __attribute__((noinline)) void weigh_heads(const Selected<Format> &w, std::int64_t padded) {
+    constexpr int depth = Format::depth;
+    const std::int64_t pitch = w.s.padded_heads;
+    const float factor = w.factor;
+    for (std::int64_t h = 0; h < pitch; h += lanes) {
+        Floats shift = load<Floats>(w.s.shift + h), sums[depth] = {};
+        shift = shift == all(-infinity) ? Floats{} : shift;
+        sums[0] = load<Floats>(w.s.sum + h) * load<Floats>(w.s.fade + h);
+        auto *const to = w.s.weights + h * w.s.deep;
+        for (std::int64_t c = 0; c < padded; c += lanes * depth) {
+            const float *at = w.s.scores + c * pitch + h;
+            Words block[lanes];
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+                Floats weight[depth];
+                FUSION_UNROLL for (int e = 0; e < depth; ++e) {
+                    const Floats score = load<Floats>(at + (i * depth + e) * pitch);
+                    weight[e] = exp2(Format::fused ? score * factor - shift : (score - shift) * factor);
+                    sums[e] += weight[e];
+                }
+                block[i] = Format::stack(weight);
+            }
+            transpose(block);
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + i * w.s.deep + c / depth, block[i]);
+        }
+        for (int e = 1; e < depth; ++e) sums[0] += sums[e];
+        store(w.s.sum + h, sums[0]);
+    }
+}
+
+template <class Format, class T> void attend_chunk(const Selected<Format> &w, const Chunk &chunk) {
+    const auto &s = w.s;
+    const std::int64_t count = chunk.count, padded = round_up<std::int64_t>(count, lanes * Format::depth);
+    const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
+    for (std::int64_t at = 0; at < count; at += gather_block) {
+        gather<Format, T>(w.o.k, w.item, chunk, at, w.p.dim_qk, main, words, s.rows, nullptr, 0);
+        if (w.p.dim_rope) {
+            gather<Format, T>(w.o.k_rope, w.item, chunk, at, w.p.dim_rope, words - main, words, s.rows + main, nullptr, 0);
+        }
+        gather<Format, T>(w.o.v, w.item, chunk, at, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
+    }
+    clear_rows(chunk, words, s.rows);
+    key_products<Format>(s.rows, words, s.q, words, count, s.padded_heads, s.scores, s.padded_heads);
+    if (w.dressed) {
+        const float scale = static_cast<float>(w.p.scale);
+        for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes) store(s.scores + i, load<Floats>(s.scores + i) * scale);
+    }
+    for (std::int64_t i = count * s.padded_heads; i < padded * s.padded_heads; i += lanes) store(s.scores + i, all(-infinity));
+    raise_head_peaks(w, padded);
+    weigh_heads(w, padded);
+    add_heads<Format>(s.weights, s.deep, s.values, s.deep, (count + Format::depth - 1) / Format::depth, s.out,
+                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade);
+}
+
+// Divides, and writes out and statistics.
+template <class Format, class T> void store_heads(const Selected<Format> &w) {
+    for (std::int64_t i = 0; i < w.item.heads; ++i) {
+        const std::int64_t head = w.item.head0 + i;
+        float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
+        if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
+            const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
+            if (rounding == rounding) share = __builtin_exp2f(-rounding);
+            sum *= share;
+        }
+        if (w.p.has_sink && sum == sum) {
+            const float sink = w.o.sink[head], top = sink > peak ? sink : peak;
+            const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);
+            share *= fade;
+            sum = sum * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
+            if (sink == -infinity && top == -infinity) sum = 0.0f;
+            peak = top;
+        }
+        if (sum != sum) peak = __builtin_nanf("");
+        if (peak == infinity) sum = __builtin_nanf("");
+        const bool none = peak == -infinity;
+        T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
+        const float *from = w.s.out + i * w.sizes.value_columns;
+        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+            store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * (share / sum), w.p.dim_v - d);
+        }
+        *row_of<float>(w.o.max, w.item.seq, head, w.item.row) = peak;
+        *row_of<float>(w.o.sum, w.item.seq, head, w.item.row) = none ? 0.0f : sum;
+    }
+}
+
+template <class Format, class T> std::int64_t select_attend(const SparseJob &job, const SparseItem &item, void *scratch) {
+    const Selected<Format> w(job, item, scratch);
+    const auto &s = w.s;
+    const std::int64_t count = expand(job, item, s.keys), rounded = round_up<std::int64_t>(s.padded_heads, block_rows);
+    std::memset(s.out, 0, rounded * w.sizes.value_columns * sizeof *s.out);
+    std::memset(s.sum, 0, rounded * sizeof *s.sum);
+    for (std::int64_t i = 0; i < rounded; ++i) s.peak[i] = s.shift[i] = -infinity;
+    if (count) {
+        const T *q = row_of<const T>(w.o.q, item.seq, item.head0, item.row);
+        pack_beside<Format>(q, w.o.q.stride_head[item.seq], item.heads, w.p.dim_qk, w.sizes.main_words, 0, w.sizes.words, s.q);
+        if (w.p.dim_rope) {
+            const T *rope = row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row);
+            pack_beside<Format>(rope, w.o.q_rope.stride_head[item.seq], item.heads, w.p.dim_rope,
+                                w.sizes.words - w.sizes.main_words, w.sizes.main_words, w.sizes.words, s.q);
+        }
+    }
+    for (std::int64_t at = 0; at < count; at += s.chunk) {
+        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at});
+    }
+    store_heads<Format, T>(w);
+    return count == 0;
+}
+
+}  // namespace
+}  // namespace fusion

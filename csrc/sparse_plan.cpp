@@ -1,0 +1,230 @@
+#include "sparse_plan.h"
+
+#include "arena.h"
+#include "denormals.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace fusion {
+namespace {
+
+// Sums of key gradients in memory at a time, unless one sequence alone takes more.
+constexpr std::size_t wave_bytes = std::size_t{256} << 20;
+constexpr std::int64_t keys_per_item = 64;
+constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
+
+void require(bool holds, const char *what) {
+    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native selection: ") + what);
+}
+
+std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+
+std::size_t lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
+struct Progress {
+    std::atomic<std::int64_t> next, last;
+};
+
+}  // namespace
+
+struct SparsePlan::State {
+    SparseJob job;
+    char *sums;
+    float *shares;  // [item][most_heads_], for dsink
+    Progress *progress;
+    std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
+
+    static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
+        static_cast<Line *>(self)->state->wait_for(static_cast<Line *>(self)->first_item, item, first, last);
+    }
+    static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
+        Progress &own = static_cast<Line *>(self)->state->progress[item];
+        own.last.store(last, std::memory_order_relaxed);
+        own.next.store(next > last ? never : next, std::memory_order_release);
+    }
+
+    struct Line {  // one thread's view of the queue
+        State *state;
+        std::int64_t first_item;
+    };
+
+    void wait_for(std::int64_t unit_first, std::int64_t item, std::int64_t first, std::int64_t last) {
+        std::int64_t from = finished.load(std::memory_order_acquire);
+        while (from < item && progress[from].next.load(std::memory_order_acquire) == never) ++from;
+        std::int64_t known = finished.load(std::memory_order_relaxed);
+        while (known < from && !finished.compare_exchange_weak(known, from, std::memory_order_acq_rel)) {
+        }
+        for (std::int64_t other = std::max(from, unit_first); other < item; ++other) {
+            // Who waits lets others run, since cores may be fewer than threads.
+            for (int spins = 0;; ++spins) {
+                const std::int64_t next = progress[other].next.load(std::memory_order_acquire);
+                if (next > last || progress[other].last.load(std::memory_order_relaxed) < first) break;
+                if (spins > 64) std::this_thread::yield();
+            }
+        }
+    }
+};
+
+SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+                       bool backward)
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)), backward_(backward) {
+    const SparseProblem &p = problem_;
+    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
+    require(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0, "a head dim is not positive");
+    require(p.select_count > 0 && p.select_block > 0, "nothing is selected");
+    require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
+    const std::int64_t group = p.heads_q / p.heads_kv;
+    const auto columns = static_cast<std::size_t>(kernels_.sum_columns(p));
+    std::size_t used = 0;
+    for (std::size_t b = 0; b < sequences_.size(); ++b) {
+        const Sequence &seq = sequences_[b];
+        require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+        require(seq.kv_len < never >> 33 && p.select_block < never >> 33, "a sequence is longer than 2^30 keys");
+        first_row_.push_back(rows_);
+        rows_ += seq.q_len;
+        longest_ = std::max(longest_, seq.kv_len);
+        // Few rows leave cores idle, unless they share the heads.
+        const std::int64_t tile = seq.q_len * p.heads_kv < 8 && !p.indexes ? std::min<std::int64_t>(group, 32) : group;
+        most_heads_ = std::max(most_heads_, tile);
+        const std::size_t bytes = lines(static_cast<std::size_t>(seq.kv_len) * columns * sizeof(float));
+        for (std::int64_t head = 0; backward_ && head < p.heads_kv; ++head) {
+            if (waves_.empty() || (used && used + bytes > wave_bytes)) {
+                waves_.push_back({units_.size(), units_.size(), 0});
+                used = 0;
+            }
+            Wave &wave = waves_.back();
+            units_.push_back({static_cast<std::int64_t>(b), head, wave.items, tile, used});
+            wave.items += seq.q_len * pieces(group, tile);
+            ++wave.end;
+            used += bytes;
+            sums_bytes_ = std::max(sums_bytes_, used);
+            most_items_ = std::max(most_items_, wave.items);
+        }
+    }
+    first_row_.push_back(rows_);
+}
+
+// Heads of an item of the forward. A head's bits do not depend on it, so it may depend on the number of threads.
+std::int64_t SparsePlan::forward_tile(int threads) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, items = rows_ * problem_.heads_kv;
+    if (items >= 8 * static_cast<std::int64_t>(threads) || items % threads == 0) return group;
+    return std::min(group, std::max<std::int64_t>(8, pieces(pieces(group, threads), 4) * 4));
+}
+
+SparsePlan::Layout SparsePlan::layout(int threads) const {
+    if (!backward_) {
+        const std::int64_t tile = forward_tile(threads);
+        const std::int64_t items = rows_ * problem_.heads_kv * pieces(problem_.heads_q / problem_.heads_kv, tile);
+        const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items, 1)));
+        return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team};
+    }
+    const auto items = static_cast<std::size_t>(most_items_);
+    const std::size_t shares = problem_.has_sink ? lines(items * static_cast<std::size_t>(most_heads_) * sizeof(float)) : 0;
+    const std::int64_t most = std::max<std::int64_t>({most_items_, pieces(longest_, keys_per_item), 1});
+    const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
+    return {sums_bytes_, shares, lines(items * sizeof(Progress)), kernels_.gradient_bytes(problem_, most_heads_, longest_),
+            team};
+}
+
+std::size_t SparsePlan::workspace_bytes(int threads) const {
+    const Layout at = layout(threads);
+    return at.sums + at.shares + at.progress + at.scratch * static_cast<std::size_t>(at.team);
+}
+
+SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, unit.tile);
+    const std::int64_t head = index % tiles * unit.tile;
+    return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), index / tiles};
+}
+
+const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item) const {
+    const auto before = [](std::int64_t i, const Unit &unit) { return i < unit.first_item; };
+    return *(std::upper_bound(units_.begin() + wave.first, units_.begin() + wave.end, item, before) - 1);
+}
+
+void SparsePlan::run(const SparseOperands &operands, int threads) const {
+    const SparseJob job = {&problem_, &operands, sequences_.data()};
+    const Layout at = layout(threads);
+    const Lease memory(workspace_bytes(threads));
+    if (!backward_) return attend(job, memory.data(), forward_tile(threads), at);
+    State state{job, memory.data(), reinterpret_cast<float *>(memory.data() + at.sums), nullptr, {}, {}};
+    char *const progress = memory.data() + at.sums + at.shares, *const scratch = progress + at.progress;
+    state.progress = reinterpret_cast<Progress *>(progress);
+    std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
+    for (const Wave &wave : waves_) {
+        state.taken = state.finished = 0;
+        for (std::int64_t i = 0; i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
+#pragma omp parallel num_threads(at.team)
+        {
+            const FlushDenormals flushed;
+            descend(wave, state, scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num()));
+        }
+        for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
+            const Unit &unit = unit_of(wave, i);
+            const SparseItem item = item_at(unit, i - unit.first_item);
+            for (std::int64_t h = 0; h < item.heads; ++h) dsink[item.head0 + h] += state.shares[i * most_heads_ + h];
+        }
+    }
+    for (std::size_t h = 0; h < dsink.size(); ++h) operands.dsink[h] = static_cast<float>(dsink[h]);
+}
+
+void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, tile);
+    const std::int64_t items = rows_ * problem_.heads_kv * tiles;
+#pragma omp parallel num_threads(at.team)
+    {
+        const FlushDenormals flushed;
+        void *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
+#pragma omp for schedule(dynamic, 1)
+        for (std::int64_t i = 0; i < items; ++i) {
+            const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_;
+            const std::int64_t b = std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1;
+            const std::int64_t head = i % tiles * tile;
+            const SparseItem item = {b, head_kv, head_kv * group + head, std::min(tile, group - head), row - first_row_[b]};
+            kernels_.attend(job, item, own);
+        }
+    }
+}
+
+// Called by every thread of a team.
+void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
+    const auto units = static_cast<std::int64_t>(wave.end - wave.first);
+    const std::int64_t columns = kernels_.sum_columns(problem_), blocks = pieces(longest_, keys_per_item);
+    const auto keys_of = [&](std::int64_t i, auto body) {
+        const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
+        const std::int64_t first = i % blocks * keys_per_item, kv_len = sequences_[unit.seq].kv_len;
+        const std::int64_t end = std::min(first + keys_per_item, kv_len);
+        if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
+    };
+#pragma omp for schedule(dynamic, 4)
+    for (std::int64_t i = 0; i < units * blocks; ++i) {
+        keys_of(i, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
+            std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
+        });
+    }
+    // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
+    for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
+        const Unit &unit = unit_of(wave, i);
+        State::Line line = {&state, unit.first_item};
+        const Turn turn = {&line, i, State::wait, State::done};
+        const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
+        kernels_.gradient(state.job, item_at(unit, i - unit.first_item), turn, sums, state.shares + i * most_heads_, scratch);
+    }
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 4)
+    for (std::int64_t i = 0; i < units * blocks; ++i) {
+        keys_of(i, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
+            kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
+        });
+    }
+}
+
+}  // namespace fusion

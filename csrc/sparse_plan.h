@@ -1,0 +1,65 @@
+// Selected keys on given lengths: who computes which row when, in which order key gradients are summed, and the memory.
+//
+// An item is a row and some or all heads that share a key head. In the backward, items of one sequence and key head add to
+// the same sums of key gradients, always in the order of rows, so bits do not depend on the number of threads.
+// Compiled for the baseline instruction set.
+
+#pragma once
+
+#include "variant_sparse.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace fusion {
+
+class SparsePlan {
+public:
+    // Throws std::invalid_argument where sizes do not fit together.
+    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences, bool backward);
+
+    // What run() takes besides operands and results; threads: as given to run().
+    std::size_t workspace_bytes(int threads) const;
+
+    // Throws std::bad_alloc before anything is written.
+    void run(const SparseOperands &operands, int threads) const;
+
+    const SparseProblem &problem() const { return problem_; }
+    std::size_t sequences() const { return sequences_.size(); }
+    bool backward() const { return backward_; }
+
+private:
+    struct Unit {  // a sequence and a key head
+        std::int64_t seq, head_kv, first_item, tile;  // tile: heads of an item
+        std::size_t offset;                           // of its sums in the wave's memory
+    };
+    struct Wave {  // units whose sums are in memory together
+        std::size_t first, end;
+        std::int64_t items;
+    };
+    struct Layout {  // of the workspace
+        std::size_t sums, shares, progress, scratch;
+        int team;
+    };
+    struct State;  // of a run
+
+    std::int64_t forward_tile(int threads) const;
+    Layout layout(int threads) const;
+    SparseItem item_at(const Unit &unit, std::int64_t index) const;
+    const Unit &unit_of(const Wave &wave, std::int64_t item) const;
+    void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
+    void descend(const Wave &wave, State &state, char *scratch) const;
+
+    const SparseKernels &kernels_;
+    SparseProblem problem_;
+    std::vector<Sequence> sequences_;
+    bool backward_;
+    std::int64_t rows_ = 0, longest_ = 0, most_items_ = 0, most_heads_ = 0;
+    std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
+    std::vector<Unit> units_;
+    std::vector<Wave> waves_;
+    std::size_t sums_bytes_ = 0;
+};
+
+}  // namespace fusion

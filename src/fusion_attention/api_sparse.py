@@ -1,0 +1,164 @@
+"""The pythonic face of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention import operators, sparse_autograd, sparse_operators
+from fusion_attention.contract import bind
+from fusion_attention.ops import indexer, sparse
+from fusion_attention.ops.indexer_lower import indexer_call
+from fusion_attention.ops.sparse_lower import sparse_call
+
+__all__ = ["lightning_indexer", "sparse_attention"]
+
+Tensor = torch.Tensor
+Lengths = Sequence[int] | Tensor | None
+
+
+_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (sparse.OWN, indexer.OWN)}
+
+
+def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A function's arguments (by its own names) by the record's canonical names."""
+    return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
+
+
+def lightning_indexer(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int = 2048,
+    *,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    causal: bool = True,
+    page_table: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The keys that matter most to every row, and how much.
+
+        I_j = sum_h w_h * max(0, q_h . k_j);  indices, values = the top_k largest I among the keys that a row sees
+
+    The values are differentiable in q, k and weights; no scale is applied: fold it into the weights.
+
+    Args:
+        q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
+        k: key rows, [B, S2, 1, D], one head for all query heads.
+        weights: of query heads, [B, S1, N1], in q's dtype or float32.
+        top_k: keys that a row chooses.
+        layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
+        causal: rows see keys up to their own, the last row the last key; False: all keys.
+        page_table: int32 [B, M]: k is pages [P, page, 1, D], and these are the pages of every sequence.
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        (indices, values): int32 [B, S1, 1, top_k] ([T1, 1, top_k]), positions within the sequence, by descending
+        score and, among equals, ascending index; -1 behind the last. The scores in q's dtype; -inf behind the last.
+
+    Raises:
+        ContractError: a call that docs/ops/lightning_indexer.md does not allow; the message says what to do.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the same problem as CANN's LightningIndexer.
+
+    Example:
+        >>> q, k, weights = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.rand(1, 6, 4)
+        >>> indices, values = lightning_indexer(q, k, weights, 3)
+        >>> indices[0, 0, 0].tolist()
+        [0, -1, -1]
+    """
+    args = _canonical("lightning_indexer", locals())
+    operators.autocast(args, ("query", "key"))
+    if operators.needed(args.values()):
+        found, scores = sparse_operators.indexer("lightning_indexer", args, backend)
+        return found, scores
+    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        indices, values = sparse_autograd.indexer(indexer_call(bind(indexer.OWN, args)), backend)
+        return indices, values
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 1,
+    causal: bool = True,
+    dim_v: int = 0,
+    sink: Tensor | None = None,
+    page_table: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over the blocks of keys that every row selects.
+
+        s_j = scale * (q . k_j + q_rope . k_rope_j)
+        out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink)),  j over the selected keys that the row sees
+
+    Differentiable in q, k, v, q_rope, k_rope and sink. docs/sparse_attention.md says which entries of a list count.
+
+    Args:
+        q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
+        k: key rows, [B, S2, N2, D]; N1 is a multiple of N2.
+        v: value rows, [B, S2, N2, Dv]; None: the first dim_v elements of k's rows, whose gradient then holds both.
+        indices: int32 or int64 [B, S1, N2, K]: selected blocks of every row, -1 behind the last.
+        layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T1, N2, K].
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
+        q_rope, k_rope: rope parts [B, S1, N1, Dr], [B, S2, N2, Dr].
+        scale: factor on the dot products; None: 1 / sqrt(D + Dr).
+        block: tokens of a block, 1 to 128; entry b selects the tokens b * block to b * block + block - 1.
+        causal: rows see keys up to their own, the last row the last key; False: all keys.
+        dim_v: where v is None, elements of a value row; 0: all of the key's.
+        sink: float32 [N1]; one more logit per row and head in the denominator.
+        page_table: int32 [B, M]: k, v and k_rope are pages [P, page, N2, D], and these are the pages of every sequence.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; not differentiable.
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
+
+    Raises:
+        ContractError: a call that docs/ops/sparse_attention.md does not allow; an index out of range is named by batch,
+            row and slot.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the same Problem as CANN's SparseFlashAttention.
+
+    Example:
+        >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)
+        >>> everything = torch.arange(6).expand(1, 6, 1, 6)
+        >>> out = sparse_attention(q, kv, None, everything)
+        >>> heads_first = q.transpose(1, 2), kv.transpose(1, 2), kv.transpose(1, 2)
+        >>> dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        >>> torch.allclose(out, dense.transpose(1, 2), atol=1e-5)
+        True
+    """
+    args = _canonical("sparse_attention", locals())
+    operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    if operators.needed(args.values()):
+        out, max_, sum_ = sparse_operators.attention("sparse_attention", args, backend)
+        return (out, _lse(max_, sum_, layout)) if return_lse else out
+    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        call = replace(sparse_call(bind(sparse.OWN, args)), stats=return_lse)
+        out, *stats = sparse_autograd.attention(call, backend)
+        return (out, _lse(stats[0], stats[1], layout)) if stats else out
+
+
+def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
+    """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
+    lse = max_ + sum_.log()  # 0 and 0 in a row without keys: -inf
+    return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

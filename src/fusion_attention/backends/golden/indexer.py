@@ -1,0 +1,76 @@
+"""The specification in float64: the lightning indexer and its gradients, written as the formulas are.
+
+Builds whole score matrices and sorts whole rows. What a row does not see, or does not select, never reaches a result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.golden.attention import weighted_sum
+from fusion_attention.backends.golden.selection import added_up, scanned
+from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+
+_INF = float("inf")
+
+
+def _load(
+    problem: IndexerProblem, extents: Extents, operands: IndexerOperands, b: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q [heads, q_len, dim], k [1, kv_len, dim], weights [heads, q_len, 1], dots [heads, q_len, kv_len])."""
+    q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
+    q = operands.q.sequence(b, problem.heads, q_len).double()
+    k = operands.k.sequence(b, 1, kv_len).double()
+    weights = operands.weights.sequence(b, 1, q_len).double()[0].T.unsqueeze(-1)
+    return q, k, weights, q @ k.mT
+
+
+@torch.no_grad()
+def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
+    """Writes the indices, and the values, of the top_k largest scores I = sum_h w_h * max(0, q_h . k) of every row.
+
+    Scores descend, equal ones by ascending index; a NaN stands before all numbers. A score of -inf is a key not seen.
+    """
+    for b in range(len(extents)):
+        _, _, weights, dots = _load(problem, extents, operands, b)
+        q_len, kv_len = dots.shape[1:]
+        edges = extents.row_interval(b, np.arange(q_len))
+        first, end = (torch.from_numpy(edge).to(dots.device)[:, None] for edge in edges)
+        key = torch.arange(kv_len, device=dots.device)
+        scores = (weights * dots.clamp(min=0)).sum(0).where((key >= first) & (key < end), -_INF)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        found = min(problem.top_k, kv_len)
+        indices = order.new_full((q_len, problem.top_k), -1)
+        values = scores.new_full((q_len, problem.top_k), -_INF)
+        values[:, :found] = scores[:, :found]
+        indices[:, :found] = order[:, :found].where(values[:, :found] != -_INF, -1)
+        operands.indices.sequence(b, 1, q_len).copy_(indices)
+        if operands.values is not None:
+            operands.values.sequence(b, 1, q_len).copy_(values)
+
+
+@torch.no_grad()
+def indexer_backward(
+    problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands, grads: IndexerGrads
+) -> None:
+    """Writes the gradients of the values that were chosen: dI is dvalues, added up where the list names a key.
+
+    dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q,  S = q . k
+    """
+    for b in range(len(extents)):
+        q, k, weights, dots = _load(problem, extents, operands, b)
+        heads, q_len, kv_len = dots.shape
+        entries, read = scanned(operands.indices, extents, b, 1, 1)
+        _, end = extents.row_interval(b, np.arange(q_len))
+        read = read & (entries < torch.from_numpy(end).to(q.device)[:, None])
+        dvalues = grads.dvalues.sequence(b, 1, q_len).double()
+        chosen = added_up(read.double(), entries, read, kv_len) > 0  # [1, q_len, kv_len]
+        dscores = added_up(dvalues, entries, read, kv_len)
+        dweights = (dscores * dots.clamp(min=0)).where(chosen, 0).sum(-1)  # [heads, q_len]
+        live = chosen & (dots > 0)
+        ddots = (dscores * weights).where(live, 0)
+        grads.dweights.sequence(b, 1, q_len).copy_(dweights.T[None])
+        grads.dq.sequence(b, heads, q_len).copy_(weighted_sum(ddots, live, k.expand(heads, -1, -1)))
+        dk = weighted_sum(ddots.mT, live.mT, q).sum(0, keepdim=True)
+        grads.dk.sequence(b, 1, kv_len).copy_(dk)

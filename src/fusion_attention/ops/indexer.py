@@ -1,0 +1,304 @@
+"""CANN's lightning indexer and its gradient, and this library's own `lightning_indexer`: their records.
+
+Rules stand in sparse_rules.py, the way down to an IndexerProblem in indexer_lower.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.ops.indexer_lower import lower
+from fusion_attention.ops.sparse import (
+    DETERMINISTIC,
+    KV_LENGTHS,
+    LAYOUT,
+    LAYOUT_KV,
+    LAYOUTS,
+    MODE,
+    NEXT,
+    OWN_CAUSAL,
+    OWN_FLOATS,
+    OWN_KEY_LENGTHS,
+    OWN_KV_LENGTHS,
+    OWN_Q_LENGTHS,
+    OWN_SAMPLE,
+    PACKED_SAMPLE,
+    PRE,
+    Q_LENGTHS,
+    QUERY,
+    TABLE,
+    key_layout,
+    output,
+    rows,
+    spelled,
+)
+from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
+from fusion_attention.ops.sparse_rules import (
+    LENGTHS,
+    NEEDS_KEY_LENGTHS,
+    PAGES,
+    SELECTION,
+    SIZES,
+    TABLES,
+    first_block,
+)
+from fusion_attention.record import INVALID, Attr, Op, Rule, Tensor
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+KEY = Tensor(
+    "key", "Key rows, one head for all query heads.", dtypes="=query", shape=rows("2", "1", "D"), form=key_layout
+)
+WEIGHTS = Tensor(
+    "weights",
+    "Weight of every query head, in the query's dtype or float32; scale factors belong into it.",
+    dtypes="float16 bfloat16 float32",
+    shape={"BSND": "B S1 N1", "TND": "T1 N1"},
+)
+COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576", bad=0)
+LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without heads": "T1 K"}
+
+
+def _list_layout(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """The layout of lists, whose axis of one head may be left out."""
+
+    def layout(names: Mapping[str, Any]) -> str:
+        given, own = names.get(name), str(names.get("layout", ""))
+        bare = isinstance(given, torch.Tensor) and given.dim() == (3 if own == "BSND" else 2)
+        return f"{own} without heads" if bare else own
+
+    return layout
+
+
+DVALUES = Tensor("dy", "Gradient of the values.", dtypes="=query", shape=LISTS, form=_list_layout("dy"))
+INDICES = Tensor(
+    "sparse_indices",
+    "The forward's indices.",
+    dtypes="int32 int64",
+    shape=LISTS,
+    form=_list_layout("sparse_indices"),
+    make=first_block,
+)
+CHOSEN = output("sparse_indices_out", "The keys chosen, best first; -1 behind the last.", rows("1", "1", "K"), "int32")
+VALUES = output("sparse_values_out", "Their scores; -inf behind the last.", rows("1", "1", "Kv"))
+RETURN_VALUES = Attr("return_values", "Return the scores of the chosen keys.", type=bool, default=False)
+HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
+GRADIENTS = (
+    output("dquery", "Gradient of query.", rows("1", "N1", "D")),
+    output("dkey", "Gradient of key.", rows("2", "1", "D"), form=key_layout),
+    output("dweights", "Gradient of weights.", WEIGHTS.shape, "=weights"),
+)
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+INPUTS = (
+    Rule(
+        "same_dtype(weights, query) or float32(weights)",
+        "weights",
+        "convert them with .to(query.dtype)",
+        text="the dtype of query, or float32",
+        when="floating(weights)",
+        stage="dtype",
+        code=INVALID,
+        spoil={"weights": ("B S1 N1", "bfloat16"), "query": ("B S1 N1 D", "float16")},
+    ),
+    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
+)
+HEADS = (Rule("N1 >= 1", "query", "a score is a sum over heads", text="at least one head", spoil={"N1": 0}),)
+LIMITS = (
+    Rule(
+        "not float32(query)",
+        "query",
+        "the chip computes no float32 here",
+        text="float16 or bfloat16",
+        level="limit",
+        code=INVALID,
+        spoil={"query": ("B S1 N1 D", "float32"), "weights": ("B S1 N1", "float32")},
+    ),
+    Rule("N1 <= 64", "query", "the chip takes no more heads", level="limit", spoil={"N1": 65}),
+    Rule(
+        "D == 128",
+        "query",
+        "the chip takes no other dim",
+        when="1 <= D <= 768",
+        level="limit",
+        code=INVALID,
+        spoil={"D": 64},
+    ),
+    Rule(
+        "sparse_count <= 2048 or sparse_count <= 8192 and sparse_count % 1024 == 0",
+        "sparse_count",
+        "the chip takes no other counts",
+        text="1 to 2048, 3072, 4096, ... 8192",
+        level="limit",
+        spoil={"sparse_count": 2049},
+    ),
+    Rule(
+        "not (return_values and block_table is not None)",
+        "return_values",
+        "values serve training, and pages inference",
+        text="no values of paged keys",
+        level="limit",
+        given={"block_table": "2 M", "layout_kv": "PA_BSND", "actual_seq_kvlen": [6, 6]},
+        spoil={"return_values": True},
+    ),
+    Rule(
+        "K == 2048",
+        "sparse_indices",
+        "the chip takes lists of no other length",
+        text="lists of 2048 entries",
+        when="K >= 1",
+        level="limit",
+        spoil={"K": 64},
+    ),
+)
+FORWARD = (
+    Rule(
+        "sparse_values_out is None or sparse_values_out.shape[-1] == sparse_count",
+        "sparse_values_out",
+        "one value for every index",
+        text="as many values as sparse_count says",
+        when="return_values",
+        code=INVALID,
+        given={"return_values": True},
+        spoil={"sparse_values_out": "B S1 1 7"},
+    ),
+    Rule(
+        "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
+        "sparse_indices_out",
+        "as many as are chosen",
+        text="as many indices as sparse_count says",
+        code=INVALID,
+        spoil={"sparse_indices_out": "B S1 1 7"},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that the row sees
+indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""
+BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
+dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
+INDEXER_SIZES = {**SIZES, "D": 128}
+NEUTRAL: dict[str, Any] = {
+    "cumulative": True,
+    "sparse_block_size": 1,
+    "N2": 1,
+    "return_values": False,
+    **dict.fromkeys(("layout_kv", "block_table", "actual_seq_qlen", "actual_seq_kvlen")),
+    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "R", "M", "K", "Kv", "sparse_count", "causal")),
+}
+
+
+def derive(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes; without values they have no axis Kv."""
+    count = names["sparse_count"]
+    return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
+
+
+V1 = Op(
+    "aclnnLightningIndexer",
+    "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
+    "CANN, aclnnLightningIndexer",
+    (
+        *(QUERY, KEY, WEIGHTS),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), COUNT, MODE, PRE, NEXT),
+        *(RETURN_VALUES, CHOSEN, VALUES),
+    ),
+    LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + HEADS + INPUTS + FORWARD + LIMITS,
+    formula=FORMULA,
+    rulings=(6, 13, 17, 18, 20, 23),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral=NEUTRAL,
+    blank_is_absent=True,
+    derive=derive,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=INDEXER_SIZES,
+    samples={
+        "BSND": {"sparse_count": 8},
+        "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE},
+    },
+)
+GRAD_V1 = replace(
+    V1,
+    name="aclnnLightningIndexerGrad",
+    summary="Gradients of the values that LightningIndexer chose, padded or packed.",
+    source="CANN, aclnnLightningIndexerGrad",
+    params=(
+        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
+    ),
+    rules=LENGTHS + NEEDS_KEY_LENGTHS + INPUTS + SELECTION + LIMITS,
+    formula=BACKWARD_FORMULA,
+    rulings=(6, 12, 17, 18, 20, 23, 24),
+    derive=lengths,
+    samples={"TND": PACKED_SAMPLE},
+)
+TORCH = replace(
+    V1,
+    name="npu_lightning_indexer",
+    summary="torch_npu's lightning indexer: (sparse_indices, sparse_values).",
+    source="Ascend op-plugin, npu_lightning_indexer",
+    params=(
+        *(QUERY, KEY, WEIGHTS),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), replace(COUNT, default=2048)),
+        *(MODE, PRE, NEXT, spelled(RETURN_VALUES, "return_value"), CHOSEN, VALUES),
+    ),
+)
+TORCH_GRAD = replace(
+    GRAD_V1,
+    name="npu_lightning_indexer_grad",
+    summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
+    source="Ascend op-plugin, npu_lightning_indexer_grad",
+    rules=HEADS + GRAD_V1.rules,
+    params=(
+        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS),
+    ),
+)
+
+
+def derive_own(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes, and the mode that `causal` stands for."""
+    return lengths(names) | {"K": names["sparse_count"], "sparse_mode": 3 if names["causal"] else 0}
+
+
+OWN = Op(
+    "lightning_indexer",
+    "The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
+    "this library",
+    (
+        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
+        replace(WEIGHTS, dtypes=OWN_FLOATS),
+        spelled(COUNT, "top_k", default=2048),
+        *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, OWN_CAUSAL, spelled(TABLE, "page_table")),
+    ),
+    (*LENGTHS, *OWN_KEY_LENGTHS, *TABLES[:2], *HEADS, *INPUTS),
+    formula=FORMULA,
+    rulings=(6, 13, 17, 18, 23),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral={**NEUTRAL, "cumulative": False, "return_values": True},
+    derive=derive_own,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=INDEXER_SIZES,
+    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **OWN_SAMPLE}},
+)
+
+ACLNN = (V1, GRAD_V1)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD, OWN)

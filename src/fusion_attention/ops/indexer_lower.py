@@ -1,0 +1,183 @@
+"""The lightning indexer below its interfaces' words: the IndexerProblem, the views, and what goes before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_attention.calls import Filled, room
+from fusion_attention.contract import Bound
+from fusion_attention.kv import PagedView, RowView
+from fusion_attention.lower import row_view
+from fusion_attention.ops.sparse_checks import keys_in
+from fusion_attention.ops.sparse_lower import covered, extents_of, key_view
+from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+
+Tensor = torch.Tensor
+INPUTS = ("query", "key", "weights", "block_table")
+RESULTS = ("sparse_indices_out", "sparse_values_out")
+GRADIENTS = ("dquery", "dkey", "dweights")
+
+
+@dataclass(frozen=True, eq=False)
+class Indexer:
+    """A call: what is computed, how its tensors lie, and the tensors.
+
+    Args:
+        layout: of query rows; layout_kv: of key rows.
+    """
+
+    problem: IndexerProblem
+    extents: Extents
+    layout: str
+    layout_kv: str
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    table: Tensor | None
+
+    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
+        """Rows of the query side."""
+        return row_view(tensor, self.layout, heads, self.extents, "q")
+
+    def lists(self, tensor: Tensor) -> RowView:
+        """Rows of one head, whose axis may be left out."""
+        return self.rows(tensor if tensor.dim() == self.query.dim() else tensor.unsqueeze(-2))
+
+    def keys(self, tensor: Tensor) -> RowView | PagedView:
+        """Rows of the key side."""
+        return key_view(tensor, self.layout_kv, 1, self.extents, self.table)
+
+    def operands(self, indices: Tensor, values: Tensor | None) -> IndexerOperands:
+        """The views of the call's tensors and its lists."""
+        return IndexerOperands(
+            q=self.rows(self.query, self.problem.heads),
+            k=self.keys(self.key),
+            weights=self.rows(self.weights.unsqueeze(-2)),
+            indices=self.lists(indices),
+            values=None if values is None else self.lists(values),
+        )
+
+
+class Forward:
+    """A forward call; its results are sparse_indices_out and, where they are wanted, sparse_values_out."""
+
+    verb = "indexer_topk"
+
+    def __init__(self, call: Indexer) -> None:
+        self.call = call
+        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        q, p = self.call.query, self.call.problem
+        shape = (*q.shape[:-2], 1, p.top_k)
+        found = {RESULTS[0]: q.new_empty(shape, dtype=torch.int32)}
+        return found | ({RESULTS[1]: q.new_empty(shape)} if p.has_values else {})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        return _ForwardRun(self.call, outputs)
+
+
+class _ForwardRun(Filled):
+    __slots__ = ("clears", "outputs")
+
+    def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
+        self.outputs = [outputs[name] for name in RESULTS if name in outputs]
+        rooms = [room(tensor) for tensor in self.outputs]
+        self.clears = not covered(call.extents.q_len, call.query, call.layout)
+        super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), tuple(rooms))
+
+    def begin(self) -> None:
+        if self.clears:  # Rows of no sequence choose nothing.
+            for tensor, nothing in zip(self.rooms, (-1, -torch.inf), strict=False):
+                tensor.fill_(nothing)
+
+    def finish(self) -> None:
+        for target, tensor in zip(self.outputs, self.rooms, strict=True):
+            if tensor is not target:
+                target.copy_(tensor)  # This output's rows are not of neighbouring elements.
+
+
+class Backward:
+    """A gradient call: of the values, from the indices that the forward chose."""
+
+    verb = "indexer_backward"
+
+    def __init__(self, call: Indexer, dvalues: Tensor, indices: Tensor) -> None:
+        self.call, self.dvalues, self.indices = call, dvalues, indices
+        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+
+    def results(self) -> dict[str, Tensor]:
+        """The gradients."""
+        given = (self.call.query, self.call.key, self.call.weights)
+        return {name: t.new_empty(t.shape) for name, t in zip(GRADIENTS, given, strict=True)}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its gradients."""
+        return _BackwardRun(self, outputs)
+
+
+class _BackwardRun(Filled):
+    __slots__ = ("clears", "outputs")
+
+    def __init__(self, backward: Backward, outputs: Mapping[str, Tensor]) -> None:
+        call = backward.call
+        self.outputs = [outputs[name] for name in GRADIENTS]
+        dq, dk, dweights = rooms = tuple(room(tensor) for tensor in self.outputs)
+        grads = IndexerGrads(
+            dvalues=call.lists(backward.dvalues),
+            dq=call.rows(dq, call.problem.heads),
+            dk=call.keys(dk),  # type: ignore[arg-type]  # a gradient's keys are not in pages
+            dweights=call.rows(dweights.unsqueeze(-2)),
+        )
+        e = call.extents
+        sides = ((dq, e.q_len, call.layout), (dk, e.kv_len, call.layout_kv), (dweights, e.q_len, call.layout))
+        self.clears = [tensor for tensor, lengths, layout in sides if not covered(lengths, tensor, layout)]
+        # Kernels read 32 bits; every entry was found to fit.
+        super().__init__((call.operands(backward.indices.to(torch.int32), None), grads), rooms)
+
+    def begin(self) -> None:
+        for tensor in self.clears:
+            tensor.zero_()
+
+    def finish(self) -> None:
+        for target, tensor in zip(self.outputs, self.rooms, strict=True):
+            if tensor is not target:
+                target.copy_(tensor)  # As for a forward call's output.
+
+
+def indexer_call(bound: Bound) -> Indexer:
+    """The call of a bound record of the indexer."""
+    n = bound.names
+    known = bound.memo.get("lowered")
+    if known is None:
+        known = bound.memo["lowered"] = (_problem(n), extents_of(n))
+    problem, extents = known
+    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
+    q, k, weights, table = (n[name] for name in INPUTS)
+    return Indexer(problem, extents, n["layout"], form, q, k, weights, table)
+
+
+def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
+    """A bound record of the indexer, forward or gradient."""
+    call = indexer_call(bound)
+    if "dy" not in bound.op.by_name:
+        return Forward(call)
+    return Backward(call, bound["dy"], bound["sparse_indices"])
+
+
+def _problem(n: Mapping[str, Any]) -> IndexerProblem:
+    return IndexerProblem(
+        heads=n["N1"],
+        dim=n["D"],
+        dtype=str(n["query"].dtype).removeprefix("torch."),
+        weights_dtype=str(n["weights"].dtype).removeprefix("torch."),
+        top_k=n["K"],
+        has_values=n["return_values"],
+        page_size=n["Ps"] if n["block_table"] is not None else 0,
+    )

@@ -1,0 +1,462 @@
+"""CANN's sparse attention, forward and gradient, and this library's own `sparse_attention`: their records.
+
+Rules stand in sparse_rules.py, the way down to a Problem in sparse_lower.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
+from fusion_attention.ops.sparse_lower import lower
+from fusion_attention.ops.sparse_rules import (
+    IN_PAGES,
+    LENGTHS,
+    NEEDS_KEY_LENGTHS,
+    PAGES,
+    ROPE,
+    SELECTION,
+    SHAPES,
+    SIZES,
+    TABLES,
+    first_block,
+)
+from fusion_attention.record import INVALID, NULL_POINTER, Array, Attr, Op, Rule, Tensor
+
+FLOATS = "float16 bfloat16 float32"
+UNLIMITED = (1 << 63) - 1
+
+
+def rows(side: str, heads: str, dim: str) -> dict[str, str]:
+    """Axis words of a tensor of query ("1") or key ("2") rows in every layout; heads "" for a tensor without."""
+    shapes = {"BSND": f"B S{side} {heads} {dim}", "TND": f"T{side} {heads} {dim}"}
+    return shapes | ({PAGED: f"P Ps {heads} {dim}"} if side == "2" else {})
+
+
+def key_layout(names: Mapping[str, Any]) -> str:
+    """The layout of a key tensor in a call."""
+    return keys_in(names.get("layout", ""), names.get("layout_kv"), names.get("block_table"))
+
+
+def spelled(param: Any, name: str, **changes: Any) -> Any:
+    """A parameter by another name."""
+    return replace(param, spelled=name, **changes)
+
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+QUERY = Tensor("query", "Query rows.", dtypes=FLOATS, shape=rows("1", "N1", "D"))
+KEY = Tensor("key", "Key rows.", dtypes="=query", shape=rows("2", "N2", "D"), form=key_layout)
+VALUE = Tensor(
+    "value",
+    "Value rows; None: the first Dv elements of the key rows, whose gradient then holds both.",
+    True,
+    dtypes="=query",
+    shape=rows("2", "N2", "Dv"),
+    form=key_layout,
+)
+INDICES = Tensor(
+    "sparse_indices",
+    "Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.",
+    dtypes="int32 int64",
+    shape=rows("1", "N2", "K"),
+    make=first_block,
+)
+DY = Tensor("dy", "Gradient of the output.", dtypes="=query", shape=rows("1", "N1", "Dv"), spelled="d_out")
+ATTENTION_IN = Tensor(
+    "attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "N1", "Dv"), spelled="out"
+)
+STATISTICS = {"BSND": "B N2 S1 G", "TND": "N2 T1 G"}
+MAX_IN = Tensor(
+    "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros
+)
+SUM_IN = Tensor(
+    "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
+)
+TABLE = Tensor(
+    "block_table",
+    f"The pages of every sequence, for keys in layout {PAGED}.",
+    True,
+    dtypes="int32 int64",
+    shape="R M",
+    make=lambda shape: torch.zeros(shape, dtype=torch.int32),
+)
+Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND (needed): their cumulative ends.", True)
+KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence; TND (needed): their cumulative ends.", True)
+QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="=query", shape=rows("1", "N1", "Dr"))
+KEY_ROPE = Tensor(
+    "key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "N2", "Dr"), form=key_layout
+)
+SINKS = Tensor("sinks", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
+SCALE = Attr("scale_value", "Factor on query . key.", type=float)
+BLOCK = Attr(
+    "sparse_block_size",
+    "Tokens of a selected block.",
+    domain="1 <= sparse_block_size <= 128",
+    bad=129,
+)
+LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
+LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
+MODE = Attr(
+    "sparse_mode",
+    "0: rows see all keys; 3: causal, the last row sees the last key.",
+    default=3,
+    domain="sparse_mode in (0, 3)",
+    bad=2,
+)
+PRE = Attr("pre_tokens", "Without effect.", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Without effect.", default=UNLIMITED)
+ATTENTION_MODE = Attr(
+    "attention_mode",
+    "2: value is the key's first part, as everywhere here; the chip takes no other.",
+    default=0,
+    domain="attention_mode in (0, 1, 2)",
+    bad=3,
+)
+RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
+DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
+
+
+def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
+    """A tensor that an operator writes."""
+    return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
+
+
+OUT = output("attention_out", "The output rows.", rows("1", "N1", "Dv"))
+MAX_OUT = output("softmax_max", "Row maxima of the scaled scores; 0 where a row sees no key.", STATISTICS, "float32")
+SUM_OUT = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees no key.", STATISTICS, "float32")
+GRADIENTS = (
+    output("dquery", "Gradient of query.", rows("1", "N1", "D")),
+    output("dkey", "Gradient of key.", rows("2", "N2", "D"), form=key_layout),
+    output("dvalue", "Gradient of value.", rows("2", "N2", "Dv"), form=key_layout),
+    output("dquery_rope", "Gradient of query_rope.", rows("1", "N1", "Dr")),
+    output("dkey_rope", "Gradient of key_rope.", rows("2", "N2", "Dr"), form=key_layout),
+)
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+LIMITS = (
+    Rule(
+        "not float32(query)",
+        "query",
+        "the chip computes no float32 here",
+        text="float16 or bfloat16",
+        level="limit",
+        code=INVALID,
+        spoil={"query": ("B S1 N1 D", "float32")},
+    ),
+    Rule(
+        "N2 == 1",
+        "key",
+        "the chip takes one key head",
+        when="N2 > 0 and N1 % N2 == 0",
+        level="limit",
+        spoil={"N2": 2, "G": 2},
+    ),
+    Rule(
+        "N1 <= 128 and power_of_two(N1)",
+        "query",
+        "the chip takes no other head counts",
+        text="1, 2, 4, ... 128 heads",
+        level="limit",
+        spoil={"N1": 3, "G": 3},
+    ),
+    Rule(
+        "D == 512",
+        "query",
+        "the chip takes no other dim",
+        when="1 <= D <= 768",
+        level="limit",
+        code=INVALID,
+        spoil={"D": 64},
+    ),
+    Rule(
+        "Dv == 512",
+        "value",
+        "the chip takes no other dim",
+        when="value is not None and 1 <= Dv <= 768",
+        level="limit",
+        code=INVALID,
+        spoil={"Dv": 64},
+    ),
+    Rule(
+        "Dr == 64",
+        "query_rope",
+        "the chip takes no other dim",
+        when="query_rope is not None and 1 <= Dr <= 768",
+        level="limit",
+        code=INVALID,
+        given=ROPE,
+        spoil={"Dr": 32},
+    ),
+)
+FORWARD_LIMITS = (
+    Rule(
+        "power_of_two(sparse_block_size)",
+        "sparse_block_size",
+        "the chip takes no other blocks",
+        text="a power of two",
+        level="limit",
+        spoil={"sparse_block_size": 3},
+    ),
+    Rule(
+        "Ps % sparse_block_size == 0",
+        "sparse_block_size",
+        "the chip takes no block that lies in two pages",
+        text="a block size that divides the page size",
+        when="block_table is not None and power_of_two(sparse_block_size)",
+        level="limit",
+        given=IN_PAGES,
+        spoil={"sparse_block_size": 32},
+    ),
+    Rule(
+        "attention_mode == 2", "attention_mode", "the chip knows no other", level="limit", spoil={"attention_mode": 0}
+    ),
+)
+FORWARD = (
+    Rule(
+        "value is not None or Dv in (None, D)",
+        "attention_out",
+        "without a value its rows are the key's",
+        text="rows as long as the key's",
+        code=INVALID,
+        given={"value": None},
+        spoil={"attention_out": "B S1 N1 G"},
+    ),
+    Rule(
+        "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
+        "softmax_max",
+        "statistics have the query heads of a key head on their last axis",
+        text="a last axis of N1 / N2",
+        when="return_softmax_lse",
+        code=INVALID,
+        given={"return_softmax_lse": True},
+        spoil={"softmax_max": "B N2 S1 3"},
+    ),
+)
+BACKWARD = (
+    Rule(
+        "N2 * G == N1",
+        "softmax_max",
+        "statistics have the query heads of a key head on their last axis",
+        text="a last axis of N1 / N2",
+        when="N2 > 0 and N1 % N2 == 0",
+        code=INVALID,
+        spoil={"G": 3},
+    ),
+    Rule(
+        "value is not None or Dv == D",
+        "dy",
+        "without a value its rows are the key's",
+        text="rows as long as the key's",
+        code=INVALID,
+        given={"value": None},
+        spoil={"Dv": 256},
+    ),
+    Rule(
+        "sparse_block_size in (1, 8, 16, 32, 64)",
+        "sparse_block_size",
+        "the chip takes no other blocks",
+        level="limit",
+        spoil={"sparse_block_size": 4},
+    ),
+    Rule(
+        "K == 2048",
+        "sparse_indices",
+        "the chip takes lists of no other length",
+        text="lists of 2048 entries",
+        when="K >= 1",
+        level="limit",
+        spoil={"K": 64},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        over the keys j of the selected blocks that the row sees
+max = max_j s_j,  sum = sum_j exp(s_j - max) + exp(sink - max),  out = sum_j exp(s_j - max) v_j / sum"""
+BACKWARD_FORMULA = """P_j = exp(s_j - max) / sum,  dS_j = P_j * (dY . v_j - dY . out)    from the saved max, sum and out
+dq = scale * sum_j dS_j k_j,  dk_j += scale * dS_j q,  dv_j += P_j dY               and so for the rope parts"""
+NEUTRAL: dict[str, Any] = {
+    "cumulative": True,
+    "sparse_block_size": 1,
+    "return_softmax_lse": False,
+    **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "value")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen")),
+    **dict.fromkeys(
+        ("B", "S1", "S2", "T1", "T2", "N1", "N2", "D", "Dv", "Dr", "G", "P", "Ps", "R", "M", "K", "causal", "dim_v")
+    ),
+}
+LAYOUTS = ("BSND", "TND")
+PACKED_SAMPLE = {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}
+SAMPLE: dict[str, Any] = {"value": True, "scale_value": 0.1, "sparse_block_size": 1}
+FORWARD_SAMPLES = {
+    "BSND": {**SAMPLE, "attention_mode": 2},
+    "TND": {**SAMPLE, "attention_mode": 2, "layout_kv": "TND", **PACKED_SAMPLE},
+}
+BACKWARD_SAMPLES = {"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED_SAMPLE}}
+RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + SHAPES + SELECTION
+
+
+def derive(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes; without a value its rows are the key's."""
+    found = lengths(names)
+    if names["value"] is None and names["Dv"] is None:
+        found["Dv"] = names["D"]
+    return found
+
+
+def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
+    """derive(), and whether there are statistics: without them they have no axis G."""
+    group = names["N1"] // names["N2"] if names["return_softmax_lse"] and names["N2"] else None
+    return derive(names) | {"G": group}
+
+
+V1 = Op(
+    "aclnnSparseFlashAttention",
+    "Attention over the blocks of keys that every row selects.",
+    "CANN, aclnnSparseFlashAttention",
+    (
+        *(QUERY, KEY, VALUE, INDICES, TABLE),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
+        *(ATTENTION_MODE, RETURN_STATS, OUT, MAX_OUT, SUM_OUT),
+    ),
+    RULES + FORWARD + LIMITS + FORWARD_LIMITS,
+    formula=FORMULA,
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral=NEUTRAL,
+    blank_is_absent=True,
+    derive=derive_forward,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=SIZES,
+    samples=FORWARD_SAMPLES,
+)
+GRAD_V1 = replace(
+    V1,
+    name="aclnnSparseFlashAttentionGrad",
+    summary="Gradients of SparseFlashAttention, padded or packed.",
+    source="CANN, aclnnSparseFlashAttentionGrad",
+    params=(
+        *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
+    ),
+    rules=RULES + LIMITS + BACKWARD,
+    formula=BACKWARD_FORMULA,
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25),
+    derive=derive,
+    samples=BACKWARD_SAMPLES,
+)
+TORCH = replace(
+    V1,
+    name="npu_sparse_flash_attention",
+    summary="torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
+    source="Ascend op-plugin, npu_sparse_flash_attention",
+    params=(
+        *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE),
+        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
+        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY_ROPE, KEY_ROPE, replace(BLOCK, default=1), spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
+        *(ATTENTION_MODE, RETURN_STATS, SINKS, OUT, MAX_OUT, SUM_OUT),
+    ),
+)
+TORCH_GRAD = replace(
+    GRAD_V1,
+    name="npu_sparse_flash_attention_grad",
+    summary="Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
+    source="Ascend op-plugin, npu_sparse_flash_attention_grad",
+    params=(
+        *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),
+        *(Q_LENGTHS, KV_LENGTHS, LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE, *GRADIENTS),
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------- the library's own
+
+OWN_FLOATS = f"{FLOATS} float64"
+OWN_Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
+OWN_KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
+OWN_CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
+OWN_KEY_LENGTHS = (
+    Rule(
+        "actual_seq_kvlen is not None",
+        "actual_seq_kvlen",
+        "pages do not show where a sequence ends",
+        text="the lengths of paged keys",
+        when="block_table is not None",
+        stage="presence",
+        code=NULL_POINTER,
+        given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
+        spoil={"actual_seq_kvlen": None},
+    ),
+    Rule(
+        "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
+        "actual_seq_kvlen",
+        "without them the query's lengths serve keys too",
+        text="lengths of keys, or as many keys as the query's lengths add up to",
+        when="actual_seq_qlen is not None",
+        only=("TND",),
+        stage="lengths",
+        given={"T2": 8, "actual_seq_kvlen": None},
+        spoil={"T2": 6},
+    ),
+)
+OWN_SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
+
+
+def derive_own(names: dict[str, Any]) -> dict[str, Any]:
+    """derive(), with the mode that `causal` stands for, and dim_v where it is given."""
+    found = lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
+    if names["value"] is None:
+        found["Dv"] = names["dim_v"] or names["D"]
+    return found
+
+
+OWN = Op(
+    "sparse_attention",
+    "Softmax attention over the blocks of keys that every row selects.",
+    "this library",
+    (
+        spelled(QUERY, "q", dtypes=OWN_FLOATS),
+        *(spelled(KEY, "k"), spelled(VALUE, "v"), spelled(INDICES, "indices"), LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS),
+        *(spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
+        spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None),
+        spelled(BLOCK, "block", default=1),
+        OWN_CAUSAL,
+        Attr("dim_v", "Where v is None: its elements, the first of the key's; 0: all.", default=0),
+        *(spelled(SINKS, "sink"), spelled(TABLE, "page_table")),
+    ),
+    (
+        *(LENGTHS + OWN_KEY_LENGTHS + TABLES[:2] + SHAPES + SELECTION),
+        Rule(
+            "0 <= dim_v <= D and (dim_v == 0 or value is None)",
+            "dim_v",
+            "a v has a last axis of its own",
+            text="at most the key's elements, and only without v",
+            spoil={"dim_v": 4},
+        ),
+    ),
+    formula=FORMULA,
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    derive=derive_own,
+    functions=FUNCTIONS,
+    lower=lower,
+    sizes=SIZES,
+    samples={"BSND": {"value": True}, "TND": {"value": True, **OWN_SAMPLE}},
+)
+
+ACLNN = (V1, GRAD_V1)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD, OWN)

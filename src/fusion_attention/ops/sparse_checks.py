@@ -1,0 +1,179 @@
+"""The questions that the rules of sparse attention and of the indexer ask: each answers True, or says what came.
+
+Pure functions of lengths, lists of selected blocks and page tables. Refuses to know levels, codes and wording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.lower import lengths_of
+from fusion_attention.ops.flash_checks import last_end, rising
+
+PAGED = "PA_BSND"
+Outcome = bool | str
+
+
+def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None) -> str:
+    """How keys lie: as their own layout says, in pages where only a table says so, else as the queries."""
+    if layout_kv is not None:
+        return layout_kv
+    return layout if block_table is None else PAGED
+
+
+def lengths_fit(
+    given: np.ndarray | None, ends: bool, count: int | None, longest: int | None, tokens: int | None
+) -> Outcome:
+    """Whether lengths, or cumulative ends, lie in their ranges.
+
+    Args:
+        given: None is legal: what is not needed is not asked.
+        ends: they are cumulative.
+        count: sequences, where tensors show them; longest: the most tokens of one; tokens: of all together.
+    """
+    if given is None:
+        return True
+    if ends:
+        risen = rising(given) if len(given) else "no sequence"
+        last = last_end(given)
+        return risen if risen is not True else last <= (tokens or 0) or f"{last} tokens in all, {tokens} in the tensor"
+    if count is not None and len(given) != count:
+        return f"{len(given)} lengths for {count} sequences"
+    most = tokens if longest is None else longest
+    bad = np.flatnonzero((given < 0) | (given > (most or 0)))
+    if len(bad):
+        return f"length {given[bad[0]]} of sequence {bad[0]}, outside [0, {most}]"
+    total = int(given.sum())
+    return longest is not None or total <= (tokens or 0) or f"{total} tokens in all, {tokens} in the tensor"
+
+
+def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
+    """lengths_fit() of the query side."""
+    packed = layout == "TND"
+    return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
+
+
+def keys_fit(
+    given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
+) -> Outcome:
+    """lengths_fit() of the key side."""
+    if form == PAGED:
+        return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
+    packed = form == "TND"
+    return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s2, t2)
+
+
+def lengths(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths per sequence, and the axes that tensors of the layout do not show."""
+    form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
+    given, cumulative = names["actual_seq_qlen"], names["cumulative"]
+    packed = names["layout"] == "TND"
+    if given is None:
+        q_len = np.full(names["B"], names["S1"], np.int64)
+    else:
+        q_len = lengths_of(given) if packed and cumulative else given
+    given = names["actual_seq_kvlen"]
+    if given is None:
+        kv_len = q_len if packed else np.full(len(q_len), names["S2"], np.int64)
+    else:
+        kv_len = lengths_of(given) if form == "TND" and cumulative else given
+    found: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len}
+    if packed:
+        found |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
+    if form != "BSND":
+        found["S2"] = int(kv_len.max(initial=0))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ page tables
+
+
+def pages_fit(table: torch.Tensor, kv_len: np.ndarray, page: int, pages: int) -> Outcome:
+    """Whether every entry that a sequence reads names a page."""
+    if table.is_meta:
+        return True
+    for b, used in enumerate(-(-kv_len // max(page, 1))):
+        own = table[b, :used]
+        bad = ((own < 0) | (own >= pages)).nonzero()
+        if len(bad):
+            slot = int(bad[0])
+            return f"{int(own[slot])} at batch {b}, slot {slot}, outside [0, {pages})"
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- selected blocks
+
+
+def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
+    """(b, the lists [rows, heads, entries] of sequence b); the axis of heads may be left out."""
+    if indices.dim() == (3 if layout == "BSND" else 2):
+        indices = indices.unsqueeze(-2)
+    start = np.cumsum(q_len) - q_len
+    for b, (first, count) in enumerate(zip(start, q_len, strict=True)):
+        own = indices[b, :count] if layout == "BSND" else indices[first : first + count]
+        if own.numel():
+            yield b, own
+
+
+def _first(bad: torch.Tensor, own: torch.Tensor, b: int) -> str:
+    """The first bad entry of a sequence's lists, and where it stands."""
+    row, head, slot = bad.nonzero()[0].tolist()
+    heads = f"head {head}, " if own.shape[1] > 1 else ""
+    return f"{int(own[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
+
+
+def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
+    """Whether every entry of every row is -1 or names a block of its sequence's keys."""
+    if indices.is_meta:
+        return True
+    for b, own in _lists(indices, layout, q_len):
+        blocks = -(-int(kv_len[b]) // block)
+        low, high = (int(edge) for edge in own.aminmax())
+        if low < -1 or high >= blocks:
+            return f"{_first((own < -1) | (own >= blocks), own, b)}, outside [-1, {blocks})"
+    return True
+
+
+def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
+    """[rows, 1, 1]: how many keys each row sees."""
+    row = torch.arange(rows, device=device)[:, None, None]
+    return (row + keys - rows + 1).clamp(0, keys) if mode == 3 else torch.full_like(row, keys)
+
+
+def at_the_front(
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
+) -> Outcome:
+    """Whether no entry stands where no row reads it: behind a -1, or behind as many as the row sees blocks."""
+    for b, own in _lists(indices, layout, q_len):
+        seen = -(-_visible(mode, len(own), int(kv_len[b]), own.device) // block)
+        slot = torch.arange(own.shape[-1], device=own.device)
+        read = (own >= 0).cumprod(-1).bool() & (slot < seen)
+        bad = (own >= 0) & ~read
+        if bool(bad.any()):
+            return f"{_first(bad, own, b)}, which is not read"
+    return True
+
+
+def in_the_past(
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
+) -> Outcome:
+    """Whether every entry names a block of which its row sees a key."""
+    for b, own in _lists(indices, layout, q_len):
+        bad = own.long() * block >= _visible(mode, len(own), int(kv_len[b]), own.device)
+        if bool(bad.any()):
+            return f"{_first(bad, own, b)}, which its row does not see"
+    return True
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (keys_in, queries_fit, keys_fit, pages_fit, entries_fit, at_the_front, in_the_past)
+} | {
+    "same_dtype": lambda a, b: a.dtype == b.dtype,
+    "float32": lambda t: t.dtype == torch.float32,
+    "floating": lambda t: t.dtype.is_floating_point,
+    "power_of_two": lambda n: n > 0 and n & (n - 1) == 0,
+}

@@ -1,0 +1,283 @@
+"""Sparse attention below its interfaces' words: the Problem, the views, and what goes before and after a run.
+
+Statistics leave as CANN has them, and return as kernels keep them. Refuses to know any record's parameters but these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.calls import Filled, room
+from fusion_attention.contract import Bound
+from fusion_attention.kv import PagedView, RowView
+from fusion_attention.lower import LAYOUTS, row_view
+from fusion_attention.mask import Band
+from fusion_attention.ops.sparse_checks import PAGED, keys_in
+from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+
+Tensor = torch.Tensor
+# Inputs with a gradient, in the order of their gradients, and those without.
+DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
+OTHERS = ("sparse_indices", "block_table")
+STATISTICS = ("softmax_max", "softmax_sum")
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """A call: what is computed, how its tensors lie, and the tensors by canonical name.
+
+    Args:
+        layout: of query rows; layout_kv: of key rows.
+        stats: statistics are returned.
+    """
+
+    problem: Problem
+    extents: Extents
+    layout: str
+    layout_kv: str
+    stats: bool
+    tensors: Mapping[str, Tensor | None]
+
+    @property
+    def query(self) -> Tensor:
+        """The query rows."""
+        found = self.tensors["query"]
+        assert found is not None
+        return found
+
+    def rows(self, tensor: Tensor, heads: int) -> RowView:
+        """Rows of the query side."""
+        return row_view(tensor, self.layout, heads, self.extents, "q")
+
+    def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
+        """Rows of the key side; dim: fewer elements than there are."""
+        view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
+        return dataclasses.replace(view, dim=dim) if dim else view
+
+    def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+        """The views of the call's tensors, its output, and its statistics [.., N1] as kernels keep them."""
+        p, t = self.problem, self.tensors
+        k, v, indices, q_rope, k_rope = (t[n] for n in ("key", "value", "sparse_indices", "query_rope", "key_rope"))
+        assert k is not None
+        assert indices is not None
+        return Operands(
+            q=self.rows(self.query, p.heads_q),
+            k=self.keys(k),
+            v=self.keys(k, p.dim_v) if v is None else self.keys(v),
+            out=self.rows(out, p.heads_q),
+            stats=Stats(*(self.rows(s.unsqueeze(-1), p.heads_q) for s in (max_, sum_))),
+            q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
+            k_rope=None if k_rope is None else self.keys(k_rope),
+            sink=t["sinks"],
+            # Kernels read 32 bits; every entry was found to fit.
+            indices=self.rows(indices.to(torch.int32), p.heads_kv),
+        )
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Room for statistics as kernels keep them: [B, S1, N1] or [T1, N1]."""
+        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        shape = self.query.shape[:-1]
+        return self.query.new_empty(shape, dtype=dtype), self.query.new_empty(shape, dtype=dtype)
+
+    def grouped(self, stats: Tensor) -> Tensor:
+        """A view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
+        p = self.problem
+        return stats.unflatten(-1, (p.heads_kv, p.group)).movedim(-2, 0 if self.layout == "TND" else 1)
+
+
+def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
+    """Rows of keys, packed, padded or in pages."""
+    if layout != PAGED:
+        return row_view(tensor, layout, heads, extents, "kv")
+    assert table is not None
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()  # As row_view() does: kernels read rows of neighbouring elements.
+    table = table.to(torch.int32)
+    if table.stride(-1) != 1:
+        table = table.contiguous()  # Kernels read a sequence's pages one by one.
+    page, token, head, _ = tensor.stride()
+    return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
+
+
+def covered(lengths: np.ndarray, tensor: Tensor, layout: str) -> bool:
+    """Whether every token of a tensor belongs to a sequence: the rows of others are cleared."""
+    if layout == PAGED:
+        return True
+    batch, token, _ = LAYOUTS[layout]
+    held = tensor.shape[token]
+    return bool(lengths.sum() == held if batch is None else (lengths == held).all())
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+class Forward:
+    """A forward call; its results are attention_out and, where they are wanted, softmax_max and softmax_sum."""
+
+    verb = "attention_forward"
+
+    def __init__(self, call: Sparse) -> None:
+        self.call = call
+        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        call, q = self.call, self.call.query
+        found = {"attention_out": q.new_empty((*q.shape[:-1], call.problem.dim_v))}
+        if call.stats:
+            shapes = [call.grouped(stats).shape for stats in call.statistics()]
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            found |= {n: q.new_empty(shape, dtype=dtype) for n, shape in zip(STATISTICS, shapes, strict=True)}
+        return found
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors; kernels write statistics in their own order."""
+        return _ForwardRun(self.call, outputs)
+
+
+class _ForwardRun(Filled):
+    __slots__ = ("call", "clears", "outputs")
+
+    def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
+        self.call, self.outputs = call, outputs
+        written = (room(outputs["attention_out"]), *call.statistics())
+        self.clears = not covered(call.extents.q_len, call.query, call.layout)
+        super().__init__((call.operands(*written),), written)
+
+    def begin(self) -> None:
+        if self.clears:
+            for tensor in self.rooms:
+                tensor.zero_()
+
+    def finish(self) -> None:
+        out, max_, sum_ = self.rooms
+        if out is not self.outputs["attention_out"]:
+            self.outputs["attention_out"].copy_(out)  # This output's rows are not of neighbouring elements.
+        # A row without keys has 0 and 0, also where there is a sink but the sequence has no keys at all.
+        empty = max_ == -torch.inf
+        for b in self.call.extents.keyless:
+            self.call.rows(empty.unsqueeze(-1), self.call.problem.heads_q).sequence(
+                b, self.call.problem.heads_q, int(self.call.extents.q_len[b])
+            ).fill_(True)
+        for name, value in zip(STATISTICS, (max_, sum_), strict=True):
+            if name in self.outputs:
+                self.outputs[name].copy_(self.call.grouped(value.masked_fill(empty, 0)))
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+class Backward:
+    """A gradient call, from the saved output and the saved statistics in CANN's order."""
+
+    verb = "attention_backward"
+
+    def __init__(self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
+        self.call, self.saved = call, (dout, out, max_, sum_)
+        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+
+    def results(self) -> dict[str, Tensor]:
+        """The gradients of all that the call has."""
+        given = ((name, self.call.tensors[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+        return {name: t.new_empty(t.shape) for name, t in given if t is not None}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its gradients."""
+        return _BackwardRun(self.call, self.saved, outputs)
+
+
+class _BackwardRun(Filled):
+    __slots__ = ("call", "gradients", "outputs", "saved", "stats")
+
+    def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
+        dout, out, *self.saved = saved
+        self.call, self.outputs, self.stats = call, outputs, call.statistics()
+        self.gradients = {name: room(tensor) for name, tensor in outputs.items()}
+        g, heads = self.gradients, call.problem.heads_q
+
+        def keys(name: str) -> Any:
+            return call.keys(g[name]) if name in g else None
+
+        grads = Grads(
+            dout=call.rows(dout, heads),
+            dq=call.rows(g["dquery"], heads),
+            dk=keys("dkey"),
+            dv=keys("dvalue"),
+            dq_rope=call.rows(g["dquery_rope"], heads) if "dquery_rope" in g else None,
+            dk_rope=keys("dkey_rope"),
+            dsink=g.get("dsinks"),
+        )
+        super().__init__((call.operands(out, *self.stats), grads), (*self.stats, *g.values()))
+
+    def begin(self) -> None:
+        call, (max_, sum_) = self.call, self.stats
+        for saved, stats in zip(self.saved, self.stats, strict=True):
+            call.grouped(stats).copy_(saved)
+        max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys
+        sides = (("q", call.extents.q_len, call.layout), ("k", call.extents.kv_len, call.layout_kv))
+        for side, lengths, layout in sides:
+            names = ("dquery", "dquery_rope") if side == "q" else ("dkey", "dvalue", "dkey_rope")
+            for tensor in (self.gradients[n] for n in names if n in self.gradients):
+                if not covered(lengths, tensor, layout):
+                    tensor.zero_()
+        if "dsinks" in self.gradients:
+            self.gradients["dsinks"].zero_()
+
+    def finish(self) -> None:
+        for name, tensor in self.gradients.items():
+            if tensor is not self.outputs[name]:
+                self.outputs[name].copy_(tensor)  # As for a forward call's output.
+
+
+# ------------------------------------------------------------------------------------------------------------ lowering
+
+
+def extents_of(n: Mapping[str, Any]) -> Extents:
+    """Lengths and bands of a bound call."""
+    band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
+    return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
+
+
+def sparse_call(bound: Bound) -> Sparse:
+    """The call of a bound record of sparse attention."""
+    n = bound.names
+    known = bound.memo.get("lowered")
+    if known is None:
+        known = bound.memo["lowered"] = (_problem(n), extents_of(n))
+    problem, extents = known
+    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
+    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
+    return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
+
+
+def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
+    """A bound record of sparse attention, forward or gradient."""
+    call = sparse_call(bound)
+    if "dy" not in bound.op.by_name:
+        return Forward(call)
+    return Backward(call, *(bound[name] for name in ("dy", "attention_in", *STATISTICS)))
+
+
+def _problem(n: Mapping[str, Any]) -> Problem:
+    rope = n["Dr"] or 0
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=rope if n["query_rope"] is not None else 0,
+        dtype=str(n["query"].dtype).removeprefix("torch."),
+        scale=(n["D"] + rope) ** -0.5 if n["scale_value"] is None else float(n["scale_value"]),
+        has_sink=n["sinks"] is not None,
+        shares_kv=n["value"] is None,
+        page_size=n["Ps"] if n["block_table"] is not None else 0,
+        select_count=n["K"],
+        select_block=n["sparse_block_size"],
+    )

@@ -1,0 +1,228 @@
+"""The rules of sparse attention and of the indexer, shared by CANN's records and this library's own.
+
+Each rule is asked of every record that has the parameters it names. Levels and codes: docs/rulings.md 15.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.ops.sparse_checks import PAGED
+from fusion_attention.record import INVALID, NULL_POINTER, Rule
+
+PACKED = ("TND",)
+KEYS = "keys_in(layout, layout_kv, block_table)"
+LISTS = "sparse_indices, layout, q_len, kv_len, sparse_block_size"
+IN_PAGES = {"block_table": "2 M", "layout_kv": PAGED, "actual_seq_kvlen": [6, 6]}
+ROPE = {"query_rope": True, "key_rope": True}
+SIZES = {
+    "B": 2,
+    "S1": 4,
+    "S2": 6,
+    "T1": 8,
+    "T2": 12,
+    "N1": 4,
+    "N2": 1,
+    "G": 4,
+    "D": 512,
+    "Dv": 512,
+    "Dr": 64,
+    "K": 2048,
+}
+SIZES |= {"P": 3, "Ps": 16, "R": 2, "M": 1}
+
+
+def lists(*entries: int) -> torch.Tensor:
+    """Sample lists of every row in layout BSND: these entries, then -1."""
+    made = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
+    made[..., : len(entries)] = torch.tensor(entries)
+    return made
+
+
+def first_block(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample lists that name block 0 alone."""
+    made = torch.full(shape, -1, dtype=torch.int32)
+    made[..., :1] = 0
+    return made
+
+
+LENGTHS = (
+    Rule(
+        "actual_seq_qlen is not None",
+        "actual_seq_qlen",
+        "packed rows do not show where a sequence ends",
+        text="the lengths of packed sequences",
+        only=PACKED,
+        stage="presence",
+        code=NULL_POINTER,
+        spoil={"actual_seq_qlen": None},
+    ),
+    Rule(
+        "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
+        "actual_seq_qlen",
+        "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
+        text="the lengths of the sequences in the query tensor",
+        stage="lengths",
+        spoil={"actual_seq_qlen": [3, 9]},
+    ),
+    Rule(
+        f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
+        "actual_seq_kvlen",
+        "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
+        text="the lengths of the sequences in the key tensor",
+        stage="lengths",
+        spoil={"actual_seq_kvlen": [5, 13]},
+    ),
+    Rule(
+        "len(actual_seq_qlen) == len(actual_seq_kvlen)",
+        "actual_seq_kvlen",
+        "one length per sequence in both",
+        when="actual_seq_qlen is not None and actual_seq_kvlen is not None",
+        only=PACKED,
+        stage="lengths",
+        spoil={"actual_seq_kvlen": [12]},
+    ),
+)
+NEEDS_KEY_LENGTHS = (
+    Rule(
+        "actual_seq_kvlen is not None",
+        "actual_seq_kvlen",
+        "packed and paged keys do not show where a sequence ends",
+        text="the lengths of packed or paged keys",
+        when=f"{KEYS} in ('TND', '{PAGED}')",
+        stage="presence",
+        code=NULL_POINTER,
+        given={"layout": "TND"},
+        spoil={"actual_seq_kvlen": None},
+    ),
+)
+PAGES = (
+    Rule(
+        f"layout_kv in (layout, '{PAGED}')",
+        "layout_kv",
+        "keys lie as queries do, or in pages",
+        text=f"what the queries have, or {PAGED}",
+        when="layout in ('BSND', 'TND')",
+        stage="dtype",
+        code=INVALID,
+        spoil={"layout_kv": "BNSD"},
+    ),
+    Rule(
+        f"(block_table is not None) == (layout_kv == '{PAGED}')",
+        "block_table",
+        "it says which pages a sequence has",
+        text=f"a table where keys are {PAGED}, and nowhere else",
+        stage="presence",
+        code=NULL_POINTER,
+        given=IN_PAGES,
+        spoil={"block_table": None},
+    ),
+)
+TABLES = (
+    Rule(
+        "len(block_table) == len(q_len) == len(kv_len)",
+        "block_table",
+        "a row of pages for each",
+        text="one row, and one length of queries and keys, per sequence",
+        when="block_table is not None",
+        given=IN_PAGES,
+        spoil={"block_table": "3 M"},
+    ),
+    Rule(
+        "pages_fit(block_table, kv_len, Ps, P)",
+        "block_table",
+        "entries behind a sequence's last page are not read",
+        text="numbers of pages",
+        when="block_table is not None and len(block_table) == len(q_len) == len(kv_len)",
+        reads=True,
+        given=IN_PAGES,
+        spoil={"P": 0},
+    ),
+    Rule(
+        "Ps % 16 == 0 and Ps <= 1024",
+        "block_table",
+        "the chip takes no other pages",
+        when="block_table is not None",
+        level="limit",
+        given=IN_PAGES,
+        spoil={"Ps": 8},
+    ),
+)
+SHAPES = (
+    Rule(
+        "N1 > 0 and N2 > 0 and N1 % N2 == 0",
+        "key",
+        "every key head serves the same number of query heads",
+        spoil={"N2": 3},
+    ),
+    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
+    Rule(
+        "Dv is None or 1 <= Dv <= 768",
+        "value",
+        "elements per head",
+        text="1 <= Dv <= 768",
+        code=INVALID,
+        spoil={"Dv": 769},
+    ),
+    Rule(
+        "Dr is None or 1 <= Dr <= 768",
+        "query_rope",
+        "elements per head",
+        text="1 <= Dr <= 768",
+        code=INVALID,
+        given=ROPE,
+        spoil={"Dr": 769},
+    ),
+    Rule(
+        "(query_rope is None) == (key_rope is None)",
+        "query_rope",
+        "rope parts come in pairs",
+        text="query_rope and key_rope, or neither",
+        stage="presence",
+        code=NULL_POINTER,
+        given=ROPE,
+        spoil={"key_rope": None},
+    ),
+    Rule(
+        "scale_value is None or abs(scale_value) < 3.4e38",
+        "scale_value",
+        "of float32",
+        text="a finite scale",
+        spoil={"scale_value": float("inf")},
+    ),
+)
+SELECTION = (
+    Rule(
+        "K >= 1",
+        "sparse_indices",
+        "a row selects at least one block, or lists -1",
+        text="lists of at least one entry",
+        code=INVALID,
+        spoil={"K": 0},
+    ),
+    Rule(
+        f"entries_fit({LISTS})",
+        "sparse_indices",
+        "positions count from the sequence's own first key; -1 ends a list",
+        text="-1 or the number of a block of the row's own sequence",
+        reads=True,
+        spoil={"sparse_indices": lists(0, 90)},
+    ),
+    Rule(
+        f"at_the_front({LISTS}, sparse_mode)",
+        "sparse_indices",
+        "a list is read up to its first -1, and no further than its row sees blocks",
+        text="lists packed to the front",
+        level="content",
+        spoil={"sparse_indices": lists(0, -1, 0)},
+    ),
+    Rule(
+        f"in_the_past({LISTS}, sparse_mode)",
+        "sparse_indices",
+        "what lies in the future of its row is dropped",
+        text="blocks of which the row sees a key",
+        level="content",
+        given={"sparse_mode": 3},
+        spoil={"sparse_indices": lists(0, 5)},
+    ),
+)

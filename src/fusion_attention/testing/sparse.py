@@ -1,0 +1,473 @@
+"""Cases of sparse attention and of the indexer: hostile operands, golden's answer, and a plain program's.
+
+The lists of rows are read here once more, entry by entry, from CANN's page: nothing knows the lowering or a back end.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import bind
+from fusion_attention.ops import indexer, sparse
+from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
+from fusion_attention.ops.indexer_lower import Forward as IndexerForward
+from fusion_attention.ops.indexer_lower import Indexer, indexer_call
+from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
+from fusion_attention.sparse_autograd import run
+from fusion_attention.testing.cases import Results, Tensor, hostile, poisoned
+
+WILD = 1 << 30  # a page that is not there
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What both kinds of case say of their rows.
+
+    Args:
+        layout: "BSND" or "TND"; page: tokens of a page of keys, 0 without pages (then forward only).
+        dtype: of all tensors that CANN wants in the query's dtype.
+        q_len, kv_len: tokens of every sequence; q_rest, kv_rest: tokens of no sequence behind them.
+        mode: 0, all keys, or 3, causal.
+    """
+
+    layout: str = "BSND"
+    page: int = 0
+    dtype: str = "float32"
+    q_len: tuple[int, ...] = (5, 5)
+    kv_len: tuple[int, ...] = (9, 9)
+    q_rest: int = 0
+    kv_rest: int = 0
+    mode: int = 3
+
+    @property
+    def id(self) -> str:
+        """The fields that differ from their defaults."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{name}={str(value).replace(' ', '')}" for name, value in changed) or "default"
+
+    @property
+    def packed(self) -> bool:
+        """Query rows lie end to end."""
+        return self.layout == "TND"
+
+    def lengths(self, side: str) -> tuple[int, ...]:
+        """q_len or kv_len, by side "q" or "kv"."""
+        return self.q_len if side == "q" else self.kv_len
+
+    def tokens(self, side: str) -> int:
+        """Tokens of the tensors: T packed, S padded."""
+        rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
+        return rest + (sum(lengths) if self.packed else max(lengths, default=3))
+
+    def seen(self, b: int, row: int) -> int:
+        """How many keys a row of sequence b sees."""
+        rows, keys = self.q_len[b], self.kv_len[b]
+        return keys if self.mode == 0 else min(max(keys - rows + row + 1, 0), keys)
+
+
+@dataclass(frozen=True)
+class SparseCase(_Rows):
+    """One call of sparse attention, forward and backward.
+
+    Args:
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
+        shares_kv: no value: it is the first dim_v elements of the key's rows.
+        block, count: tokens of a block, entries of a list.
+        lists: "random" (distinct blocks), "all" (every block, mixed), "repeated" (few blocks, often), "short" (ends
+            early), "none" (empty), "wild" (-1 and blocks of the future anywhere).
+        wide: lists of int64.
+        sink: one more logit per head.
+    """
+
+    heads_q: int = 4
+    heads_kv: int = 1
+    dim_qk: int = 8
+    dim_v: int = 8
+    dim_rope: int = 0
+    scale: float = 0.3
+    shares_kv: bool = False
+    block: int = 1
+    count: int = 4
+    lists: str = "random"
+    wide: bool = False
+    sink: bool = False
+
+
+@dataclass(frozen=True)
+class IndexerCase(_Rows):
+    """One call of the indexer, forward and backward.
+
+    Args:
+        heads, dim, top_k: as in IndexerProblem; weights: the dtype of weights.
+        exact: small whole numbers: every sum is exact in every dtype, and ties are many.
+    """
+
+    heads: int = 4
+    dim: int = 8
+    weights: str = "float32"
+    top_k: int = 4
+    exact: bool = False
+
+
+# ------------------------------------------------------------------------------------------------------------ operands
+
+
+def part(case: _Rows, tensor: Tensor, side: str, b: int) -> Tensor:
+    """Sequence b of a tensor of rows, as a view [tokens, ..]."""
+    length = case.lengths(side)[b]
+    if not case.packed:
+        return tensor[b, :length]
+    start = sum(case.lengths(side)[:b])
+    return tensor[start : start + length]
+
+
+class _Maker:
+    """Draws tensors whose memory holds NaN (or 255) wherever no sequence lies."""
+
+    def __init__(self, case: _Rows) -> None:
+        self.case, self.generator = case, torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+
+    def draw(self, *shape: int, whole: bool = False) -> Tensor:
+        """Normal numbers, or small whole ones."""
+        if whole:
+            return torch.randint(-2, 3, shape, generator=self.generator).float()
+        return torch.randn(shape, generator=self.generator)
+
+    def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
+        """A poisoned tensor of rows [.., *inner]."""
+        case = self.case
+        outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
+        return poisoned((*outer, *inner), dtype)
+
+    def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, whole: bool = False) -> Tensor:
+        """Rows of every sequence."""
+        tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
+        for b in range(len(self.case.lengths(side))):
+            own = part(self.case, tensor, side, b)
+            own.copy_(self.draw(*own.shape, whole=whole))
+        return tensor
+
+    def paged(self, keys: Tensor, table: Tensor) -> Tensor:
+        """The same keys in pages, whose unused slots and pages are NaN."""
+        case = self.case
+        used = table[table < WILD]
+        pages = int(used.max()) + 2 if len(used) else 1
+        pool = poisoned((pages, case.page, *keys.shape[-2:]), self.dtype)
+        for b, length in enumerate(case.kv_len):
+            own = part(case, keys, "kv", b)
+            for token in range(length):
+                pool[table[b, token // case.page], token % case.page] = own[token]
+        return pool
+
+    def table(self) -> Tensor:
+        """Pages in mixed order; entries behind a sequence's last page are wild."""
+        case = self.case
+        counts = [-(-n // case.page) for n in case.kv_len]
+        numbers = torch.randperm(sum(counts) + 2, generator=self.generator).to(torch.int32)
+        table = torch.full((len(counts), max(counts) + 1), WILD, dtype=torch.int32)
+        for b, count in enumerate(counts):
+            table[b, :count] = numbers[sum(counts[:b]) : sum(counts[: b + 1])]
+        return table
+
+
+def lengths_of(case: _Rows) -> dict[str, Any]:
+    """The lengths of a case in CANN's words."""
+    q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
+    kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
+    return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
+
+
+def _layouts(case: _Rows) -> dict[str, Any]:
+    return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
+
+
+def arguments(case: SparseCase) -> dict[str, Any]:
+    """npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in poisoned memory."""
+    make = _Maker(case)
+    table = make.table() if case.page else None
+
+    def keys(dim: int) -> Tensor:
+        rows = make.rows("kv", case.heads_kv, dim)
+        return rows if table is None else make.paged(rows, table)
+
+    return {
+        "query": make.rows("q", case.heads_q, case.dim_qk),
+        "key": keys(case.dim_qk),
+        "value": None if case.shares_kv else keys(case.dim_v),
+        "dy": make.rows("q", case.heads_q, case.dim_v),
+        "sparse_indices": _lists(case, make),
+        "query_rope": make.rows("q", case.heads_q, case.dim_rope) if case.dim_rope else None,
+        "key_rope": keys(case.dim_rope) if case.dim_rope else None,
+        "sinks": hostile(make.draw(case.heads_q)) if case.sink else None,
+        "block_table": table,
+        "scale_value": case.scale,
+        "sparse_block_size": case.block,
+        "attention_mode": 2,
+        "return_softmax_lse": True,
+        "dim_v": case.dim_v if case.shares_kv and case.dim_v < case.dim_qk else 0,
+        **lengths_of(case),
+        **_layouts(case),
+    }
+
+
+def _lists(case: SparseCase, make: _Maker) -> Tensor:
+    dtype = torch.int64 if case.wide else torch.int32
+    tensor = make.empty("q", case.heads_kv, case.count, dtype=dtype)
+    for b, rows in enumerate(case.q_len):
+        own = part(case, tensor, "q", b)
+        own.fill_(-1)
+        for row, head in np.ndindex(rows, case.heads_kv):
+            found = _list(case, b, row, make.generator)[: case.count]
+            own[row, head, : len(found)] = found.to(dtype)
+    return tensor
+
+
+def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
+    """The blocks that a row selects, in the order of its list."""
+    seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
+    mixed = torch.randperm(seen, generator=generator)
+    if case.lists == "none" or not all_:
+        return mixed[:0]
+    if case.lists == "wild":
+        return torch.randint(-1, all_, (case.count,), generator=generator)
+    if case.lists == "repeated" and seen:
+        return mixed[:2][torch.randint(0, min(2, seen), (case.count,), generator=generator)]
+    return mixed[: max(1, case.count // 2)] if case.lists == "short" else mixed
+
+
+def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
+    """npu_lightning_indexer's arguments by canonical name, with dy: strided views in poisoned memory."""
+    make = _Maker(case)
+    table = make.table() if case.page else None
+    keys = make.rows("kv", 1, case.dim, whole=case.exact)
+    weights: torch.dtype = getattr(torch, case.weights)
+    return {
+        "query": make.rows("q", case.heads, case.dim, whole=case.exact),
+        "key": keys if table is None else make.paged(keys, table),
+        "weights": make.rows("q", case.heads, dtype=weights, whole=case.exact),
+        "dy": make.rows("q", 1, case.top_k),
+        "block_table": table,
+        "sparse_count": case.top_k,
+        "return_values": True,
+        **lengths_of(case),
+        **_layouts(case),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def lowered(args: Mapping[str, Any]) -> Sparse:
+    """The call that the npu face makes; the pythonic face, where a value is a part of the key's rows."""
+    if not args["dim_v"]:
+        return sparse_call(bind(sparse.TORCH, args))
+    own = {
+        "causal": args["sparse_mode"] == 3,
+        **{p.name: args.get(p.name) for p in sparse.OWN.params if p.name in args},
+    }
+    return replace(sparse_call(bind(sparse.OWN, own)), stats=True)
+
+
+def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
+    """Every output: out, max, sum and (without pages) the gradients."""
+    results = run(Forward(call), backend)
+    found = dict(zip(("out", "max", "sum"), results.values(), strict=True))
+    return found if case.page else found | run(Backward(call, dy, *results.values()), backend)
+
+
+def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
+    """compute() in float64 by golden."""
+    call = lowered(args)
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
+    wide = replace(call, problem=replace(call.problem, dtype="float64"), tensors=tensors)
+    return compute(case, wide, args["dy"].double(), "golden")
+
+
+def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
+    """The call that the npu face makes."""
+    return indexer_call(bind(indexer.TORCH, args))
+
+
+def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
+    """(indices, values)."""
+    indices, values = run(IndexerForward(call), backend).values()
+    return indices, values
+
+
+def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
+    """The gradients of values at given indices."""
+    return run(IndexerBackward(call, dy, indices), backend)
+
+
+def promoted(call: Indexer) -> Indexer:
+    """The same call in float64."""
+    problem = replace(call.problem, dtype="float64", weights_dtype="float64")
+    return replace(
+        call, problem=problem, query=call.query.double(), key=call.key.double(), weights=call.weights.double()
+    )
+
+
+# --------------------------------------------------------------------------------------------- what rows see, and plain
+
+
+def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
+    """The tokens that a row attends to, in the order of its list, each as often as it is listed."""
+    seen, tokens = case.seen(b, row), []
+    for slot, block in enumerate(entries):
+        if slot >= math.ceil(seen / case.block) or block == -1:
+            break
+        tokens += [token for token in range(block * case.block, (block + 1) * case.block) if token < seen]
+    return tokens
+
+
+def keys_of(case: _Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
+    """Sequence b's rows [tokens, heads, dim] of a tensor of the key side."""
+    tensor, table = args[name], args["block_table"]
+    if table is None:
+        return part(case, tensor, "kv", b)
+    places = [(int(table[b, token // case.page]), token % case.page) for token in range(case.kv_len[b])]
+    return torch.stack([tensor[place] for place in places]) if places else tensor[0, :0]
+
+
+def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, int, list[int]]]:
+    """(b, key head, row, tokens) of every row with tokens."""
+    for b, rows in enumerate(case.q_len):
+        lists = part(case, args["sparse_indices"], "q", b)
+        for row, head in np.ndindex(rows, case.heads_kv):
+            tokens = selected(case, lists[row, head].tolist(), b, row)
+            if tokens:
+                yield b, head, row, tokens
+
+
+def _nothing(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype) -> Results:
+    """Results of rows that select nothing: zeros, but for the statistics of a sink."""
+    stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
+    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=wide)}
+    found |= {name: torch.zeros(*stats, case.heads_q, dtype=wide) for name in ("max", "sum")}
+    if not case.page:
+        given = {f"d{name}": args[name] for name in DIFFERENTIABLE}
+        found |= {name: torch.zeros(t.shape, dtype=wide) for name, t in given.items() if t is not None}
+    if case.sink:
+        for b, rows in enumerate(case.q_len):
+            if case.kv_len[b] and rows:
+                part(case, found["max"], "q", b)[:] = args["sinks"].to(wide)
+                part(case, found["sum"], "q", b)[:] = 1
+    return found
+
+
+def plain(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
+    """The formulas row by row, with gathers: what a straightforward program in `wide` would give.
+
+    With wide=float32 it is the measure of error: P and dS are rounded once for bfloat16, results once.
+    """
+    own: torch.dtype = getattr(torch, case.dtype)
+    low = own if wide == torch.float32 else wide
+    found = _nothing(case, args, wide)
+    for place in _each_row(case, args):
+        _plain_row(case, args, place, wide, low, found)
+    for name in ("max", "sum"):
+        grouped = found[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
+        found[name] = grouped.movedim(-2, 0 if case.packed else 1)
+    return {n: t if n in ("max", "sum", "dsinks") else t.to(low) for n, t in found.items()}
+
+
+def _plain_row(
+    case: SparseCase,
+    args: Mapping[str, Any],
+    place: tuple[int, int, int, list[int]],
+    wide: torch.dtype,
+    low: torch.dtype,
+    found: Results,
+) -> None:
+    """One row and the query heads of one key head: forward, and its share of every gradient."""
+    b, head, row, tokens = place
+    group = case.heads_q // case.heads_kv
+    heads = slice(head * group, (head + 1) * group)
+
+    def row_of(name: str) -> Tensor:
+        return part(case, args[name], "q", b)[row, heads].to(wide)
+
+    def gathered(name: str) -> Tensor:
+        return keys_of(case, args, name, b)[tokens, head].to(wide)
+
+    def narrow(weights: Tensor) -> Tensor:
+        return weights.to(low).to(wide) if low == torch.bfloat16 else weights
+
+    def store(name: str, value: Tensor) -> None:
+        part(case, found[name], "q", b)[row, heads] = value
+
+    def add(name: str, value: Tensor) -> None:
+        at = torch.tensor(tokens)
+        part(case, found[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
+
+    q, k, dy = row_of("query"), gathered("key"), row_of("dy")
+    v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
+    if case.dim_rope:
+        q, k = torch.cat((q, row_of("query_rope")), -1), torch.cat((k, gathered("key_rope")), -1)
+    scores = case.scale * (q @ k.mT)
+    sink = args["sinks"].to(wide)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    out = ((narrow(weights) @ v) / total).to(low).to(wide)
+    for name, value in (("out", out), ("max", top[:, 0]), ("sum", total[:, 0])):
+        store(name, value)
+    if case.page:
+        return
+    p = weights / total
+    delta = (dy * out).sum(-1, keepdim=True)
+    ds = p * (dy @ v.mT - delta)
+    dq, dk = case.scale * (narrow(ds) @ k), case.scale * (narrow(ds).mT @ q)
+    store("dquery", dq[:, : case.dim_qk])
+    add("dkey", dk[:, : case.dim_qk])
+    add("dkey" if case.shares_kv else "dvalue", narrow(p).mT @ dy)
+    if case.dim_rope:
+        store("dquery_rope", dq[:, case.dim_qk :])
+        add("dkey_rope", dk[:, case.dim_qk :])
+    if case.sink:
+        found["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
+
+
+def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
+    """[rows, keys]: the indexer's scores of sequence b; -inf where a row does not see a key."""
+    q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
+    k = keys_of(case, args, "key", b)[:, 0].to(wide)
+    scores = torch.einsum("rhd,kd->rhk", q, k).relu().mul(w[..., None]).sum(1)
+    key = torch.arange(case.kv_len[b])
+    ends = torch.tensor([case.seen(b, row) for row in range(case.q_len[b])], dtype=torch.int64)
+    return scores.masked_fill(key >= ends[:, None], -math.inf)
+
+
+def plain_indexer_gradients(
+    case: IndexerCase, args: Mapping[str, Any], indices: Tensor, wide: torch.dtype = torch.float32
+) -> Results:
+    """The indexer's gradients row by row, with gathers."""
+    own: torch.dtype = getattr(torch, case.dtype)
+    low = own if wide == torch.float32 else wide
+    found = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in ("query", "key", "weights")}
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            entries = part(case, indices, "q", b)[row].flatten().tolist()
+            seen = case.seen(b, row)
+            used = next((n for n, e in enumerate(entries) if e == -1 or n >= seen), len(entries))
+            slots = [n for n in range(used) if entries[n] < seen]
+            at = torch.tensor([entries[n] for n in slots], dtype=torch.int64)
+            q, w = (part(case, args[name], "q", b)[row].to(wide) for name in ("query", "weights"))
+            k = keys_of(case, args, "key", b)[at, 0].to(wide)
+            dy = part(case, args["dy"], "q", b)[row].flatten()[slots].to(wide)
+            dots = q @ k.mT
+            ds = dy * w[:, None] * (dots > 0)
+            ds = ds.to(low).to(wide) if low == torch.bfloat16 else ds
+            part(case, found["dweights"], "q", b)[row] = (dy * dots.relu()).sum(-1)
+            part(case, found["dquery"], "q", b)[row] = ds @ k
+            part(case, found["dkey"], "kv", b)[:, 0].index_add_(0, at, ds.mT @ q)
+    weights = getattr(torch, case.weights) if wide == torch.float32 else wide
+    return {name: t.to(weights if name == "dweights" else low) for name, t in found.items()}

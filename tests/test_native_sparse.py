@@ -1,0 +1,211 @@
+"""The native core's attention to selected keys: every variant, forced, against the formulas in float64.
+
+Memory is hostile: keys that no list names, gaps, and pages that no table names hold NaN; lists lie between numbers that
+would read far outside; results lie in poison. Errors are judged by those of a plain program (testing/compare.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sparse_calls import (
+    INPUTS,
+    Results,
+    SparseCall,
+    extents_of,
+    formulas,
+    load_sparse,
+    make_sparse,
+    room_for_gradients,
+)
+from test_native import VARIANTS, threads_as_before
+from witness import read, rows
+
+from fusion_attention.backends import cpu
+from fusion_attention.problem import Problem, Stats
+from fusion_attention.testing import compare
+
+__all__ = ["threads_as_before"]
+
+
+def forward(
+    call: SparseCall, variant: str | None = None, threads: int = 2, packed: bool = True, page_size: int = 0
+) -> Results:
+    operands = load_sparse(call, packed, page_size)
+    problem = replace(call.problem, page_size=page_size)
+    torch.set_num_threads(threads)
+    plan = cpu.schedule(problem, call.extents, "attention_forward", variant)
+    cpu.attention_forward(problem, call.extents, plan, operands)
+    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
+    return {name: [t.clone() for t in read(view, call.q)] for name, view in views.items()}
+
+
+def backward(
+    call: SparseCall, saved: Results, variant: str | None = None, threads: int = 2, packed: bool = True
+) -> Results:
+    p, operands, grads = call.problem, load_sparse(call, packed), room_for_gradients(call)
+    stats = Stats(*(rows([t.float() for t in saved[n]]) for n in ("max", "sum")))
+    operands = replace(operands, out=rows([t.to(p.torch_dtype) for t in saved["out"]]), stats=stats)
+    torch.set_num_threads(threads)
+    plan = cpu.schedule(p, call.extents, "attention_backward", variant)
+    cpu.attention_backward(p, call.extents, plan, operands, grads)
+    views = {f"d{n}": (getattr(grads, f"d{n}"), getattr(call, n)) for n in INPUTS}
+    results = {n: [t.clone() for t in read(view, like)] for n, (view, like) in views.items() if view is not None}
+    return results if grads.dsink is None else results | {"dsink": [grads.dsink]}
+
+
+def judge(call: SparseCall, ours: Results, wanted: Results, plain: Results) -> None:
+    keys = int(call.extents.kv_len.max()) * 2
+    for name, tensors in ours.items():
+        for b, tensor in enumerate(tensors):
+            compare(f"{call.problem} {name}[{b}]", tensor, wanted[name][b], plain[name][b], keys)
+
+
+def same(a: Results, b: Results) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        for x, y in zip(a[name], b[name], strict=True):
+            assert torch.equal(x.isnan(), y.isnan()), name
+            assert torch.equal(x.nan_to_num(nan=0.5), y.nan_to_num(nan=0.5)), name
+
+
+def draw(seed: int) -> SparseCall:
+    rng = random.Random(seed)
+    heads_kv, dim = rng.choice([1, 1, 1, 2, 3]), rng.choice([1, 7, 16, 33, 48, 64, 96])
+    shares, block = rng.random() < 0.4, rng.choice([1, 1, 2, 5, 16, 64])
+    problem = Problem(
+        heads_q=heads_kv * rng.choice([1, 2, 5, 8, 13, 17, 40]),
+        heads_kv=heads_kv,
+        dim_qk=dim,
+        dim_v=rng.randint(1, dim)
+        if shares and rng.random() < 0.5
+        else dim
+        if shares
+        else rng.choice([1, 9, 32, 40, dim]),
+        dim_rope=rng.choice([0, 0, 3, 16, 20]),
+        dtype=rng.choice(["float32", "float16", "bfloat16"]),
+        scale=rng.choice([dim**-0.5, dim**-0.5, -0.2, 0.0, 0.05]),
+        has_sink=rng.random() < 0.3,
+        shares_kv=shares,
+        select_count=rng.choice([1, 3, 12, 40, 150, 300]),
+        select_block=block,
+    )
+    count = rng.choice([1, 2, 3])
+    q_len = tuple(rng.choice([0, 1, 2, 5, 11]) for _ in range(count))
+    kv_len = tuple(rng.choice([0, 1, 9, 60, 260]) for _ in range(count))
+    return make_sparse(problem, q_len, kv_len, rng.random() < 0.5, seed, rng.random() < 0.4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_against_the_formulas(seed: int) -> None:
+    call = draw(seed)
+    wanted, plain = formulas(call, torch.float64), formulas(call, torch.float32)
+    for variant in VARIANTS:
+        judge(call, forward(call, variant, packed=seed % 2 == 0), wanted, plain)
+        # Gradients are judged for the same saved results: golden's, as far as they can be stored.
+        saved = {n: [t.to(call.problem.torch_dtype) if n == "out" else t.float() for t in wanted[n]] for n in wanted}
+        exact, measure = formulas(call, torch.float64, saved), formulas(call, torch.float32, saved)
+        judge(call, backward(call, saved, variant, packed=seed % 2 == 0), exact, measure)
+
+
+@pytest.mark.parametrize("size", [1, 16, 48])
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_pages_change_no_bit(seed: int, size: int) -> None:
+    call = draw(seed)
+    for variant in VARIANTS:
+        same(forward(call, variant, page_size=size), forward(call, variant))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_threads_and_layouts_change_no_bit(variant: str, dtype: str) -> None:
+    problem = Problem(36, 1, 40, 24, 8, dtype, 0.2, has_sink=True, select_count=60, select_block=3)
+    call = make_sparse(problem, (40, 0, 3, 1), (311, 4, 0, 530), True, 7, duplicates=True)
+    saved = forward(call, variant, 1)
+    want = backward(call, saved, variant, 1)
+    assert not any(t.isnan().any() for name in ("dq", "dv") for t in want[name])
+    for threads, packed in ((2, True), (3, False), (5, True)):
+        same(forward(call, variant, threads, packed), saved)
+        same(backward(call, saved, variant, threads, packed), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_alone_uses_all_threads_and_the_same_bits(dtype: str) -> None:
+    problem = Problem(128, 1, 64, 48, 16, dtype, 0.1, select_count=400)
+    call = make_sparse(problem, (1,), (1000,), False, 3)
+    want = forward(call, threads=1)
+    gradients = backward(call, want, threads=1)
+    for threads in (2, 3, 7):
+        same(forward(call, threads=threads), want)
+        same(backward(call, want, threads=threads), gradients)
+    judge(call, want, formulas(call, torch.float64), formulas(call, torch.float32))
+
+
+def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
+    problem = Problem(16, 1, 64, 64, dtype="float32", scale=0.125, select_count=96)
+    call = make_sparse(problem, (6,), (96,), False, 5)
+    call.k[0], call.v[0] = torch.randn(1, 96, 64), torch.randn(1, 96, 64)
+    call.indices[0] = torch.arange(96, dtype=torch.int32).expand(1, 6, 96).contiguous()
+    ascending = forward(call)
+    saved = backward(call, ascending)
+    call.indices[0] = call.indices[0].flip(-1).contiguous()
+    for name, tensors in forward(call).items():
+        torch.testing.assert_close(tensors[0], ascending[name][0], rtol=1e-5, atol=1e-5)
+    same(backward(call, ascending), saved)  # keys are added in their own order there
+
+
+def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it() -> None:
+    problem = Problem(8, 1, 32, 32, dtype="bfloat16", scale=0.2, select_count=20)
+    call = make_sparse(problem, (12,), (64,), False, 9)
+    named = int(call.indices[0][0, 3, 0])
+    call.k[0][0, named, 5] = math.nan
+    sees = [named in call.indices[0][0, i].tolist() for i in range(12)]
+    sees = [named in scan_of(call, i) for i in range(12)]
+    for variant in VARIANTS:
+        out = forward(call, variant)["out"][0]
+        assert [bool(out[:, i].isnan().all()) for i in range(12)] == sees
+        assert [bool(out[:, i].isnan().any()) for i in range(12)] == sees
+
+
+def scan_of(call: SparseCall, row: int) -> list[int]:
+    from sparse_calls import entries
+
+    return entries(call, 0, 0, row)
+
+
+# ------------------------------------------------------------------------------------------------- memory and bad calls
+
+
+@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_stays_under_a_gigabyte(verb: str, dtype: str) -> None:
+    problem = Problem(64, 1, 576, 512, dtype=dtype, select_count=2048)
+    extents = extents_of((32768,), (32768,), True)
+    assert cpu.workspace_bytes(problem, extents, verb) < 1_000_000_000
+
+
+def test_what_this_back_end_does_not_compute_is_said() -> None:
+    problem = Problem(1, 1, 8, 8, select_count=4, bias="matrix", dropout="bits", has_blocked=True, empty_rows="mean")
+    assert len(cpu.reasons_against(problem, "cpu")) == 4
+    assert not cpu.reasons_against(Problem(1, 1, 8, 8, select_count=4, page_size=16, shares_kv=True), "cpu")
+
+
+def test_sizes_that_disagree_are_an_error() -> None:
+    problem = Problem(2, 1, 8, 8, select_count=4)
+    call = make_sparse(problem, (3,), (5,), False, 0)
+    plan = cpu.schedule(problem, call.extents, "attention_forward")
+    operands = load_sparse(call)
+    narrow, long = replace(operands.indices, dim=3), replace(operands.indices, address=np.zeros(2, np.int64))
+    changes = {"indices": (narrow, "indices has rows of another length"), "k": (long, "")}
+    with pytest.raises(ValueError, match=changes["indices"][1]):
+        cpu.attention_forward(problem, call.extents, plan, replace(operands, indices=narrow))
+    with pytest.raises(ValueError, match="indices has 2 elements, expected 1"):
+        cpu.attention_forward(problem, call.extents, plan, replace(operands, indices=long))
+    with pytest.raises(TypeError, match="int32"):
+        cpu.attention_forward(problem, call.extents, plan, replace(operands, indices=operands.q))
+    assert operands.out.sequence(0, 2, 3).isnan().all()
