@@ -42,7 +42,8 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	$(subst $(VENV)/,$(ASAN)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_SANITIZE=ON ".[test]"
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_native_backward.py tests/test_cpu_backend.py $(PYTEST_ARGS)
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_native_backward.py \
+	  tests/test_native_sparse.py tests/test_native_indexer.py tests/test_cpu_backend.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.extra-lint ## style, format, types, and no stale generated page
 	$(BIN)/python -m ruff check .

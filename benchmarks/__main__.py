@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import re
@@ -16,9 +17,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import chart, dense
+from benchmarks import chart, dense, sparse
 from benchmarks.pair import Timing, measure
 from fusion_attention import _native
+
+GROUPS = (*dense.GROUPS, *sparse.GROUPS)
 
 
 def processor() -> str:
@@ -50,20 +53,21 @@ def show(timings: list[Timing], console: Console) -> None:
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
-    only: Annotated[str, typer.Option(help=f"One of {', '.join(dense.GROUPS)}, or all.")] = "all",
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(GROUPS)}, or all.")] = "all",
     output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console(width=None if sys.stdout.isatty() else 120)  # a file has room for every column
-    if only not in ("all", *dense.GROUPS):
-        raise typer.BadParameter(f"expected all or one of {', '.join(dense.GROUPS)}, got {only!r}", param_hint="--only")
+    if only not in ("all", *GROUPS):
+        raise typer.BadParameter(f"expected all or one of {', '.join(GROUPS)}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
     peaks = {dtype: peak[str(dtype).removeprefix("torch.")] for dtype in dense.DTYPES.values()}
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
-    pairs = track(dense.pairs(quick, peaks, only), "Measuring", total=None, console=console, transient=True)
+    both = itertools.chain(dense.pairs(quick, peaks, only), sparse.pairs(quick, peaks, only))
+    pairs = track(both, "Measuring", total=None, console=console, transient=True)
     timings = [measure(pair, turns) for pair in pairs]
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
