@@ -1,5 +1,5 @@
-"""Selected keys and the lightning indexer beside eager torch: gather and batched products, autograd through them, a masked
-dense SDPA, and an einsum with topk. Our calls go straight to the CPU back end."""
+"""Selected keys and the lightning indexer beside eager torch: gather and batched products, autograd through them, a
+masked dense SDPA, and an einsum with topk. Our calls go straight to the CPU back end."""
 
 from __future__ import annotations
 
@@ -122,10 +122,12 @@ def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
 
 
 def autograd(s: Selection, chunk: int = 4) -> Callable[[], None]:
-    """Autograd through eager(), chunk by chunk; a chunk's forward is timed too, since its memory cannot be kept, and is
-    what the ratio leaves out."""
+    """Autograd through eager(), chunk by chunk, from graphs that are kept; forward is not timed."""
     q, kv = s.q.clone().requires_grad_(), s.kv.clone().requires_grad_()
-    graphs = [(eager(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk]) for i in range(0, len(q), chunk)]
+    graphs = [
+        (eager(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
+        for i in range(0, len(q), chunk)
+    ]
 
     def run() -> None:
         for out, dout in graphs:
@@ -147,10 +149,20 @@ def attention(rows: int, peaks: Peaks) -> Iterator[Pair]:
             for peer, call in peers.items():
                 if dtype is torch.float16 and call is eager:
                     continue  # torch multiplies batches of float16 a hundred times slower
-                yield Pair("sparse forward", name, peer, forward, torch.no_grad()(lambda c=call, t=tensors: c(*t)), rows * work, peak)
+                yield Pair(
+                    "sparse forward",
+                    name,
+                    peer,
+                    forward,
+                    torch.no_grad()(lambda c=call, t=tensors: c(*t)),
+                    rows * work,
+                    peak,
+                )
             few = select(dtype, rows // 16, local)
             name, extents = f"{label} {rows // 16} rows {'local' if local else 'random'}", lengths(rows // 16, KEYS)
-            yield Pair("sparse forward", name, "masked SDPA", few.forward(extents), masked_sdpa(few), rows // 16 * work, peak)
+            yield Pair(
+                "sparse forward", name, "masked SDPA", few.forward(extents), masked_sdpa(few), rows // 16 * work, peak
+            )
 
 
 def gradients(rows: int, peaks: Peaks) -> Iterator[Pair]:

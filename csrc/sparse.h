@@ -10,7 +10,7 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t sparse_bytes = std::int64_t{700} << 10;  // what a chunk and its row may take of a cache
+constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // what a chunk and its row may take of a cache
 
 // Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
 template <class Format> std::int64_t sparse_chunk(const SparseSizes<Format> &sizes, std::int64_t heads) {

@@ -70,7 +70,10 @@ def make_sparse(
 
     indices = [
         torch.tensor(
-            [[draw_list(rng, n, p.select_count, p.select_block, duplicates) for _ in range(m)] for _ in range(p.heads_kv)],
+            [
+                [draw_list(rng, n, p.select_count, p.select_block, duplicates) for _ in range(m)]
+                for _ in range(p.heads_kv)
+            ],
             dtype=torch.int32,
         ).reshape(p.heads_kv, m, p.select_count)
         for m, n in zip(q_len, kv_len, strict=True)

@@ -1,7 +1,7 @@
 """The native core's lightning indexer: every variant, forced, against the formulas in float64.
 
-Where the order is tested, scores are small whole numbers: every format and order of summation computes them exactly, and
-ties are frequent. Keys that no row sees, gaps between rows and unused pages hold NaN; results lie in poison.
+Where the order is tested, scores are small whole numbers: every format and order of summation computes them exactly,
+and ties are frequent. Keys that no row sees, gaps between rows and unused pages hold NaN; results lie in poison.
 """
 
 from __future__ import annotations

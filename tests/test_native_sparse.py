@@ -87,7 +87,11 @@ def draw(seed: int) -> SparseCall:
         heads_q=heads_kv * rng.choice([1, 2, 5, 8, 13, 17, 40]),
         heads_kv=heads_kv,
         dim_qk=dim,
-        dim_v=rng.randint(1, dim) if shares and rng.random() < 0.5 else dim if shares else rng.choice([1, 9, 32, 40, dim]),
+        dim_v=rng.randint(1, dim)
+        if shares and rng.random() < 0.5
+        else dim
+        if shares
+        else rng.choice([1, 9, 32, 40, dim]),
         dim_rope=rng.choice([0, 0, 3, 16, 20]),
         dtype=rng.choice(["float32", "float16", "bfloat16"]),
         scale=rng.choice([dim**-0.5, dim**-0.5, -0.2, 0.0, 0.05]),

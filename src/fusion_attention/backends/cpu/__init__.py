@@ -29,7 +29,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
-    table = [("device", torch.device(device).type, DEVICES), ("dtype", problem.dtype, DTYPES)]
+    table: list[tuple[str, object, tuple[object, ...]]] = [
+        ("device", torch.device(device).type, DEVICES),
+        ("dtype", problem.dtype, DTYPES),
+    ]
     if isinstance(problem, IndexerProblem):
         table += [("weights_dtype", problem.weights_dtype, DTYPES)]
     elif problem.select_count:
@@ -83,7 +86,8 @@ def attention_forward(
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
-        return run_sparse_forward(schedule, problem, operands)
+        run_sparse_forward(schedule, problem, operands)
+        return
     empty_rows = run_forward(schedule, problem, operands)
     if empty_rows and problem.empty_rows != "zero":
         add_means(problem, extents, operands)
@@ -98,14 +102,13 @@ def attention_backward(
             grads.dsink.zero_()
         return
     if isinstance(schedule, SparsePlan):
-        return run_sparse_backward(schedule, problem, operands, grads)
+        run_sparse_backward(schedule, problem, operands, grads)
+        return
     if run_backward(schedule, problem, operands, grads):
         add_mean_gradients(problem, extents, operands, grads)
 
 
-def indexer_topk(
-    problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands
-) -> None:
+def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
     """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
     if len(extents):
         run_indexer(schedule, problem, operands)
