@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import backward, chart, decode, dense, features, memory
+from benchmarks import backward, chart, decode, dense, features, memory, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
 
@@ -41,6 +41,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "threads": (features.threads, backward.threads),
     "gradients": (backward.training,),
     "steps": (backward.packed,),
+    "sparse": (sparse.attention, sparse.gradients, sparse.indexing),
 }
 MEMORY, DECODE = "memory", "decode"
 NAMES = (*GROUPS, MEMORY, DECODE)

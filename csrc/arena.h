@@ -26,12 +26,12 @@ public:
         std::free(data_);
         // Large buffers begin where huge pages do: panels are read in long streams.
         constexpr std::size_t huge = std::size_t{2} << 20;
-        const std::size_t alignment = bytes >= huge ? huge : 64;
+        const std::size_t alignment = bytes >= huge / 2 ? huge : 64;
         bytes_ = (bytes + alignment - 1) / alignment * alignment;
         data_ = static_cast<char *>(std::aligned_alloc(alignment, bytes_));
         if (!data_) throw std::bad_alloc();
 #if defined(__linux__)
-        if (bytes >= huge) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: nothing depends on it
+        if (alignment == huge) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: no matter if it fails
 #endif
     }
     ~Lease() {

@@ -226,11 +226,14 @@ void add_heads(const typename Format::Word *a, std::int64_t a_stride, const type
     });
 }
 
-// The scores of `keys` gathered rows: [key][head], `pitch` floats apart; rows are there in whole blocks.
-template <class Format>
+// The scores of `keys` gathered rows: [key][head], `pitch` floats apart; rows are there in whole blocks. meanwhile(at):
+// before each block, for what memory can do by the way.
+template <class Format, class Meanwhile>
 void key_products(const typename Format::Word *rows, std::int64_t stride, const typename Format::Word *heads,
-                  std::int64_t words, std::int64_t keys, std::int64_t padded_heads, float *to, std::int64_t pitch) {
+                  std::int64_t words, std::int64_t keys, std::int64_t padded_heads, float *to, std::int64_t pitch,
+                  Meanwhile meanwhile) {
     for (std::int64_t at = 0; at < keys; at += block_rows) {
+        meanwhile(at);
         by_panels<Format, block_rows, false>(rows + at * stride, stride, heads, words, words, to + at * pitch, pitch,
                                              padded_heads, nullptr);
     }
@@ -266,6 +269,27 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
         }
         if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
     }
+}
+
+// Asks a second-level cache for rows [at, at + block_rows) of the chunk behind this one.
+template <class T>
+FUSION_INLINE void ask_ahead(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t at, std::int64_t n) {
+    for (std::int64_t i = chunk.count + at; i < least(chunk.count + at + block_rows, chunk.left); ++i) {
+        const T *row = row_of<T>(from, item.seq, item.head_kv, chunk.keys[i]);
+        for (std::int64_t d = 0; d < n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+    }
+}
+
+// All parts of these rows; values where they are no part of a key's own row.
+template <class T>
+FUSION_INLINE void ask_ahead(const SparseJob &job, const SparseItem &item, const Chunk &chunk, std::int64_t at) {
+    const SparseProblem &p = *job.problem;
+    const SparseOperands &o = *job.operands;
+    ask_ahead<T>(o.k, item, chunk, at, p.dim_qk);
+    if (p.dim_rope) ask_ahead<T>(o.k_rope, item, chunk, at, p.dim_rope);
+    if (p.indexes) return;
+    const T *k = row_of<T>(o.k, item.seq, item.head_kv, chunk.keys[0]);
+    if (row_of<T>(o.v, item.seq, item.head_kv, chunk.keys[0]) != k) ask_ahead<T>(o.v, item, chunk, at, p.dim_v);
 }
 
 // Rows of a chunk behind its last key count as zeros.

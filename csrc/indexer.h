@@ -106,10 +106,11 @@ template <class Format, class T> void load_index_row(const Indexing<Format> &w, 
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
-// Adds to one panel's scores what M heads give.
+// Adds to one panel's scores what the first `heads` of M rows give.
 template <class Format, int M>
 __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, std::int64_t words,
-                                                const typename Format::Word *keys, const float *weights, float *to) {
+                                                const typename Format::Word *keys, const float *weights,
+                                                std::int64_t heads, float *to) {
     constexpr int N = panel_vectors;
     Floats sum[M][N];
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
@@ -125,7 +126,10 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     }
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) total += larger(Floats{}, sum[i][j]) * all(weights[i]);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
+            total += larger(Floats{}, sum[i][j]) * all(weights[i]);
+        }
         store(to + j * lanes, total);
     }
 }
@@ -138,7 +142,8 @@ void score_keys(const Indexing<Format> &w, std::int64_t slot, std::int64_t first
     for (std::int64_t j = first; j < end; j += panel, scores += panel) {
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            add_index_scores<Format, height()>(q + h * w.words, w.words, w.keys + j * w.words, weights + h, scores);
+            add_index_scores<Format, height()>(q + h * w.words, w.words, w.keys + j * w.words, weights + h,
+                                                w.p.heads_q - h, scores);
         });
     }
 }

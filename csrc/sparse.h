@@ -10,7 +10,7 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t sparse_bytes = std::int64_t{700} << 10;  // what a chunk and its row may take of a cache
+constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // what a chunk and its row may take of a cache
 
 // Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
 template <class Format> std::int64_t sparse_chunk(const SparseSizes<Format> &sizes, std::int64_t heads) {
@@ -50,6 +50,7 @@ template <class Format> struct SparseScratch {
 };
 
 template <class Format> struct Selected {  // an item and all that it needs
+    const SparseJob &job;
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
@@ -59,8 +60,8 @@ template <class Format> struct Selected {  // an item and all that it needs
     const float natural;  // what a score is then multiplied by
     const float factor;   // and to be a power of two
 
-    Selected(const SparseJob &job, const SparseItem &item_, void *scratch)
-        : p(*job.problem), o(*job.operands), item(item_), sizes(p),
+    Selected(const SparseJob &job_, const SparseItem &item_, void *scratch)
+        : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), dressed(!(p.scale > 1e-30)),
           natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
 };
@@ -127,7 +128,8 @@ template <class Format, class T> void attend_chunk(const Selected<Format> &w, co
         gather<Format, T>(w.o.v, w.item, chunk, at, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
     }
     clear_rows(chunk, words, s.rows);
-    key_products<Format>(s.rows, words, s.q, words, count, s.padded_heads, s.scores, s.padded_heads);
+    key_products<Format>(s.rows, words, s.q, words, count, s.padded_heads, s.scores, s.padded_heads,
+                         [&](std::int64_t at) { ask_ahead<T>(w.job, w.item, chunk, at); });
     if (w.dressed) {
         const float scale = static_cast<float>(w.p.scale);
         for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes) store(s.scores + i, load<Floats>(s.scores + i) * scale);

@@ -283,17 +283,19 @@ template <class Format, class T> void gather_keys(const Descent<Format> &w, cons
     if (!w.beside && !w.p.indexes) clear_rows(chunk, w.sizes.value_words, s.value_rows);
 }
 
-template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &chunk) {
+template <class Format, class T> void weigh_keys(const Descent<Format> &w, const Chunk &chunk) {
     const auto &s = w.s;
     const std::int64_t padded = round_up<std::int64_t>(chunk.count, lanes * Format::depth);
-    key_products<Format>(s.rows, w.sizes.words, s.q, w.sizes.words, chunk.count, s.padded_heads, s.scores, s.pitch);
+    key_products<Format>(s.rows, w.sizes.words, s.q, w.sizes.words, chunk.count, s.padded_heads, s.scores, s.pitch,
+                         [&](std::int64_t at) { ask_ahead<T>(w.job, w.item, chunk, at); });
     if (w.p.indexes) {
         weigh_chunk<Format, false>(s, chunk.count, padded, IndexerWeights{s.scores, s.given, s.share, s.delta, s.pitch});
         return;
     }
     const auto *values = w.beside ? s.rows : s.value_rows;
     const std::int64_t stride = w.beside ? w.sizes.words : w.sizes.value_words;
-    key_products<Format>(values, stride, s.dout, w.sizes.value_words, chunk.count, s.padded_heads, s.dprobs, s.pitch);
+    key_products<Format>(values, stride, s.dout, w.sizes.value_words, chunk.count, s.padded_heads, s.dprobs, s.pitch,
+                         [](std::int64_t) {});
     const SoftmaxWeights weights = {s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
     weigh_chunk<Format, true>(s, chunk.count, padded, weights);
 }
@@ -365,7 +367,7 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
                 s.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[at + i]), 1)[0];
             }
         }
-        weigh_keys(w, chunk);
+        weigh_keys<Format, T>(w, chunk);
         const std::int64_t pitch = sum_columns<Format>(w.p);
         for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);

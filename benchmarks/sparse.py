@@ -1,0 +1,203 @@
+"""Selected keys and the lightning indexer beside eager torch: gather and batched products, autograd through them, a
+masked dense SDPA, and an einsum with topk. Our calls go straight to the CPU back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from benchmarks.dense import DTYPES, PEAKS
+from benchmarks.pair import Pair
+from fusion_attention.backends import cpu
+from fusion_attention.kv import RowView
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import (
+    Extents,
+    Grads,
+    IndexerOperands,
+    IndexerProblem,
+    Operands,
+    Problem,
+    Stats,
+)
+
+HEADS, DIM, ROPE, KEYS, CHOSEN = 64, 512, 64, 8192, 2048
+INDEX_HEADS, INDEX_DIM = 32, 128
+# (ratio to eager torch, share of the bfloat16 peak)
+FORWARD = {"bf16": (2.4, 0.84), "fp32": (1.8, 0.0)}
+BACKWARD = {"bf16": (4.0, 0.65), "fp32": (3.0, 0.0)}
+INDEXER = {"bf16": (4.0, 0.70), "fp32": (2.0, 0.0)}
+
+
+def one(tensor: torch.Tensor, start: int = 0, dim: int = 0) -> RowView:
+    """[tokens, heads, elements] as the rows of one sequence, or `dim` of their elements from `start` on."""
+    strides = np.array([tensor.stride(1)])
+    return RowView((tensor,), np.array([start]), tensor.stride(0), strides, dim or tensor.shape[2])
+
+
+def lengths(rows: int, keys: int, vis: int | None = None) -> Extents:
+    """One sequence whose rows all see all keys, or the first `vis`."""
+    q, kv = np.array([rows]), np.array([keys if vis is None else vis])
+    return Extents(q, kv, q * 0 - INFINITE, q * 0 + INFINITE, q * 0, q * 0)
+
+
+@dataclass(eq=False)
+class Selection:
+    """Tensors of a sequence in which every row selects keys; keys and values share memory."""
+
+    q: torch.Tensor  # [rows, heads, DIM + ROPE]
+    kv: torch.Tensor  # [keys, 1, DIM + ROPE]
+    indices: torch.Tensor  # [rows, 1, slots]
+    dout: torch.Tensor
+    block: int = 1
+
+    @property
+    def problem(self) -> Problem:
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        chosen = dict(select_count=self.indices.shape[2], select_block=self.block)
+        return Problem(HEADS, 1, DIM, DIM, ROPE, dtype, (DIM + ROPE) ** -0.5, **chosen)  # type: ignore[arg-type]
+
+    def operands(self) -> Operands:
+        """With room for results."""
+        rows, stats = len(self.q), [one(torch.empty(len(self.q), HEADS, 1)) for _ in range(2)]
+        k, out = one(self.kv, 0, DIM), torch.empty(rows, HEADS, DIM, dtype=self.q.dtype)
+        ropes = one(self.q, DIM, ROPE), one(self.kv, DIM, ROPE)
+        return Operands(one(self.q, 0, DIM), k, k, one(out), Stats(*stats), *ropes, indices=one(self.indices))
+
+    def forward(self, extents: Extents) -> Callable[[], None]:
+        """Our forward, as a call without arguments."""
+        problem, operands = self.problem, self.operands()
+        plan = cpu.schedule(problem, extents, "attention_forward")
+        return lambda: cpu.attention_forward(problem, extents, plan, operands)  # type: ignore[arg-type]
+
+    def backward(self, extents: Extents) -> Callable[[], None]:
+        """Our backward, after one forward."""
+        problem, operands = self.problem, self.operands()
+        cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward"), operands)  # type: ignore[arg-type]
+        dq, dkv, dv = torch.empty_like(self.q), torch.empty_like(self.kv), torch.empty_like(self.kv[..., :DIM])
+        grads = Grads(
+            one(self.dout), one(dq, 0, DIM), one(dkv, 0, DIM), one(dv), one(dq, DIM, ROPE), one(dkv, DIM, ROPE)
+        )
+        plan = cpu.schedule(problem, extents, "attention_backward")
+        return lambda: cpu.attention_backward(problem, extents, plan, operands, grads)  # type: ignore[arg-type]
+
+
+def select(dtype: torch.dtype, rows: int, local: bool, slots: int = CHOSEN) -> Selection:
+    """Random unique keys of all, or for each row the keys around its place."""
+    torch.manual_seed(0)
+    starts = torch.linspace(0, KEYS - slots, rows).long()
+    near = starts[:, None] + torch.arange(slots)
+    drawn = near if local else torch.stack([torch.randperm(KEYS)[:slots] for _ in range(rows)])
+    shapes = (rows, HEADS, DIM + ROPE), (KEYS, 1, DIM + ROPE), (rows, HEADS, DIM)
+    q, kv, dout = (torch.randn(shape).to(dtype) for shape in shapes)
+    return Selection(q, kv, drawn.int()[:, None], dout)
+
+
+def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
+    """Gather and batched products, a few rows at a time, as memory allows."""
+    parts = []
+    for i in range(0, len(q), chunk):
+        gathered = kv[:, 0][indices[i : i + chunk, 0].long()]
+        scores = (q[i : i + chunk] @ gathered.mT).float() * (DIM + ROPE) ** -0.5
+        parts.append(torch.softmax(scores, -1).to(q.dtype) @ gathered[..., :DIM])
+    return torch.cat(parts)
+
+
+def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
+    """Gather, then SDPA with the heads of a row as its queries."""
+    parts = []
+    for i in range(0, len(q), chunk):
+        keys = kv[:, 0][indices[i : i + chunk, 0].long()][:, None]
+        scale = (DIM + ROPE) ** -0.5
+        parts.append(sdpa(q[i : i + chunk, None], keys, keys[..., :DIM], scale=scale)[:, 0])
+    return torch.cat(parts)
+
+
+def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
+    """SDPA over all keys with a mask of the selected ones."""
+    mask = torch.zeros(len(s.q), KEYS, dtype=torch.bool).scatter_(1, s.indices[:, 0].long(), True)
+    k = s.kv.transpose(0, 1)[None].expand(1, HEADS, -1, -1)
+    q, scale = s.q.transpose(0, 1)[None], (DIM + ROPE) ** -0.5
+    return torch.no_grad()(lambda: sdpa(q, k, k[..., :DIM], attn_mask=mask, scale=scale))
+
+
+def autograd(s: Selection, chunk: int = 4) -> Callable[[], None]:
+    """Autograd through eager(), chunk by chunk, from graphs that are kept; forward is not timed."""
+    q, kv = s.q.clone().requires_grad_(), s.kv.clone().requires_grad_()
+    graphs = [
+        (eager(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
+        for i in range(0, len(q), chunk)
+    ]
+
+    def run() -> None:
+        for out, dout in graphs:
+            torch.autograd.grad(out, (q, kv), dout, retain_graph=True)
+
+    return run
+
+
+def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dict[str, float]:
+    """What a row wants to reach; few rows reach nothing."""
+    ratio, share = (0.0, 0.0) if quick else table.get(label, (0.0, 0.0))
+    return {"goal": ratio, "share_goal": share}
+
+
+def attention(quick: bool) -> Iterator[Pair]:
+    """The forward; peers that need much memory or time run on fewer rows, as ours beside them."""
+    rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (2 * DIM + ROPE)
+    for label, dtype in DTYPES.items():
+        for local in (False, True):
+            kind, peak, wanted = "local" if local else "random", PEAKS[label], goals(FORWARD, label, quick)
+            s = select(dtype, rows, local)
+            forward, tensors = s.forward(lengths(rows, KEYS)), (s.q, s.kv, s.indices)
+            for peer, call in (("gather + bmm", eager), ("gather + SDPA", gathered_sdpa)):
+                if dtype is torch.float16 and call is eager:
+                    continue  # torch multiplies batches of float16 a hundred times slower
+                theirs = torch.no_grad()(lambda c=call, t=tensors: c(*t))
+                name = f"{label} {rows} rows {kind}"
+                yield Pair("sparse forward", name, peer, forward, theirs, rows * work, peak, **wanted)
+            few = select(dtype, rows // 16, local)
+            ours, name = few.forward(lengths(rows // 16, KEYS)), f"{label} {rows // 16} rows {kind}"
+            yield Pair("sparse forward", name, "masked SDPA", ours, masked_sdpa(few), rows // 16 * work, peak)
+
+
+def gradients(quick: bool) -> Iterator[Pair]:
+    """The backward beside autograd through gather + bmm, whose graph is kept for as many rows as memory allows."""
+    rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (3 * (DIM + ROPE) + 2 * DIM)
+    for label, dtype in DTYPES.items():
+        if dtype is torch.float16:
+            continue
+        for local in (False, True):
+            s, name = select(dtype, rows, local), f"{label} {rows} rows {'local' if local else 'random'}"
+            backward, wanted = s.backward(lengths(rows, KEYS)), goals(BACKWARD, label, quick)
+            yield Pair("sparse backward", name, "autograd", backward, autograd(s), rows * work, PEAKS[label], **wanted)
+
+
+def indexing(quick: bool) -> Iterator[Pair]:
+    """The indexer's choice beside an einsum and topk, 64 rows at a time."""
+    rows = 32 if quick else 256
+    for label, dtype in DTYPES.items():
+        torch.manual_seed(0)
+        shapes = (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM), (rows, 1, INDEX_HEADS)
+        q, k, w = (torch.randn(shape).to(dtype) for shape in shapes)
+        indices = torch.empty(rows, 1, CHOSEN, dtype=torch.int32)
+        kind = str(dtype).removeprefix("torch.")
+        problem, extents = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN), lengths(rows, KEYS)
+        operands = IndexerOperands(one(q), one(k), one(w), one(indices))
+        plan = cpu.schedule(problem, extents, "indexer_topk")
+
+        def ours(p=problem, e=extents, s=plan, o=operands) -> None:  # type: ignore[no-untyped-def]
+            cpu.indexer_topk(p, e, s, o)
+
+        def theirs(q=q, k=k, w=w) -> None:  # type: ignore[no-untyped-def]
+            for i in range(0, rows, 64):
+                scores = torch.einsum("thd,sd->ths", q[i : i + 64], k[:, 0]).relu()
+                torch.einsum("ths,th->ts", scores, w[i : i + 64, 0]).topk(CHOSEN)
+
+        flops = 2 * rows * INDEX_HEADS * KEYS * INDEX_DIM
+        wanted, name = goals(INDEXER, label, quick), f"{label} {rows} rows"
+        yield Pair("indexer", name, "einsum + topk", ours, theirs, flops, PEAKS[label], **wanted)
