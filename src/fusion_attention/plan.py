@@ -184,7 +184,12 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
 
 
 def _made(
-    problem: Problem, extents: Extents, device: torch.device, backend: str, verb: str, capacity: _Capacity | None
+    problem: Problem | IndexerProblem,
+    extents: Extents,
+    device: torch.device,
+    backend: str,
+    verb: str,
+    capacity: _Capacity | None,
 ) -> Plan:
     name = choose(problem, device, backend)
     module = _load(name)
