@@ -13,6 +13,7 @@ from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
 from fusion_attention.expressions import size_of
 from fusion_attention.ops import RECORDS, flash
+from fusion_attention.record import Attr
 from fusion_attention.sampling import sample, spoils
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
@@ -41,11 +42,12 @@ def by_name(op: Op) -> str:
 def axes_of(op: Op, args: Args) -> dict[str, int]:
     """The size of every axis word, as far as inputs show it."""
     sizes: dict[str, int] = {}
-    for name in ("head_num", "num_heads"):
-        if isinstance(args.get(name), int):
-            sizes["N1"] = args[name]
+    for number in (q for q in op.params if isinstance(q, Attr) and q.axis and isinstance(args.get(q.name), int)):
+        sizes[number.axis] = args[number.name]
+    if isinstance(args.get("sparse_count"), int):
+        sizes |= {"K": args["sparse_count"], "Kv": args["sparse_count"] if args["return_values"] else 0}
     for p in op.tensors():
-        value, words = args[p.name], p.words(str(args.get("input_layout")))
+        value, words = args[p.name], p.words(op.layout_of(p, args))
         if isinstance(value, torch.Tensor) and value.dim() == len(words):
             for word, size in zip(words, value.shape, strict=True):
                 unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
@@ -60,10 +62,11 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
     sizes = axes_of(op, args)
     found: dict[str, torch.Tensor | None] = {}
     for p in op.tensors(output=True):
-        words = p.words(str(args.get("input_layout")))
+        words = p.words(op.layout_of(p, args))
         shape = [size_of(word, sizes) for word in words]
-        query = args["query"] if isinstance(args["query"], torch.Tensor) else torch.empty(0)
-        dtype = torch.float32 if p.dtypes == "float32" else query.dtype
+        alone = getattr(torch, p.dtypes, None) if p.dtypes else None
+        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args["query"]
+        dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
         dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
         if p.name == "dpse":
             pse = args["pse"]

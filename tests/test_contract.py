@@ -19,13 +19,13 @@ import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import LEVELS, STAGES, bind
 from fusion_attention.ops import RECORDS, attention, flash
-from fusion_attention.pages import render
 from fusion_attention.plan import Plan
 from fusion_attention.record import INVALID, NULL_POINTER, TILING, Array, Failure, Op, Rule, Tensor
 from fusion_attention.sampling import sample, spoils
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+del FACES["decode_attention"]  # its cache stands for several of the record's parameters
 Args = dict[str, Any]
 ATTENTION = RECORDS["attention"]
 PACKED = {"input_layout": "TND"}
@@ -433,7 +433,7 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
     assert "attention_out: expected memory of its own for every element, got strides (0, 32, 8, 1)" in text
 
 
-# --------------------------------------------------------------------------------------------------- notes and pages
+# --------------------------------------------------------------------------------------------------- notes and rules
 
 
 def test_a_warning_points_at_the_caller() -> None:
@@ -454,31 +454,6 @@ def test_a_warning_comes_once_per_line() -> None:
         for _ in range(3):
             bind(flash.TORCH_V1, args)
     assert len(caught) == 1
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_page_says_everything(name: str) -> None:
-    op, page = RECORDS[name], render(RECORDS[name])
-    assert page == render(op)
-    for p in op.params:
-        assert f"| `{p.shown}` |" in page
-        assert p.text.replace("|", "\\|") in page
-    for rule in op.asked:
-        assert op.spell(rule.expected).replace("|", "\\|") in page
-        assert op.spell(rule.advice).replace("|", "\\|") in page
-    for word in re.findall(r"`(\w+)`", page):
-        assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_tables_of_a_page_have_whole_rows(name: str) -> None:
-    rows = 0
-    for block in render(RECORDS[name]).split("\n\n"):
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
-        assert len(widths) <= 1, block
-        rows += len(lines)
-    assert rows > len(RECORDS[name].params)
 
 
 def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:

@@ -1,10 +1,12 @@
-"""`fusion-attention ops`: the list, a page, and the pages of a folder."""
+"""`fusion-attention ops`: the list, a page, the pages of a folder, and what every page says."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
@@ -70,3 +72,28 @@ def test_options_exclude_each_other(tmp_path: Path) -> None:
     code, text = invoke(NAME, "--check", tmp_path)
     assert code == 2
     assert "exclude each other" in text
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_page_says_everything(name: str) -> None:
+    op, page = RECORDS[name], render(RECORDS[name])
+    assert page == render(op)
+    for p in op.params:
+        assert f"| `{p.shown}` |" in page
+        assert p.text.replace("|", "\\|") in page
+    for rule in op.asked:
+        assert op.spell(rule.expected).replace("|", "\\|") in page
+        assert op.spell(rule.advice).replace("|", "\\|") in page
+    for word in re.findall(r"`(\w+)`", page):
+        assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_tables_of_a_page_have_whole_rows(name: str) -> None:
+    rows = 0
+    for block in render(RECORDS[name]).split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+        assert len(widths) <= 1, block
+        rows += len(lines)
+    assert rows > len(RECORDS[name].params)
