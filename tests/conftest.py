@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_attention import plan
-
 # What allocates results: their fresh memory holds NaN, or -99 in integers.
 ALLOCATING = ("autograd", "ops.training", "ops.sparse_lower", "ops.indexer_lower")
 
@@ -35,12 +33,3 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-
-
-@pytest.fixture
-def golden_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Faces that take no back end compute by golden what no other back end computes."""
-    monkeypatch.setattr(plan, "AUTO", (*plan.AUTO, "golden"))
-    plan._PLANS.clear()
-    yield
-    plan._PLANS.clear()

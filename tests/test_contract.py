@@ -228,7 +228,6 @@ def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
         assert versions == [t._version for t in case.args.values() if isinstance(t, torch.Tensor)], case.id
 
 
-@pytest.mark.usefixtures("golden_too")
 @pytest.mark.parametrize("name", FACES)
 def test_a_function_takes_its_samples(name: str) -> None:
     op = RECORDS[name]

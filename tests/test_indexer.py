@@ -225,7 +225,6 @@ def by_npu(op: Op, args: Args) -> Args:
     return {p.shown: args[p.name] for p in op.params if p.name in args}
 
 
-@pytest.mark.usefixtures("golden_too")
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
 def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     args = operands(case)

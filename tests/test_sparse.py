@@ -299,7 +299,6 @@ def by_python(case: SparseCase, args: Args) -> Args:
     return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
 
 
-@pytest.mark.usefixtures("golden_too")
 @pytest.mark.parametrize("case", [c for c in FACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
 def test_npu_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
@@ -319,7 +318,6 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
         same_bits(gradient, want[f"d{name}"], name)
 
 
-@pytest.mark.usefixtures("golden_too")
 @pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
 def test_the_pythonic_face_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
@@ -334,7 +332,6 @@ def test_the_pythonic_face_has_the_same_bits(case: SparseCase) -> None:
             same_bits(gradient, want[f"d{name}"], name)
 
 
-@pytest.mark.usefixtures("golden_too")
 def test_statistics_only_when_they_are_asked_for() -> None:
     args = operands(SparseCase())
     given = {p.shown: args[p.name] for p in sparse.TORCH.params if args.get(p.name) is not None}

@@ -10,7 +10,6 @@ from test_compile import compiled, draw, same
 import fusion_attention as fa
 from fusion_attention import npu
 
-pytestmark = pytest.mark.usefixtures("golden_too")
 LISTS = torch.tensor([3, 0, 5, 1]).expand(2, 6, 1, 4)
 TND = {"layout_query": "TND", "layout_kv": "TND"}
 
