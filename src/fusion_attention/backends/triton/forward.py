@@ -1,0 +1,258 @@
+"""The forward kernel: a tile of query rows of one head meets the keys that its band leaves, in two loops.
+
+The first loop meets the tiles of keys that a mask cuts, on both sides; the second those that every row sees whole, with
+no mask at all. Scores stay as the product gave them where nothing is added to them (RAW): the scale is then part of
+the exponent's factor, and the maximum is scaled once, when it is stored.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import (
+    K_ROPE,
+    LOG2E,
+    MAX,
+    OUT,
+    PER_TILE,
+    PHILOX,
+    Q_ROPE,
+    SUM,
+    K,
+    Q,
+    V,
+    dressed,
+    interval,
+    kept_bits,
+    kept_drawn,
+    lengths_at,
+    load_part,
+    not_blocked,
+    rows_at,
+    store_part,
+)
+
+
+@triton.jit
+def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, BN: tl.constexpr):
+    """[rows, BN] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
+    places, count, b, h, heads = where
+    if DROPOUT == PHILOX:
+        seed, offset, threshold = drop
+        return kept_drawn(seed, offset, threshold, (b * heads + h).to(tl.int32), row, j0, BN)
+    else:
+        return kept_bits(bits, places, count, b, h, row[:, None], (j0 + tl.arange(0, BN))[None, :], there)
+
+
+@triton.jit
+def add_values(acc, p, v, offset, inside, CUT: tl.constexpr,
+               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr):  # fmt: skip
+    """acc + p v, in parts of v's columns."""
+    acc0, acc1, acc2 = acc
+    p = p.to(v.dtype.element_ty)
+    acc0 = tl.dot(p, load_part(v, offset, inside, 0, V0, DIM_V, CUT), acc0, input_precision="ieee")
+    if V1:
+        acc1 = tl.dot(p, load_part(v, offset, inside, V0, V1, DIM_V, CUT), acc1, input_precision="ieee")
+    if V2:
+        acc2 = tl.dot(p, load_part(v, offset, inside, V0 + V1, V2, DIM_V, CUT), acc2, input_precision="ieee")
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def products(query, k, offset, kr, offset_r, inside, CUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+             D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr):  # fmt: skip
+    """q . k + q_rope . k_rope for rows of q and keys at `offset`."""
+    q0, q1, q2, qr = query
+    x = tl.dot(q0, tl.trans(load_part(k, offset, inside, 0, D0, DIM, CUT)), input_precision="ieee")
+    if D1:
+        x = tl.dot(q1, tl.trans(load_part(k, offset, inside, D0, D1, DIM, CUT)), x, input_precision="ieee")
+    if D2:
+        x = tl.dot(q2, tl.trans(load_part(k, offset, inside, D0 + D1, D2, DIM, CUT)), x, input_precision="ieee")
+    if R:
+        x = tl.dot(qr, tl.trans(load_part(kr, offset_r, inside, 0, R, DIM_ROPE, CUT)), x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def load_query(base, offset, there, rope, offset_r, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+               DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr):  # fmt: skip
+    """The parts of rows; one that is not there is a copy of the first, which nobody reads."""
+    q0 = load_part(base, offset, there, 0, D0, DIM, True)
+    q1, q2, qr = q0, q0, q0
+    if D1:
+        q1 = load_part(base, offset, there, D0, D1, DIM, True)
+    if D2:
+        q2 = load_part(base, offset, there, D0 + D1, D2, DIM, True)
+    if R:
+        qr = load_part(rope, offset_r, there, 0, R, DIM_ROPE, True)
+    return q0, q1, q2, qr
+
+
+@triton.jit
+def attend(state, query, memory, strides, extras, where, row, edges, lengths, numbers, drop, keys,
+           CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+           D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+           DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+           BN: tl.constexpr):  # fmt: skip
+    """One loop: `left` tiles of keys from `begin` on and `right` ones from `again` on; keys = these four."""
+    acc0, acc1, acc2, m, l = state
+    k, v, kr = memory
+    stride_k, stride_v, stride_r = strides
+    bias, slopes, blocked, bits = extras
+    places, count, b, h, heads = where
+    valid, first_key, end_key = edges
+    scale, factor, exponent = numbers
+    begin, left, again, right = keys
+    for t in tl.range(0, left + right):
+        j0 = begin + t * BN
+        if CUT:
+            j0 = tl.where(t < left, j0, again + (t - left) * BN)
+        j = j0 + tl.arange(0, BN)
+        inside = j < lengths[1]
+        wide = j.to(tl.int64)
+        s = products(query, k, wide * stride_k, kr, wide * stride_r, inside, CUT, D0, D1, D2, DIM, R, DIM_ROPE)
+        there = valid[:, None] & inside[None, :]
+        if not RAW:
+            s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
+                        lengths, BIAS)  # fmt: skip
+        if CUT:
+            seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], there)
+            s = tl.where(seen, s, -float("inf"))
+        now = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
+        shift = tl.where(now == -float("inf"), 0.0, now)
+        p = tl.exp2((s - shift[:, None]) * exponent)
+        fade = tl.exp2((m - shift) * exponent)
+        l = l * fade + tl.sum(p, 1)
+        m = now
+        if DROPOUT:
+            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+        acc0 = acc0 * fade[:, None]
+        if V1:
+            acc1 = acc1 * fade[:, None]
+        if V2:
+            acc2 = acc2 * fade[:, None]
+        acc = add_values((acc0, acc1, acc2), p, v, wide * stride_v, inside, CUT, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = acc
+    return acc0, acc1, acc2, m, l
+
+
+@triton.jit
+def add_means(acc, mean, v, stride_v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
+              V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """What the rows in mean form sum: every key that dropout keeps, seen or not. No turn where no row is."""
+    acc0, acc1, acc2 = acc
+    end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
+    for j0 in tl.range(0, end, BN):
+        j = j0 + tl.arange(0, BN)
+        inside = j < kv_len
+        there = valid[:, None] & inside[None, :]
+        p = tl.where(mean[:, None] & there, 1.0, 0.0)
+        if DROPOUT:
+            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+        acc = add_values((acc0, acc1, acc2), p, v, j.to(tl.int64) * stride_v, inside, True, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = acc
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def finish(m, l, sink, h, unit, SINK: tl.constexpr):
+    """(max, sum, factor of the accumulator) of rows, the sink counted in."""
+    nothing = m == -float("inf")
+    top = tl.where(nothing, -float("inf"), m * unit)
+    fade = tl.where(nothing, 0.0, 1.0)
+    if SINK:
+        logit = tl.load(sink + h)
+        joint = tl.maximum(top, logit)
+        base = tl.where(joint == -float("inf"), 0.0, joint)
+        fade = tl.where(top == joint, fade, tl.exp2((top - base) * LOG2E))
+        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * LOG2E))
+        top = joint
+    # A NaN among the scores is in the sum alone: maxima pass it over.
+    top = tl.where((l != l) & (top != float("inf")), float("nan"), top)
+    return top, l, fade
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold"])
+def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, sink, places, lengths, tiles,
+            count: tl.int32, heads_q: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
+            unit: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+            GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+            SINK: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+            DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+            V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
+
+    MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.load(tile + 1) + tl.arange(0, BM)
+    valid = row < tl.load(tile + 2)
+    begin, left, full, again, right = (
+        tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
+    )  # fmt: skip
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
+    at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
+    wide = row.to(tl.int64)
+    offset_r, stride_r, kr = wide, stride_k, k
+    if R:
+        at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+        offset_r, kr = at_qr + wide * stride_qr, k_rope + at_kr
+    query = load_query(q, at_q + wide * stride_q, valid, q_rope, offset_r, D0, D1, D2, DIM, R, DIM_ROPE)
+
+    acc0 = tl.zeros([BM, V0], tl.float32)
+    acc1, acc2 = acc0, acc0
+    if V1:
+        acc1 = tl.zeros([BM, V1], tl.float32)
+    if V2:
+        acc2 = tl.zeros([BM, V2], tl.float32)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
+    memory, strides = (k + at_k, v + at_v, kr), (stride_k, stride_v, stride_r)
+    extras, where = (bias, slopes, blocked, bits), (places, count, b, h, heads_q)
+    numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
+    edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
+    state = attend(state, query, memory, strides, extras, where, row, edges, known, numbers, drop,
+                   (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
+                   V0, V1, V2, DIM_V, BN)  # fmt: skip
+    if not BLOCKED:
+        state = attend(state, query, memory, strides, extras, where, row, edges, known, numbers, drop,
+                       (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
+                       DIM_ROPE, V0, V1, V2, DIM_V, BN)  # fmt: skip
+    acc0, acc1, acc2, m, l = state
+    top, l, fade = finish(m, l, sink, h, unit, SINK)
+    none = top == -float("inf")
+    mean = none
+    if MEAN:
+        mean = none & (row < tl.where(kv_len > 0, tl.load(tile + 2), 0))
+        if MEAN == 2:
+            mean = mean & (end_key > first_key)
+        acc = add_means((acc0, acc1, acc2), mean, v + at_v, stride_v, bits, where, row, valid, drop, kv_len, DROPOUT,
+                        V0, V1, V2, DIM_V, BN)  # fmt: skip
+        acc0, acc1, acc2 = acc
+        l = tl.where(mean, kv_len.to(tl.float32), l)
+        fade = tl.where(mean, 1.0, fade)
+        none = none & ~mean
+    l = tl.where(none, 0.0, l)
+    share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
+
+    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+    offset_out = at_out + wide * stride_out
+    store_part(out, offset_out, valid, acc0 * share[:, None], 0, V0, DIM_V)
+    if V1:
+        store_part(out, offset_out, valid, acc1 * share[:, None], V0, V1, DIM_V)
+    if V2:
+        store_part(out, offset_out, valid, acc2 * share[:, None], V0 + V1, V2, DIM_V)
+    at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+    tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
+    tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)

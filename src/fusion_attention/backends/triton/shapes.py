@@ -1,0 +1,78 @@
+"""Tile shapes: one table per kernel, and the parts into which a row's elements are cut.
+
+Every row was found by compiling, not by timing: among the shapes whose code spills no register and whose shared memory
+fits the chip, the largest. Knows sizes. Refuses to know what a kernel computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fusion_attention.problem import Problem
+
+WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
+MOST_PARTS = 3
+WIDEST_ROPE = 256
+NARROWEST = 16  # what a matrix instruction takes
+
+
+class Tile(NamedTuple):
+    """BM query rows meet BN keys."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+def power(n: int) -> int:
+    """The power of two that holds n, at least what a matrix instruction takes."""
+    return max(NARROWEST, 1 << (n - 1).bit_length())
+
+
+def parts(dim: int) -> tuple[int, int, int]:
+    """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
+
+    A second part where that is narrower than one alone would be; 256 at most each.
+    """
+    found: list[int] = []
+    rest = dim
+    while rest > WIDEST_PART:
+        found.append(WIDEST_PART)
+        rest -= WIDEST_PART
+    if rest > 0:
+        low = max(NARROWEST, 1 << (rest.bit_length() - 1))
+        cut = len(found) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
+        found += [low, power(rest - low)] if cut else [power(rest)]
+    first, second, third = (*found, 0, 0, 0)[:MOST_PARTS]
+    return first, second, third
+
+
+def spans(problem: Problem) -> tuple[int, int]:
+    """Elements of a query row, rope included, and of a value row, as kernels hold them."""
+    rope = power(problem.dim_rope) if problem.dim_rope else 0
+    return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
+
+
+# kernel -> dtype width in bytes -> (most elements of a query row, most elements of a value row, tile), first fit.
+FORWARD: dict[int, tuple[tuple[int, int, Tile], ...]] = {
+    2: (
+        (64, 64, Tile(64, 64, 4, 3)),
+        (128, 128, Tile(128, 64, 8, 3)),
+        (192, 128, Tile(128, 64, 8, 2)),
+        (256, 256, Tile(64, 32, 4, 2)),
+        (1024, 768, Tile(64, 32, 8, 1)),
+    ),
+    4: (
+        (128, 128, Tile(32, 32, 4, 1)),
+        (256, 256, Tile(16, 16, 4, 1)),
+    ),
+}
+TABLES = {"forward": FORWARD}
+
+
+def tile_of(kernel: str, problem: Problem) -> Tile | None:
+    """The tile of a kernel for a problem; None where the table has none: its shape was never compiled."""
+    width = 4 if problem.dtype == "float32" else 2
+    qk, v = spans(problem)
+    return next((tile for most_qk, most_v, tile in TABLES[kernel][width] if qk <= most_qk and v <= most_v), None)
