@@ -67,12 +67,15 @@ def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
     """The tiles of one verb; what depends on a device is copied there by the first run."""
     from fusion_attention.backends.triton import launch
 
-    return launch.plan_forward(problem, extents)
+    planner = launch.plan_backward if verb == "attention_backward" else launch.plan_forward
+    return planner(problem, extents)
 
 
 def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results."""
-    return 0
+    from fusion_attention.backends.triton import launch
+
+    return launch.workspace_bytes(problem, extents, verb)
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
@@ -81,3 +84,18 @@ def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, op
 
     if len(extents):
         launch.run_forward(problem, extents, schedule, operands)
+
+
+def attention_backward(
+    problem: Problem, extents: Extents, schedule: Schedule, operands: Operands, grads: Grads
+) -> None:
+    """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out.
+
+    The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
+    """
+    from fusion_attention.backends.triton import launch
+
+    if len(extents):
+        launch.run_backward(problem, extents, schedule, operands, grads)
+    elif grads.dsink is not None:
+        grads.dsink.zero_()

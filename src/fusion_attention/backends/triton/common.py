@@ -34,13 +34,20 @@ SCALE_V, OFFSET_V = tl.constexpr(AT["scale_v"]), tl.constexpr(AT["offset_v"])
 
 
 @triton.jit
-def rows_at(places, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of head h, stride of a token) of a view; multiples of ALIGN, which the host has checked."""
+def heads_at(places, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN, which the host has checked."""
     at = places + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
         first, head = tl.multiple_of(first, ALIGN), tl.multiple_of(head, ALIGN)
         token = tl.multiple_of(token, ALIGN)
+    return first, head, token
+
+
+@triton.jit
+def rows_at(places, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element of head h, stride of a token) of a view."""
+    first, head, token = heads_at(places, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
@@ -157,3 +164,77 @@ def _low(word):
 @triton.jit
 def _high(word):
     return (word >> 16).to(tl.int32)
+
+
+@triton.jit
+def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
+    """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
+    places, count, b, h, heads = where
+    if DROPOUT == PHILOX:
+        seed, offset, threshold = drop
+        return kept_drawn(seed, offset, threshold, (b * heads + h).to(tl.int32), row, j0, KEYS)
+    else:
+        return kept_bits(bits, places, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
+
+
+# ------------------------------------------------------------------------------------------------- rows in three parts
+
+
+@triton.jit
+def load_three(base, offset, there, CUT: tl.constexpr,
+               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """The parts of rows; one that is not there is the first again, which nobody reads."""
+    x0 = load_part(base, offset, there, 0, W0, DIM, CUT)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = load_part(base, offset, there, W0, W1, DIM, CUT)
+    if W2:
+        x2 = load_part(base, offset, there, W0 + W1, W2, DIM, CUT)
+    return x0, x1, x2
+
+
+@triton.jit
+def store_three(base, offset, there, parts, factor,
+                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """The counterpart of load_three(), times a factor per row."""
+    store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
+    if W1:
+        store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
+    if W2:
+        store_part(base, offset, there, parts[2] * factor, W0 + W1, W2, DIM)
+
+
+@triton.jit
+def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
+    """Accumulators."""
+    x0 = tl.zeros([ROWS, W0], tl.float32)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = tl.zeros([ROWS, W1], tl.float32)
+    if W2:
+        x2 = tl.zeros([ROWS, W2], tl.float32)
+    return x0, x1, x2
+
+
+@triton.jit
+def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
+    """a b^T for rows in parts."""
+    x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if W1:
+        x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
+    if W2:
+        x = tl.dot(a[2], tl.trans(b[2]), x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
+    """acc + p x for rows x in parts; the weights are rounded to their dtype."""
+    acc0, acc1, acc2 = acc
+    p = p.to(x[0].dtype)
+    acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")
+    if W1:
+        acc1 = tl.dot(p, x[1], acc1, input_precision="ieee")
+    if W2:
+        acc2 = tl.dot(p, x[2], acc2, input_precision="ieee")
+    return acc0, acc1, acc2

@@ -17,81 +17,28 @@ from fusion_attention.backends.triton.common import (
     MAX,
     OUT,
     PER_TILE,
-    PHILOX,
     Q_ROPE,
     SUM,
     K,
     Q,
     V,
+    add_three,
     dressed,
+    inner_three,
     interval,
-    kept_bits,
-    kept_drawn,
+    kept_keys,
     lengths_at,
     load_part,
+    load_three,
     not_blocked,
     rows_at,
-    store_part,
+    store_three,
+    zeros_three,
 )
 
 
 @triton.jit
-def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, BN: tl.constexpr):
-    """[rows, BN] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
-    places, count, b, h, heads = where
-    if DROPOUT == PHILOX:
-        seed, offset, threshold = drop
-        return kept_drawn(seed, offset, threshold, (b * heads + h).to(tl.int32), row, j0, BN)
-    else:
-        return kept_bits(bits, places, count, b, h, row[:, None], (j0 + tl.arange(0, BN))[None, :], there)
-
-
-@triton.jit
-def add_values(acc, p, v, offset, inside, CUT: tl.constexpr,
-               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr):  # fmt: skip
-    """acc + p v, in parts of v's columns."""
-    acc0, acc1, acc2 = acc
-    p = p.to(v.dtype.element_ty)
-    acc0 = tl.dot(p, load_part(v, offset, inside, 0, V0, DIM_V, CUT), acc0, input_precision="ieee")
-    if V1:
-        acc1 = tl.dot(p, load_part(v, offset, inside, V0, V1, DIM_V, CUT), acc1, input_precision="ieee")
-    if V2:
-        acc2 = tl.dot(p, load_part(v, offset, inside, V0 + V1, V2, DIM_V, CUT), acc2, input_precision="ieee")
-    return acc0, acc1, acc2
-
-
-@triton.jit
-def products(query, k, offset, kr, offset_r, inside, CUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-             D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr):  # fmt: skip
-    """q . k + q_rope . k_rope for rows of q and keys at `offset`."""
-    q0, q1, q2, qr = query
-    x = tl.dot(q0, tl.trans(load_part(k, offset, inside, 0, D0, DIM, CUT)), input_precision="ieee")
-    if D1:
-        x = tl.dot(q1, tl.trans(load_part(k, offset, inside, D0, D1, DIM, CUT)), x, input_precision="ieee")
-    if D2:
-        x = tl.dot(q2, tl.trans(load_part(k, offset, inside, D0 + D1, D2, DIM, CUT)), x, input_precision="ieee")
-    if R:
-        x = tl.dot(qr, tl.trans(load_part(kr, offset_r, inside, 0, R, DIM_ROPE, CUT)), x, input_precision="ieee")
-    return x
-
-
-@triton.jit
-def load_query(base, offset, there, rope, offset_r, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-               DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr):  # fmt: skip
-    """The parts of rows; one that is not there is a copy of the first, which nobody reads."""
-    q0 = load_part(base, offset, there, 0, D0, DIM, True)
-    q1, q2, qr = q0, q0, q0
-    if D1:
-        q1 = load_part(base, offset, there, D0, D1, DIM, True)
-    if D2:
-        q2 = load_part(base, offset, there, D0 + D1, D2, DIM, True)
-    if R:
-        qr = load_part(rope, offset_r, there, 0, R, DIM_ROPE, True)
-    return q0, q1, q2, qr
-
-
-@triton.jit
-def attend(state, query, memory, strides, extras, where, row, edges, lengths, numbers, drop, keys,
+def attend(state, query, rope, memory, strides, extras, where, row, edges, lengths, numbers, drop, keys,
            CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
@@ -112,7 +59,10 @@ def attend(state, query, memory, strides, extras, where, row, edges, lengths, nu
         j = j0 + tl.arange(0, BN)
         inside = j < lengths[1]
         wide = j.to(tl.int64)
-        s = products(query, k, wide * stride_k, kr, wide * stride_r, inside, CUT, D0, D1, D2, DIM, R, DIM_ROPE)
+        s = inner_three(query, load_three(k, wide * stride_k, inside, CUT, D0, D1, D2, DIM), D1, D2)
+        if R:
+            part = load_part(kr, wide * stride_r, inside, 0, R, DIM_ROPE, CUT)
+            s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
             s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
@@ -136,8 +86,8 @@ def attend(state, query, memory, strides, extras, where, row, edges, lengths, nu
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        acc = add_values((acc0, acc1, acc2), p, v, wide * stride_v, inside, CUT, V0, V1, V2, DIM_V)
-        acc0, acc1, acc2 = acc
+        values = load_three(v, wide * stride_v, inside, CUT, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2, m, l
 
 
@@ -154,8 +104,8 @@ def add_means(acc, mean, v, stride_v, bits, where, row, valid, drop, kv_len, DRO
         p = tl.where(mean[:, None] & there, 1.0, 0.0)
         if DROPOUT:
             p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
-        acc = add_values((acc0, acc1, acc2), p, v, j.to(tl.int64) * stride_v, inside, True, V0, V1, V2, DIM_V)
-        acc0, acc1, acc2 = acc
+        values = load_three(v, j.to(tl.int64) * stride_v, inside, True, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2
 
 
@@ -202,30 +152,25 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
     at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
     wide = row.to(tl.int64)
-    offset_r, stride_r, kr = wide, stride_k, k
+    query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
+    rope, stride_r, kr = query[0], stride_k, k
     if R:
         at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
         at_kr, stride_r = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
-        offset_r, kr = at_qr + wide * stride_qr, k_rope + at_kr
-    query = load_query(q, at_q + wide * stride_q, valid, q_rope, offset_r, D0, D1, D2, DIM, R, DIM_ROPE)
+        rope, kr = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True), k_rope + at_kr
 
-    acc0 = tl.zeros([BM, V0], tl.float32)
-    acc1, acc2 = acc0, acc0
-    if V1:
-        acc1 = tl.zeros([BM, V1], tl.float32)
-    if V2:
-        acc2 = tl.zeros([BM, V2], tl.float32)
+    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
     memory, strides = (k + at_k, v + at_v, kr), (stride_k, stride_v, stride_r)
     extras, where = (bias, slopes, blocked, bits), (places, count, b, h, heads_q)
     numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
     edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
-    state = attend(state, query, memory, strides, extras, where, row, edges, known, numbers, drop,
+    state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
                    (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
                    V0, V1, V2, DIM_V, BN)  # fmt: skip
     if not BLOCKED:
-        state = attend(state, query, memory, strides, extras, where, row, edges, known, numbers, drop,
+        state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
                        (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
                        DIM_ROPE, V0, V1, V2, DIM_V, BN)  # fmt: skip
     acc0, acc1, acc2, m, l = state
@@ -246,12 +191,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
     at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
-    offset_out = at_out + wide * stride_out
-    store_part(out, offset_out, valid, acc0 * share[:, None], 0, V0, DIM_V)
-    if V1:
-        store_part(out, offset_out, valid, acc1 * share[:, None], V0, V1, DIM_V)
-    if V2:
-        store_part(out, offset_out, valid, acc2 * share[:, None], V0 + V1, V2, DIM_V)
+    store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
     at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
     at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
     tl.store(max_ + at_max + wide * stride_max, top, mask=valid)

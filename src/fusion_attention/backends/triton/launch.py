@@ -5,6 +5,7 @@ The constants made here are also what the tests compile ahead of time, so that w
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 
 from fusion_attention import dropout, tiles
 from fusion_attention.backends.triton import common, memory, shapes
+from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.forward import forward
+from fusion_attention.kv import RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
+PLANES = 3  # of what prepare() notes of each row
 Constants = dict[str, Any]
 
 
@@ -81,6 +85,30 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
     return np.stack(fields, 1)[order].astype(np.int32)
 
 
+def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0, row1, the first key and the number of tiles of keys; the longest first."""
+    t = tiles.by_query(extents, tile.BM)
+    begin = t.begin // tile.BN * tile.BN
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
+
+
+def key_tiles(extents: Extents, tile: shapes.Tile, mean: int) -> np.ndarray:
+    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows; the longest first."""
+    t = tiles.by_key(extents, tile.BN)
+    if mean:  # a row in mean form gives to every key
+        zero = np.zeros_like(t.begin)
+        return _turns(t, zero, extents.q_len[t.seq], tile.BM)
+    begin = t.begin // tile.BM * tile.BM
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM)
+
+
+def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
+    none = np.zeros_like(begin)
+    turns = -(-(end - begin) // size)
+    order = np.argsort(-turns, kind="stable")
+    return np.stack((t.seq, t.row0, t.row1, begin, turns, none, none, none), 1)[order].astype(np.int32)
+
+
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
     """Whether some row of a sequence with keys may see none, by the band or the matrix."""
     if problem.has_blocked:
@@ -96,6 +124,26 @@ def plan_forward(problem: Problem, extents: Extents) -> Schedule:
     mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
     kept = memory.Kept.of(extents, {"query": forward_tiles(problem, extents, tile)})
     return Schedule("attention_forward", mean, kept, {"forward": tile})
+
+
+def plan_backward(problem: Problem, extents: Extents) -> Schedule:
+    """The tiles of dq, and those of dk and dv."""
+    query, key = (shapes.tile_of(kernel, problem) for kernel in ("query", "key"))
+    assert query is not None
+    assert key is not None
+    mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
+    lists = {"query": query_tiles(extents, query), "key": key_tiles(extents, key, mean)}
+    rows = int(extents.q_len.sum())
+    return Schedule("attention_backward", mean, memory.Kept.of(extents, lists), {"query": query, "key": key}, rows)
+
+
+def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
+    """What a verb allocates besides operands and results, and the tables that a schedule keeps."""
+    if verb != "attention_backward":
+        return 0
+    s = plan_backward(problem, extents)
+    sinks = len(s.kept.tiles["query"]) if problem.has_sink else 0
+    return 4 * problem.heads_q * (PLANES * s.rows + sinks)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -163,7 +211,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tiled = schedule.kept.on(device, "query")
     if not len(tiled):
         return
-    arguments = tensors | numbers(p, o) | {
+    given = tensors | numbers(p, o) | {
         "places": schedule.kept.places(table, device),
         "lengths": schedule.kept.on(device, "lengths"),
         "tiles": tiled,
@@ -173,9 +221,59 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     }  # fmt: skip
     known = forward_constants(p, tile, schedule.mean, memory.aligned(views, table))
     with on(device):
-        forward[(len(tiled), p.heads_q)](**arguments, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        launch(forward, (len(tiled), p.heads_q), given, known, tile)
+
+
+def backward_constants(
+    problem: Problem, tile: shapes.Tile, mean: int, aligned: bool
+) -> tuple[Constants, Constants, Constants]:
+    """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
+    known = constants(problem, tile, mean, aligned)
+    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM")
+    few = {name: known[name] for name in names} | {"SINK": problem.has_sink}
+    return few, {name: value for name, value in known.items() if name != "MEAN"}, known
+
+
+def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """Launches the three kernels of the backward."""
+    p, count, kept = problem, len(extents), schedule.kept
+    start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
+    flat = torch.empty(PLANES * p.heads_q * schedule.rows, dtype=torch.float32, device=o.q.keep[0].device)
+    views = views_of(p, o) | {
+        "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
+        "dq_rope": g.dq_rope if p.dim_rope else None,
+        "dk_rope": g.dk_rope if p.dim_rope else None,
+        "dbias": g.dbias if p.bias in ("matrix", "table") else None,
+        "flat": RowView((flat,), start, 1, step, 1),
+    }  # fmt: skip
+    tensors = tensors_of(p, o, views)
+    device = memory.one_device(tensors)
+    table = memory.places(views, count)
+    aligned = memory.aligned(views, table)
+    query, key = schedule.tile["query"], schedule.tile["key"]
+    by_query, by_key = kept.on(device, "query"), kept.on(device, "key")
+    part = torch.empty(len(by_query), p.heads_q, dtype=torch.float32, device=device) if p.has_sink else None
+    places, lengths = kept.places(table, device), kept.on(device, "lengths")
+    plane = p.heads_q * schedule.rows
+    shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
+    few, known, _ = backward_constants(p, query, schedule.mean, aligned)
+    _, _, known_key = backward_constants(p, key, schedule.mean, aligned)
+    with on(device):
+        if len(by_query):
+            launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
+            launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
+        if len(by_key):
+            launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
+    if g.dsink is not None:
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+
+
+def launch(kernel: Any, grid: tuple[int, int], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+    """Launches a kernel with those of the given arguments that it names."""
+    arguments = {name: value for name, value in given.items() if name in kernel.arg_names and name not in known}
+    kernel[grid](**arguments, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def on(device: torch.device) -> Any:
     """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else torch.autograd.profiler.record_function("triton")
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -68,7 +68,29 @@ FORWARD: dict[int, tuple[tuple[int, int, Tile], ...]] = {
         (256, 256, Tile(16, 16, 4, 1)),
     ),
 }
-TABLES = {"forward": FORWARD}
+QUERY: dict[int, tuple[tuple[int, int, Tile], ...]] = {
+    2: (
+        (64, 64, Tile(64, 64, 4, 2)),
+        (128, 128, Tile(128, 64, 8, 2)),
+        (1024, 768, Tile(64, 32, 8, 1)),
+    ),
+    4: (
+        (128, 128, Tile(32, 32, 4, 1)),
+        (256, 256, Tile(16, 16, 4, 1)),
+    ),
+}
+KEY: dict[int, tuple[tuple[int, int, Tile], ...]] = {
+    2: (
+        (64, 64, Tile(64, 64, 4, 2)),
+        (128, 128, Tile(64, 64, 4, 2)),
+        (1024, 768, Tile(32, 64, 8, 1)),
+    ),
+    4: (
+        (128, 128, Tile(32, 32, 4, 1)),
+        (256, 256, Tile(16, 16, 4, 1)),
+    ),
+}
+TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY}
 
 
 def tile_of(kernel: str, problem: Problem) -> Tile | None:
