@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
-OLDEST = 8  # compute capability of the oldest chip that the kernels are compiled for (sm_80)
+MAJORS = (8, 9)  # compute capabilities of the chips that the kernels were compiled for
 
 
 def interpreted() -> bool:
@@ -42,48 +42,87 @@ def against_device(device: torch.device) -> list[str]:
     if not torch.cuda.is_available():
         return ["the triton back end finds no GPU."]
     major = torch.cuda.get_device_capability(device)[0]
-    return [] if major >= OLDEST else [f"the triton back end computes on sm_80 and newer, not on sm_{major}x."]
+    return [] if major in MAJORS else [f"the triton back end was compiled for sm_8x and sm_9x, not for sm_{major}x."]
+
+
+def against_shape(problem: Problem, device: torch.device) -> list[str]:
+    """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
+    p, reasons = problem, []
+    if p.dim_rope > shapes.WIDEST_ROPE:
+        reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
+    if p.dtype not in DTYPES:
+        return reasons
+    usable = device.type == "cuda" and torch.cuda.is_available()
+    chip = shapes.chip_of(device) if usable else shapes.CHIPS[-1]
+    kernels = ("decode",) if p.page_size or p.kv_dtype else ("forward", "query", "key", "decode")
+    if any(shapes.tile_of(kernel, p, chip) is None for kernel in kernels):
+        sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
+        reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
+    return reasons
+
+
+def against_cache(problem: Problem) -> list[str]:
+    """What the decode kernels do not compute."""
+    p = problem
+    if not p.page_size and not p.kv_dtype:
+        return []
+    reasons = []
+    if p.dropout != "none":
+        reasons.append("the triton back end computes no dropout with a paged or quantised cache.")
+    if p.empty_rows != "zero":
+        reasons.append("the triton back end computes empty rows as zeros only, with a paged or quantised cache.")
+    return reasons
 
 
 def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
-    p = problem
+    p, where = problem, torch.device(device)
     table = (
         ("dtype", p.dtype, DTYPES),
-        ("page_size", p.page_size, (0,)),
         ("shares_kv", p.shares_kv, (False,)),
-        ("kv_dtype", p.kv_dtype, ("",)),
+        ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
         ("out_quant", p.out_quant, ("none",)),
         ("select_count", p.select_count, (0,)),
     )
-    return against_device(torch.device(device)) + [
+    unknown = [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
+    return against_device(where) + unknown + against_shape(p, where) + against_cache(p)
 
 
 def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
-    """The tiles of one verb; what depends on a device is copied there by the first run."""
-    from fusion_attention.backends.triton import launch
+    """What one verb needs on given lengths; what depends on a device is made by the first run on it."""
+    from fusion_attention.backends.triton import launch, paged
 
-    planner = launch.plan_backward if verb == "attention_backward" else launch.plan_forward
-    return planner(problem, extents)
+    if verb == "attention_forward" and paged.serves(problem, extents):
+        return paged.plan(problem, extents)
+    return launch.plan(problem, extents, verb)
 
 
 def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
-    """What a verb allocates besides operands and results."""
-    from fusion_attention.backends.triton import launch
+    """What a verb allocates besides operands and results, at most."""
+    from fusion_attention.backends.triton import launch, paged
 
-    return launch.workspace_bytes(problem, extents, verb)
+    planned = schedule(problem, extents, verb)
+    if planned.decodes:
+        return paged.workspace_bytes(problem, planned)
+    return launch.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
+
+
+def update(problem: Problem, extents: Extents, schedule: Schedule) -> None:
+    """Other lengths of the same rows for a schedule, and for every graph that was captured while it ran."""
+    schedule.kept.update(extents)
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch
+    from fusion_attention.backends.triton import launch, paged
 
     if len(extents):
-        launch.run_forward(problem, extents, schedule, operands)
+        run = paged.run if schedule.decodes else launch.run_forward
+        run(problem, extents, schedule, operands)
 
 
 def attention_backward(

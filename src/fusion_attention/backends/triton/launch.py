@@ -6,7 +6,7 @@ The constants made here are also what the tests compile ahead of time, so that w
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class Schedule:
     verb: str
     mean: int  # the kernels' MEAN
     kept: memory.Kept
-    tile: dict[str, shapes.Tile] = field(default_factory=dict)
-    rows: int = 0  # of all sequences
+    rows: int  # of all sequences
+    decodes: bool = False  # the decode kernels compute it
 
 
 def widths(problem: Problem) -> Constants:
@@ -117,33 +117,23 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
     return bool(((t.full_end <= t.full_begin) & (extents.kv_len[t.seq] > 0)).any())
 
 
-def plan_forward(problem: Problem, extents: Extents) -> Schedule:
-    """The forward's tiles."""
-    tile = shapes.tile_of("forward", problem)
+def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
+    """What a verb needs; the tiles are cut when a device is known."""
+    mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
+    return Schedule(verb, mean, memory.Kept(extents), int(extents.q_len.sum()))
+
+
+def tile_on(kernel: str, problem: Problem, device: torch.device) -> shapes.Tile:
+    """The tile of a kernel on a device."""
+    tile = shapes.tile_of(kernel, problem, shapes.chip_of(device))
     assert tile is not None  # reasons_against() has looked
-    mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
-    kept = memory.Kept.of(extents, {"query": forward_tiles(problem, extents, tile)})
-    return Schedule("attention_forward", mean, kept, {"forward": tile})
+    return tile
 
 
-def plan_backward(problem: Problem, extents: Extents) -> Schedule:
-    """The tiles of dq, and those of dk and dv."""
-    query, key = (shapes.tile_of(kernel, problem) for kernel in ("query", "key"))
-    assert query is not None
-    assert key is not None
-    mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
-    lists = {"query": query_tiles(extents, query), "key": key_tiles(extents, key, mean)}
-    rows = int(extents.q_len.sum())
-    return Schedule("attention_backward", mean, memory.Kept.of(extents, lists), {"query": query, "key": key}, rows)
-
-
-def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
-    """What a verb allocates besides operands and results, and the tables that a schedule keeps."""
-    if verb != "attention_backward":
-        return 0
-    s = plan_backward(problem, extents)
-    sinks = len(s.kept.tiles["query"]) if problem.has_sink else 0
-    return 4 * problem.heads_q * (PLANES * s.rows + sinks)
+def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
+    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
+    return 4 * problem.heads_q * (PLANES * schedule.rows + sinks)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -207,13 +197,13 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     table = memory.places(views, count)
-    tile = schedule.tile["forward"]
-    tiled = schedule.kept.on(device, "query")
+    tile = tile_on("forward", p, device)
+    tiled = schedule.kept.on(device, "forward", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
     given = tensors | numbers(p, o) | {
         "places": schedule.kept.places(table, device),
-        "lengths": schedule.kept.on(device, "lengths"),
+        "lengths": schedule.kept.on(device, "lengths", memory.lengths),
         "tiles": tiled,
         "count": count,
         "exponent": (p.scale if raw(p) else 1.0) * common.LOG2E.value,
@@ -250,10 +240,11 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     device = memory.one_device(tensors)
     table = memory.places(views, count)
     aligned = memory.aligned(views, table)
-    query, key = schedule.tile["query"], schedule.tile["key"]
-    by_query, by_key = kept.on(device, "query"), kept.on(device, "key")
+    query, key = tile_on("query", p, device), tile_on("key", p, device)
+    by_query = kept.on(device, "query", lambda e: query_tiles(e, query))
+    by_key = kept.on(device, "key", lambda e: key_tiles(e, key, schedule.mean))
     part = torch.empty(len(by_query), p.heads_q, dtype=torch.float32, device=device) if p.has_sink else None
-    places, lengths = kept.places(table, device), kept.on(device, "lengths")
+    places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
     plane = p.heads_q * schedule.rows
     shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
     few, known, _ = backward_constants(p, query, schedule.mean, aligned)

@@ -8,7 +8,7 @@ table that was copied to the device once serves every later call on the same mem
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,9 +17,9 @@ import torch
 from fusion_attention.contract import BackendError
 from fusion_attention.kv import MatrixView, PagedView, RowView
 from fusion_attention.problem import EXTENT_ROWS, Extents
-from fusion_attention.tiles import Tiles
 
 View = RowView | MatrixView | PagedView
+Maker = Callable[[Extents], np.ndarray]
 # The order in which views stand in the table; kernels count on it (common.py).
 VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
@@ -100,36 +100,20 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def tile_rows(tiles: Tiles, order: np.ndarray) -> np.ndarray:
-    """[tiles, TILE_FIELDS] int32 in the given order: seq, row0, row1, begin, full_begin, full_end, end."""
-    fields = (tiles.seq, tiles.row0, tiles.row1, tiles.begin, tiles.full_begin, tiles.full_end, tiles.end)
-    table = np.zeros((len(tiles), TILE_FIELDS), np.int32)
-    for n, values in enumerate(fields):
-        table[:, n] = values[order]
-    return table
-
-
 @dataclass(eq=False)
 class Kept:
-    """What a schedule has on devices: lengths, tiles and tables of places, each copied once."""
+    """What a schedule has on devices: lengths, lists of tiles and tables of places, each copied once."""
 
-    lengths: np.ndarray  # [EXTENT_ROWS, sequences]
-    tiles: dict[str, np.ndarray] = field(default_factory=dict)
-    _device: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
+    extents: Extents
+    _lists: dict[tuple[torch.device, str], tuple[Maker, torch.Tensor]] = field(default_factory=dict)
     _places: OrderedDict[tuple[torch.device, bytes], torch.Tensor] = field(default_factory=OrderedDict)
 
-    @classmethod
-    def of(cls, extents: Extents, tiles: dict[str, np.ndarray]) -> Kept:
-        """The tables of a batch's lengths."""
-        return cls(np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64), tiles)
-
-    def on(self, device: torch.device, name: str) -> torch.Tensor:
-        """The lengths ("lengths") or a list of tiles by its name."""
+    def on(self, device: torch.device, name: str, make: Maker) -> torch.Tensor:
+        """What `make` makes of the lengths, on a device."""
         key = device, name
-        if key not in self._device:
-            values = self.lengths if name == "lengths" else self.tiles[name]
-            self._device[key] = upload(values.copy(), device)
-        return self._device[key]
+        if key not in self._lists:
+            self._lists[key] = make, upload(make(self.extents), device)
+        return self._lists[key][1]
 
     def places(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
         """A table of places; the last ones are kept, so that a captured graph meets the same memory."""
@@ -144,8 +128,12 @@ class Kept:
         return found
 
     def update(self, extents: Extents) -> None:
-        """Writes other lengths where kernels that were planned, or captured, read them."""
-        self.lengths = np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)
-        for (device, name), held in self._device.items():
-            if name == "lengths":
-                held.copy_(upload(self.lengths.copy(), device), non_blocking=True)
+        """Writes what other lengths (of the same rows) make of every list, where planned and captured kernels read it."""
+        self.extents = extents
+        for (device, _), (make, held) in self._lists.items():
+            held.copy_(upload(make(extents), device), non_blocking=True)
+
+
+def lengths(extents: Extents) -> np.ndarray:
+    """[6, sequences] int64: the rows of EXTENT_ROWS."""
+    return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)

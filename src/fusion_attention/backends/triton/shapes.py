@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from fusion_attention.problem import Problem
 
 WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
@@ -54,47 +56,59 @@ def spans(problem: Problem) -> tuple[int, int]:
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
-# kernel -> dtype width in bytes -> (most elements of a query row, most elements of a value row, tile), first fit.
-FORWARD: dict[int, tuple[tuple[int, int, Tile], ...]] = {
-    2: (
+Rows = tuple[tuple[int, int, Tile], ...]
+
+# Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile); the first that fits.
+FORWARD: dict[tuple[int, int], Rows] = {
+    (90, 2): (
         (64, 64, Tile(64, 64, 4, 3)),
         (128, 128, Tile(128, 64, 8, 3)),
         (192, 128, Tile(128, 64, 8, 2)),
-        (256, 256, Tile(64, 32, 4, 2)),
-        (1024, 768, Tile(64, 32, 8, 1)),
+        (256, 256, Tile(128, 32, 8, 2)),
+        (768, 768, Tile(32, 32, 8, 1)),
     ),
-    4: (
-        (128, 128, Tile(32, 32, 4, 1)),
-        (256, 256, Tile(16, 16, 4, 1)),
+    (80, 2): (
+        (64, 64, Tile(64, 64, 4, 3)),
+        (128, 128, Tile(128, 64, 8, 3)),
+        (192, 128, Tile(128, 32, 8, 2)),
+        (256, 256, Tile(64, 64, 8, 2)),
+        (768, 768, Tile(32, 32, 8, 1)),
     ),
+    (90, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
+    (80, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
 }
-QUERY: dict[int, tuple[tuple[int, int, Tile], ...]] = {
-    2: (
-        (64, 64, Tile(64, 64, 4, 2)),
-        (128, 128, Tile(128, 64, 8, 2)),
-        (1024, 768, Tile(64, 32, 8, 1)),
-    ),
-    4: (
-        (128, 128, Tile(32, 32, 4, 1)),
-        (256, 256, Tile(16, 16, 4, 1)),
-    ),
+QUERY: dict[tuple[int, int], Rows] = {
+    (90, 2): ((64, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(128, 64, 8, 2)), (1024, 768, Tile(32, 32, 8, 1))),
+    (80, 2): ((64, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(128, 64, 8, 2)), (1024, 768, Tile(32, 32, 8, 1))),
+    (90, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
+    (80, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
 }
-KEY: dict[int, tuple[tuple[int, int, Tile], ...]] = {
-    2: (
-        (64, 64, Tile(64, 64, 4, 2)),
-        (128, 128, Tile(64, 64, 4, 2)),
-        (1024, 768, Tile(32, 64, 8, 1)),
-    ),
-    4: (
-        (128, 128, Tile(32, 32, 4, 1)),
-        (256, 256, Tile(16, 16, 4, 1)),
-    ),
+KEY: dict[tuple[int, int], Rows] = {
+    (90, 2): ((64, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(32, 128, 8, 2)), (1024, 768, Tile(32, 32, 8, 1))),
+    (80, 2): ((64, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(64, 64, 8, 2)), (1024, 768, Tile(32, 32, 8, 1))),
+    (90, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
+    (80, 4): ((128, 128, Tile(32, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
 }
-TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY}
+# Its BM is the least power of two that holds the rows of a key head, up to this.
+DECODE: dict[tuple[int, int], Rows] = {
+    (90, 2): ((128, 128, Tile(64, 64, 4, 3)), (768, 768, Tile(16, 32, 4, 2))),
+    (80, 2): ((128, 128, Tile(64, 64, 4, 3)), (768, 768, Tile(16, 32, 4, 2))),
+    (90, 4): ((128, 128, Tile(16, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
+    (80, 4): ((128, 128, Tile(16, 32, 4, 1)), (256, 256, Tile(16, 16, 4, 1))),
+}
+TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
+CHIPS = (80, 90)
 
 
-def tile_of(kernel: str, problem: Problem) -> Tile | None:
+def chip_of(device: torch.device) -> int:
+    """Whose row of the tables serves a device: 80 or 90."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return 90 if major >= 9 else 80
+
+
+def tile_of(kernel: str, problem: Problem, chip: int) -> Tile | None:
     """The tile of a kernel for a problem; None where the table has none: its shape was never compiled."""
     width = 4 if problem.dtype == "float32" else 2
     qk, v = spans(problem)
-    return next((tile for most_qk, most_v, tile in TABLES[kernel][width] if qk <= most_qk and v <= most_v), None)
+    rows = TABLES[kernel][chip, width]
+    return next((tile for most_qk, most_v, tile in rows if qk <= most_qk and v <= most_v), None)
