@@ -38,8 +38,9 @@ class Cache:
 
     @property
     def id(self) -> str:
-        return f"{self.dtype},{self.dequant},D{self.dim_qk}/{self.dim_v},q{self.q_len},page{self.page_size}," + ",".join(
-            self.more
+        return (
+            f"{self.dtype},{self.dequant},D{self.dim_qk}/{self.dim_v},q{self.q_len},page{self.page_size},"
+            + ",".join(self.more)
         )
 
     @property

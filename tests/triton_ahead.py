@@ -17,7 +17,7 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: boo
     return {"prepare": few, "query": query, "key": key}[kernel]
 
 
-def pointer(name: str, p: Problem) -> str | None:
+def pointer(kernel: str, name: str, p: Problem) -> str | None:
     """The type of an argument that is memory, or None where a problem lacks it."""
     stored = p.bias in ("matrix", "table")
     lacking = {
@@ -62,7 +62,8 @@ def pointer(name: str, p: Problem) -> str | None:
         "slopes": p.bias not in ("slopes", "slopes_sqrt"),
         "blocked": not p.has_blocked,
         "bits": p.dropout != "bits",
-        **dict.fromkeys(("sink", "part"), not p.has_sink),
+        "sink": not p.has_sink,
+        "part": kernel == "prepare" and not p.has_sink,
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
         **dict.fromkeys(("scale_v", "offset_v"), p.dequant_v == "none"),
@@ -84,7 +85,7 @@ def source(kernel: str, problem: Problem, constants: launch.Constants) -> ASTSou
     fixed: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for at, (name, param) in enumerate(zip(function.arg_names, function.params, strict=True)):
-        kind = None if name in constants else param.annotation_type or pointer(name, problem)
+        kind = None if name in constants else param.annotation_type or pointer(kernel, name, problem)
         if kind is None:
             signature[name], fixed[(at,)] = "constexpr", constants.get(name)
         else:
@@ -94,9 +95,7 @@ def source(kernel: str, problem: Problem, constants: launch.Constants) -> ASTSou
     return ASTSource(fn=function, signature=signature, constexprs=fixed, attrs=attributes)
 
 
-def measure(
-    kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0, aligned: bool = True
-) -> Figures:
+def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0, aligned: bool = True) -> Figures:
     """What the kernel takes on a chip (80 or 90), and with which instructions it multiplies."""
     compiled = triton.compile(
         source(kernel, problem, known(kernel, problem, tile, mean, aligned)),
@@ -130,19 +129,20 @@ def measure(
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; mean: the kernels' MEAN."""
+    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's."""
 
     kernel: str
     problem: Problem
     mean: int = 0
     aligned: bool = True
+    rows: int = 0
 
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
         kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
-        tile = shapes.tile_of(kernel, self.problem, chip)
+        tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
         assert tile is not None
-        return tile
+        return tile._replace(BM=self.rows) if self.rows else tile
 
 
 def problem(dim: int, dim_v: int = 0, **more: Any) -> Problem:
@@ -176,18 +176,21 @@ def configs() -> dict[str, Config]:
         found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
         found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
         found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ), mean=2)
+        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), aligned=False)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ), mean=1)
     found["forward 128 mean"] = Config("forward", problem(128, **LIGHT), mean=2)
-    found["forward 128 odd strides"] = Config("forward", problem(128, **LIGHT), aligned=False)
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
     found["decode 128"] = Config("decode", problem(128, **PAGES))
+    found["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
+    found["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
-    found["decode 768 read"] = Config("decode", problem(768, **INT8, bias="matrix", has_blocked=True))
+    found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
     found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
     return found
@@ -197,7 +200,7 @@ CONFIGS = configs()
 EVERYDAY = (
     *("forward 64", "forward 128 plain", "forward 128 drawn", "forward 192 read", "forward 768 read", "forward 96"),
     *("query 128 plain", "query 128 read", "key 128 plain", "key 128 read", "key 768", "forward float32"),
-    *("prepare 128", "decode 128", "decode 128 int8", "join 128"),
+    *("prepare 128", "decode 128", "decode 128 16 rows int8", "join 128"),
 )
 CHIPS = (80, 90)
 SHARED = {80: 166912, 90: 232448}  # bytes that a program may have

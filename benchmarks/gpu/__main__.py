@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--quick] [--only dense|masks|decode] [--output FOLDER]`: one table, figures.json and a chart."""
+"""`python -m benchmarks.gpu [--quick] [--only GROUP] [--output FOLDER]`: one table, figures.json and a chart."""
 
 from __future__ import annotations
 

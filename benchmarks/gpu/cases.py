@@ -84,7 +84,9 @@ def dense(quick: bool) -> Iterator[Row]:
                 pairs = _pairs(length, band) * (TOKENS // length) * (WIDTH // dim)
                 name = f"D{dim} S{length} {'causal' if causal else 'full'}"
                 peers = {peer: _sdpa(which, is_causal=causal) for peer, which in SDPA.items()}
-                peers["FlexAttention"] = _flex(length, (lambda b, h, i, j: i >= j) if causal else lambda b, h, i, j: j >= 0)
+                peers["FlexAttention"] = _flex(
+                    length, (lambda b, h, i, j: i >= j) if causal else lambda b, h, i, j: j >= 0
+                )
                 tensors = _tensors(length, dim)
                 yield Row("forward", name, _bound(_ours(band), tensors),
                           {p: _bound(f, tensors) for p, f in peers.items()}, 4 * dim * pairs)  # fmt: skip
@@ -135,7 +137,9 @@ def _packed(heads: int, dim: int) -> Row:
     lengths = lengths[np.cumsum(lengths) <= TOKENS]
     total, longest = int(lengths.sum()), int(lengths.max())
     q, k, v = (torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    padded = tuple(torch.zeros(len(lengths), heads, longest, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    padded = tuple(
+        torch.zeros(len(lengths), heads, longest, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     seen = torch.arange(longest, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
     mask = seen[:, None, None, :] & torch.ones(longest, longest, device="cuda", dtype=torch.bool).tril()
     pairs = int((lengths * (lengths + 1) // 2).sum()) * heads

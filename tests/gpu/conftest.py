@@ -1,4 +1,4 @@
-"""Tests on a real GPU: `make test-gpu`. They need torch with CUDA, triton and pytest; nothing of this package is built."""
+"""Tests on a real GPU: `make test-gpu`. They need torch with CUDA, triton and pytest, and nothing built."""
 
 from __future__ import annotations
 

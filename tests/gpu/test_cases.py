@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from cases import BITS, CASES, CAUSAL, DRAWN, Args
 from caches import CACHES, Cache, judge, made
+from cases import BITS, CASES, CAUSAL, DRAWN, Args
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
@@ -22,7 +22,10 @@ MASKED = {"mask": "matrix", "blank": True}
 DTYPES = ("float16", "bfloat16", "float32")
 LARGE = [
     *(Case(q_len=(700,), kv_len=(900,), dtype=d, dim_qk=128, dim_v=128, scale=0.088, **CAUSAL) for d in DTYPES),
-    *(Case(q_len=(300,), kv_len=(500,), dtype="bfloat16", dim_qk=d, dim_v=d, scale=d**-0.5) for d in (64, 96, 192, 256)),
+    *(
+        Case(q_len=(300,), kv_len=(500,), dtype="bfloat16", dim_qk=d, dim_v=d, scale=d**-0.5)
+        for d in (64, 96, 192, 256)
+    ),
     Case(q_len=(200,), kv_len=(260,), dtype="bfloat16", dim_qk=512, dim_v=512, dim_rope=64, scale=0.04, **CAUSAL),
     Case(q_len=(200,), kv_len=(260,), dtype="float16", dim_qk=768, dim_v=768, scale=0.036, **MASKED),
     Case("TND", "bfloat16", (300, 0, 517), (300, 40, 517), dim_qk=128, dim_v=128, scale=0.088, **CAUSAL, **DRAWN),

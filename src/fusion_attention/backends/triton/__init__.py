@@ -45,6 +45,14 @@ def against_device(device: torch.device) -> list[str]:
     return [] if major in MAJORS else [f"the triton back end was compiled for sm_8x and sm_9x, not for sm_{major}x."]
 
 
+def shared_memory(device: torch.device) -> int:
+    """KB of shared memory that a program may take on a GPU."""
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
+
+
 def against_shape(problem: Problem, device: torch.device) -> list[str]:
     """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
     p, reasons = problem, []
@@ -55,9 +63,14 @@ def against_shape(problem: Problem, device: torch.device) -> list[str]:
     usable = device.type == "cuda" and torch.cuda.is_available()
     chip = shapes.chip_of(device) if usable else shapes.CHIPS[-1]
     kernels = ("decode",) if p.page_size or p.kv_dtype else ("forward", "query", "key", "decode")
-    if any(shapes.tile_of(kernel, p, chip) is None for kernel in kernels):
-        sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
+    sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
+    rows = [shapes.row_of(kernel, p, chip) for kernel in kernels]
+    if None in rows:
         reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
+    needed = max(row[-1] for row in rows if row) if any(rows) else 0
+    held = shared_memory(device) if usable else needed
+    if needed > held:
+        reasons.append(f"the triton back end needs {needed} KB of shared memory for {sizes}; this GPU has {held} KB.")
     return reasons
 
 

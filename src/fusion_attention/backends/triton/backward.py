@@ -103,7 +103,7 @@ def row_notes(flat, plane, at, stride, row, valid):
 @triton.jit
 def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
     """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
-    places, count, b, h, heads = where
+    places, count, b, h, _ = where
     first, stride_row, stride_key = matrix_at(places, count, b, h, DBIAS_AT)
     stored, column = row.to(tl.int64), key.to(tl.int64)
     if KIND == TABLE:

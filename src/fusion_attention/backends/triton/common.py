@@ -35,7 +35,7 @@ SCALE_V, OFFSET_V = tl.constexpr(AT["scale_v"]), tl.constexpr(AT["offset_v"])
 
 @triton.jit
 def heads_at(places, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN, which the host has checked."""
+    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN (the host has looked)."""
     at = places + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
@@ -77,7 +77,7 @@ def interval(row, valid, kv_len, lo, hi, prefix):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CUT: tl.constexpr):
-    """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows that are not there."""
+    """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows not there."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -103,14 +103,14 @@ def dressed(
     """scale * x + factor * bias for rows and keys given as broadcast axes; lengths = (q_len, kv_len, shift)."""
     q_len, kv_len, shift = lengths
     x = x * scale
-    if KIND == MATRIX or KIND == TABLE:
+    if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
         first, stride_row, stride_key = matrix_at(places, count, b, h, BIAS_AT)
         stored, column = row.to(tl.int64), key.to(tl.int64)
         if KIND == TABLE:
             stored, column = table_place(stored, column, q_len, kv_len)
         value = tl.load(bias + first + stored * stride_row + column * stride_key, mask=there, other=0.0)
         x += factor * value.to(tl.float32)
-    if KIND == SLOPES or KIND == SLOPES_SQRT:
+    if KIND == SLOPES or KIND == SLOPES_SQRT:  # noqa: SIM109
         distance = tl.abs(key - row + shift.to(tl.int32)).to(tl.float32)
         if KIND == SLOPES_SQRT:
             distance = tl.sqrt(distance)

@@ -123,9 +123,9 @@ def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
     return Schedule(verb, mean, memory.Kept(extents), int(extents.q_len.sum()))
 
 
-def tile_on(kernel: str, problem: Problem, device: torch.device) -> shapes.Tile:
+def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) -> shapes.Tile:
     """The tile of a kernel on a device."""
-    tile = shapes.tile_of(kernel, problem, shapes.chip_of(device))
+    tile = shapes.tile_of(kernel, problem, shapes.chip_of(device), aligned)
     assert tile is not None  # reasons_against() has looked
     return tile
 
@@ -197,8 +197,9 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     table = memory.places(views, count)
-    tile = tile_on("forward", p, device)
-    tiled = schedule.kept.on(device, "forward", lambda e: forward_tiles(p, e, tile))
+    aligned = memory.aligned(views, table)
+    tile = tile_on("forward", p, device, aligned)
+    tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
     given = tensors | numbers(p, o) | {
@@ -209,7 +210,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
         "exponent": (p.scale if raw(p) else 1.0) * common.LOG2E.value,
         "unit": p.scale if raw(p) else 1.0,
     }  # fmt: skip
-    known = forward_constants(p, tile, schedule.mean, memory.aligned(views, table))
+    known = forward_constants(p, tile, schedule.mean, aligned)
     with on(device):
         launch(forward, (len(tiled), p.heads_q), given, known, tile)
 
@@ -240,9 +241,9 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     device = memory.one_device(tensors)
     table = memory.places(views, count)
     aligned = memory.aligned(views, table)
-    query, key = tile_on("query", p, device), tile_on("key", p, device)
-    by_query = kept.on(device, "query", lambda e: query_tiles(e, query))
-    by_key = kept.on(device, "key", lambda e: key_tiles(e, key, schedule.mean))
+    query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
+    by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
+    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
     part = torch.empty(len(by_query), p.heads_q, dtype=torch.float32, device=device) if p.has_sink else None
     places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
     plane = p.heads_q * schedule.rows
@@ -259,7 +260,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def launch(kernel: Any, grid: tuple[int, int], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
     """Launches a kernel with those of the given arguments that it names."""
     arguments = {name: value for name, value in given.items() if name in kernel.arg_names and name not in known}
     kernel[grid](**arguments, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -1,4 +1,4 @@
-"""Where everything lies, as the kernels read it: one int64 table of addresses and strides, one of lengths, one of tiles.
+"""Where everything lies, as the kernels read it: a table of addresses and strides, one of lengths, one of tiles.
 
 A view takes four rows of the table, a sequence one column: first element, stride of a head, stride of a token or row,
 stride of a key. So a kernel has one argument for all strides, addresses are int64 from the first to the last, and a
@@ -128,7 +128,7 @@ class Kept:
         return found
 
     def update(self, extents: Extents) -> None:
-        """Writes what other lengths (of the same rows) make of every list, where planned and captured kernels read it."""
+        """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
         self.extents = extents
         for (device, _), (make, held) in self._lists.items():
             held.copy_(upload(make(extents), device), non_blocking=True)

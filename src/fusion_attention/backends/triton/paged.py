@@ -6,7 +6,6 @@ Knows caches. Refuses to know who filled them.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,16 +34,14 @@ def serves(problem: Problem, extents: Extents) -> bool:
     return int(extents.q_len.max()) * p.group <= 64 and int(extents.kv_len.max()) >= 512
 
 
-def tile_for(problem: Problem, extents: Extents, device: torch.device) -> shapes.Tile:
+def tile_for(problem: Problem, extents: Extents, device: torch.device, aligned: bool) -> shapes.Tile:
     """The table's tile, as low as the rows allow."""
-    tile = launch.tile_on("decode", problem, device)
+    tile = launch.tile_on("decode", problem, device, aligned)
     most = int(extents.q_len.max(initial=1)) * problem.group
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
-def decode_constants(
-    problem: Problem, tile: shapes.Tile, aligned: bool
-) -> tuple[launch.Constants, launch.Constants]:
+def decode_constants(problem: Problem, tile: shapes.Tile, aligned: bool) -> tuple[launch.Constants, launch.Constants]:
     """What decode and join know while compiling."""
     p = problem
     known = launch.constants(p, tile, 0, aligned)
@@ -97,7 +94,9 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
     paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
     if not problem.page_size:
         if paged:
-            raise BackendError(f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}")
+            raise BackendError(
+                f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
+            )
         return None, 0, 0
     first = paged.get("k")
     strangers = [name for name in ("k", "v", "k_rope") if name in caches and name not in paged]
@@ -127,13 +126,14 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     device = memory.one_device(tensors | {"table": table})
     if not schedule.rows:
         return
-    tile = tile_for(p, extents, device)
+    addresses = memory.places(views, count)
+    aligned = memory.aligned(views, addresses)
+    tile = tile_for(p, extents, device, aligned)
     most = int(extents.q_len.max())
     blocks = -(-most * p.group // tile.BM)
     longest = table.shape[1] * p.page_size if table is not None else int(extents.kv_len.max())
     splits = splits_of(blocks * p.heads_kv * count, longest, tile, device) if last >= 0 else 1
     plane = schedule.rows * p.heads_q * (p.dim_v + 2)
-    addresses = memory.places(views, count)
     given = dict.fromkeys(CACHES) | tensors | launch.numbers(p, o) | {
         "table": table, "width": width, "last": last, "splits": splits, "plane": plane, "count": count,
         "part": torch.empty(splits * plane, dtype=torch.float32, device=device),
@@ -142,7 +142,7 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
         "exponent": (p.scale if launch.raw(p) else 1.0) * common.LOG2E.value,
         "unit": p.scale if launch.raw(p) else 1.0,
     }  # fmt: skip
-    known, few = decode_constants(p, tile, memory.aligned(views, addresses))
+    known, few = decode_constants(p, tile, aligned)
     with launch.on(device):
         launch.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
         launch.launch(join, (most * p.heads_q, count), given, few, tile)
