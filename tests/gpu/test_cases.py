@@ -84,7 +84,7 @@ def test_a_captured_graph_computes_the_updated_lengths() -> None:
         backend.attention_forward(p, e, schedule, operands)
     for kv_len in ((900, 37, 300), (1000, 1, 0), (64, 999, 65)):
         changed = dataclasses.replace(cache, kv_len=kv_len)
-        backend.update(p, changed.extents(), schedule)
+        backend.reschedule(p, changed.extents(), "attention_forward", schedule)
         graph.replay()
         torch.cuda.synchronize()
         judge(changed, operands, changed.extents())

@@ -62,7 +62,7 @@ SMALL = shapes.Tile(16, 16, 4, 1)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few rows has several of them, whole and cut."""
-    monkeypatch.setattr(shapes, "tile_of", lambda *_: SMALL)
+    monkeypatch.setattr(shapes, "row_of", lambda *_: (SMALL, SMALL, 1))
 
 
 @pytest.fixture(autouse=True)

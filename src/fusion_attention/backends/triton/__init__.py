@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_attention.backends.triton import shapes
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.problem import Extents, Grads, IndexerProblem, Operands, Problem
 
 if TYPE_CHECKING:
     from fusion_attention.backends.triton.launch import Schedule
@@ -87,9 +87,11 @@ def against_cache(problem: Problem) -> list[str]:
     return reasons
 
 
-def reasons_against(problem: Problem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     p, where = problem, torch.device(device)
+    if isinstance(p, IndexerProblem):
+        return [*against_device(where), "the triton back end computes no indexer."]
     table = (
         ("dtype", p.dtype, DTYPES),
         ("shares_kv", p.shares_kv, (False,)),
@@ -124,9 +126,10 @@ def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
     return launch.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
 
 
-def update(problem: Problem, extents: Extents, schedule: Schedule) -> None:
-    """Other lengths of the same rows for a schedule, and for every graph that was captured while it ran."""
+def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+    """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
     schedule.kept.update(extents)
+    return schedule
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:

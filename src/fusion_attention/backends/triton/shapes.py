@@ -60,7 +60,7 @@ Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
 # Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
 # problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
-# pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a whole tile of scores take
+# pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
 # the registers of a third of it. float32 products are plain multiply-adds (tensor cores would round to 10 bits), whose
 # operands stay in registers: beyond 128 elements every shape of the backward spills.
 FORWARD: dict[tuple[int, int], Rows] = {
