@@ -119,8 +119,12 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
     """What a verb needs; the tiles are cut when a device is known."""
-    mean = MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
-    return Schedule(verb, mean, memory.Kept(extents), int(extents.q_len.sum()))
+    return Schedule(verb, mean_of(problem, extents), memory.Kept(extents), int(extents.q_len.sum()))
+
+
+def mean_of(problem: Problem, extents: Extents) -> int:
+    """The kernels' MEAN: 0 where no row can be empty, whatever form an empty one would take."""
+    return MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) -> shapes.Tile:
