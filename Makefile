@@ -29,7 +29,7 @@ demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 	$(BIN)/fusion-attention demo
 
 # Triton's interpreter and its compiler cannot live in one process; PYTEST_ARGS may leave one of them nothing to do (5).
-KERNELS = $(BIN)/python -m pytest tests/kernels
+KERNELS = TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""Runs Triton's kernels on the CPU: switches the interpreter on, and repairs what it gets wrong, in this process only.
+"""Repairs what Triton's interpreter gets wrong, in this process only: TRITON_INTERPRET=1 pytest tests/kernels.
 
 1. A run-time bound of a loop is an array of one element, which range() wants as an integer.
 2. tl.dot of bfloat16 multiplies the raw bits: operands are widened first.
@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Read when Triton is imported, so it must be set before.
-os.environ["TRITON_INTERPRET"] = "1"
+import pytest
+
+# Triton reads it when it is imported, which other tests' imports may do first.
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise pytest.UsageError("tests/kernels: set TRITON_INTERPRET=1 before Python starts, as `make test` does")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import numpy as np
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
