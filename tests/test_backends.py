@@ -39,7 +39,7 @@ import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name in ("fusion_attention._native", "triton"):
+        if name in ("fusion_attention._native", "triton", "safetensors", "rich", "typer"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 sys.meta_path.insert(0, Missing())
@@ -58,7 +58,7 @@ except fusion_attention.BackendError as error:
 """
 
 
-def test_the_package_loads_with_neither_native_core_nor_triton() -> None:
+def test_the_package_loads_with_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     computed, refused = done.stdout.splitlines()
     assert computed == "8.0"
