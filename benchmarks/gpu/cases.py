@@ -70,6 +70,7 @@ def _pairs(length: int, band: Band) -> int:
 
 def _flex(length: int, visible: Callable[..., torch.Tensor], score: Callable[..., torch.Tensor] | None = None) -> Call:
     mask = create_block_mask(visible, None, None, length, length, device="cuda")
+    torch._dynamo.reset()  # it keeps a few variants of one function, then compiles no more
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=score)  # type: ignore[misc]
 
