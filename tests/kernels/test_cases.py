@@ -36,6 +36,8 @@ LONGER = [
     Case("TND", q_len=(33, 0, 20), kv_len=(40, 5, 35), sparse_mode=2, mask="compressed", dtype="float16", sink=True),
     Case(q_len=(20,), kv_len=(36,), heads_q=2, heads_kv=1, dim_qk=192, dim_v=128, dtype="float16", scale=0.07),
     Case(q_len=(20,), kv_len=(20,), heads_q=1, heads_kv=1, dim_qk=576, dim_v=512, scale=0.04),
+    # Few rows and many keys: the decode kernels, without a cache.
+    Case(q_len=(3, 2), kv_len=(520, 7), heads_q=2, heads_kv=1, pse="full", pse_type=0, mask="matrix", inner_precise=2),
 ]
 
 
