@@ -19,7 +19,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-asan test-core test-aarch64 lint bench docs clean
+.PHONY: help demo test test-all test-asan test-core test-aarch64 test-gpu lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -28,11 +28,25 @@ help: ## this list
 demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 	$(BIN)/fusion-attention demo
 
+# Triton's interpreter and its compiler cannot live in one process; PYTEST_ARGS may leave one of them nothing to do (5).
+KERNELS = TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(KERNELS) $(PYTEST_ARGS) || test $$? -eq 5
 
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
 	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+	$(KERNELS) -m "" $(PYTEST_ARGS) || test $$? -eq 5
+
+# Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= python3
+
+test-gpu: ## the cases on a real GPU
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+
+bench-gpu: ## the kernels beside torch's on a real GPU; writes build/gpu/figures.json and .png
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu
 
 ASAN := .venv-asan
 # The sanitizers' libraries must be there before Python's own; leaks are Python's and torch's, which free nothing at exit;

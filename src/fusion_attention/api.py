@@ -101,7 +101,7 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
         empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; not differentiable.
-        backend: "auto", "cpu" or "golden".
+        backend: "auto" (by the device), "cpu", "triton" or "golden".
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse).

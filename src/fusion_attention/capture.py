@@ -15,9 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import save_file
 
 from fusion_attention import api, operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
@@ -120,6 +118,8 @@ class capture(ContextDecorator):
         unfinished = path.with_suffix(".part")
         # A file holds values in order, and none of them twice: views and shared memory end here.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
+        from safetensors.torch import save_file  # a machine that records nothing needs no safetensors
+
         save_file(values, unfinished, text)
         unfinished.replace(path)
         self.files.append(path)
@@ -297,6 +297,8 @@ def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[st
     """(record, arguments, outputs, seed) of a file."""
     if not path.is_file():
         raise FileNotFoundError(2, "No such file or directory", str(path))
+    import safetensors
+
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             text = file.metadata() or {}

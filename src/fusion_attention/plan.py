@@ -21,7 +21,7 @@ from fusion_attention.mask import INFINITE
 from fusion_attention.problem import Extents, IndexerProblem, Problem
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
-AUTO = ("cpu",)
+AUTO = ("triton", "cpu")
 BACKENDS = (*AUTO, "golden")
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
@@ -117,6 +117,15 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"fusion_attention.backends.{name}")
 
 
+def _reasons_against(name: str, problem: Problem | IndexerProblem, device: torch.device) -> list[str]:
+    try:
+        module = _load(name)
+    except ImportError as error:
+        return [f"the {name} back end cannot be loaded ({error})."]
+    reasons: list[str] = module.reasons_against(problem, device)
+    return reasons
+
+
 def choose(problem: Problem | IndexerProblem, device: torch.device, backend: str) -> str:
     """The back end that computes: the named one, or the first of AUTO without a reason against.
 
@@ -126,13 +135,15 @@ def choose(problem: Problem | IndexerProblem, device: torch.device, backend: str
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
-    asked = AUTO if backend == "auto" else (backend,)
-    reasons = {name: _load(name).reasons_against(problem, device) for name in asked}
-    for name, against in reasons.items():
+    # Triton is slow to import and has nothing to say about memory that no GPU holds.
+    automatic = AUTO if device.type == "cuda" else AUTO[1:]
+    listed = []
+    for name in automatic if backend == "auto" else (backend,):
+        against = _reasons_against(name, problem, device)
         if not against:
             return name
-    listed = "; ".join(f"{name}: {reason}" for name, against in reasons.items() for reason in against)
-    raise BackendError(f"fusion_attention: no back end computes this call. {listed}")
+        listed += [f"{name}: {reason}" for reason in against]
+    raise BackendError(f"fusion_attention: no back end computes this call. {'; '.join(listed)}")
 
 
 def plan(

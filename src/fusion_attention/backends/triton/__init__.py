@@ -1,0 +1,160 @@
+"""The Triton back end: attention on NVIDIA GPUs. Imports Triton only where it computes, so that any machine may ask.
+
+Knows which problems it can compute. Refuses to know any interface's words; validates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusion_attention.backends.triton import shapes
+from fusion_attention.problem import Extents, Grads, IndexerProblem, Operands, Problem
+
+if TYPE_CHECKING:
+    from fusion_attention.backends.triton.launch import Schedule
+
+NAME = "triton"
+DTYPES = ("float32", "float16", "bfloat16")
+MAJORS = (8, 9)  # compute capabilities of the chips that the kernels were compiled for
+
+
+def interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, on the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def against_device(device: torch.device) -> list[str]:
+    """Why a device cannot run the kernels."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return ["the triton back end needs the package triton, which is not installed."]
+    if interpreted():
+        return []
+    if device.type != "cuda":
+        return [f"the triton back end computes device cuda, not {device.type}."]
+    if torch.version.hip is not None:
+        return ["the triton back end computes on NVIDIA GPUs, not on AMD's."]
+    if not torch.cuda.is_available():
+        return ["the triton back end finds no GPU."]
+    major = torch.cuda.get_device_capability(device)[0]
+    return [] if major in MAJORS else [f"the triton back end was compiled for sm_8x and sm_9x, not for sm_{major}x."]
+
+
+def shared_memory(device: torch.device) -> int:
+    """KB of shared memory that a program may take on a GPU."""
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
+
+
+def against_shape(problem: Problem, device: torch.device) -> list[str]:
+    """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
+    p, reasons = problem, []
+    if p.dim_rope > shapes.WIDEST_ROPE:
+        reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
+    if p.dtype not in DTYPES:
+        return reasons
+    usable = device.type == "cuda" and torch.cuda.is_available()
+    chip = shapes.chip_of(device) if usable else shapes.CHIPS[-1]
+    kernels = ("decode",) if p.page_size or p.kv_dtype else ("forward", "query", "key", "decode")
+    sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
+    rows = [shapes.row_of(kernel, p, chip) for kernel in kernels]
+    if None in rows:
+        reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
+    needed = max(row[-1] for row in rows if row) if any(rows) else 0
+    held = shared_memory(device) if usable else needed
+    if needed > held:
+        reasons.append(f"the triton back end needs {needed} KB of shared memory for {sizes}; this GPU has {held} KB.")
+    return reasons
+
+
+def against_cache(problem: Problem) -> list[str]:
+    """What the decode kernels do not compute."""
+    p = problem
+    if not p.page_size and not p.kv_dtype:
+        return []
+    reasons = []
+    if p.dropout != "none":
+        reasons.append("the triton back end computes no dropout with a paged or quantised cache.")
+    if p.empty_rows != "zero":
+        reasons.append("the triton back end computes empty rows as zeros only, with a paged or quantised cache.")
+    return reasons
+
+
+def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
+    """One sentence for each thing that this back end cannot do; empty when it can."""
+    p, where = problem, torch.device(device)
+    if isinstance(p, IndexerProblem):
+        return [*against_device(where), "the triton back end computes no indexer."]
+    table = (
+        ("dtype", p.dtype, DTYPES),
+        ("shares_kv", p.shares_kv, (False,)),
+        ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
+        ("out_quant", p.out_quant, ("none",)),
+        ("select_count", p.select_count, (0,)),
+    )
+    unknown = [
+        f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
+        for what, given, accepted in table
+        if given not in accepted
+    ]
+    return against_device(where) + unknown + against_shape(p, where) + against_cache(p)
+
+
+def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
+    """What one verb needs on given lengths; what depends on a device is made by the first run on it."""
+    from fusion_attention.backends.triton import launch, paged
+
+    if verb == "attention_forward" and paged.serves(problem, extents):
+        return paged.plan(problem, extents)
+    return launch.plan(problem, extents, verb)
+
+
+def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
+    """What a verb allocates besides operands and results, at most."""
+    from fusion_attention.backends.triton import launch, paged
+
+    planned = schedule(problem, extents, verb)
+    if planned.decodes:
+        return paged.workspace_bytes(problem, planned)
+    return launch.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
+
+
+def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+    """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
+    from fusion_attention.backends.triton import launch
+
+    if not schedule.decodes:
+        schedule.mean = launch.mean_of(problem, extents)
+    schedule.kept.update(extents)
+    return schedule
+
+
+def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
+    """Writes operands.out and operands.stats for every row of every sequence."""
+    from fusion_attention.backends.triton import launch, paged
+
+    if len(extents):
+        run = paged.run if schedule.decodes else launch.run_forward
+        run(problem, extents, schedule, operands)
+
+
+def attention_backward(
+    problem: Problem, extents: Extents, schedule: Schedule, operands: Operands, grads: Grads
+) -> None:
+    """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out.
+
+    The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
+    """
+    from fusion_attention.backends.triton import launch
+
+    if len(extents):
+        launch.run_backward(problem, extents, schedule, operands, grads)
+    elif grads.dsink is not None:
+        grads.dsink.zero_()

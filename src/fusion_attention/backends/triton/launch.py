@@ -1,0 +1,275 @@
+"""From a problem to launches: what a kernel knows while compiling, which tiles it walks, which memory it gets.
+
+The constants made here are also what the tests compile ahead of time, so that what is checked is what is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import dropout, tiles
+from fusion_attention.backends.triton import common, memory, shapes
+from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
+from fusion_attention.backends.triton.forward import forward
+from fusion_attention.kv import RowView
+from fusion_attention.problem import Extents, Grads, Operands, Problem
+
+MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
+PLANES = 3  # of what prepare() notes of each row
+Constants = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Schedule:
+    """What a verb needs on given lengths: its tiles, and what it has on devices."""
+
+    verb: str
+    mean: int  # the kernels' MEAN
+    kept: memory.Kept
+    rows: int  # of all sequences
+    decodes: bool = False  # the decode kernels compute it
+
+
+def widths(problem: Problem) -> Constants:
+    """The parts of rows, as the kernels name them."""
+    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
+    rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
+    sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
+    return {f"D{n}": w for n, w in enumerate(d)} | {f"V{n}": w for n, w in enumerate(v)} | sizes
+
+
+def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:
+    """What every dense kernel knows while compiling."""
+    p = problem
+    return widths(p) | {
+        "GROUP": p.group,
+        "BIAS": common.BIASES[p.bias],
+        "BLOCKED": p.has_blocked,
+        "DROPOUT": common.DROPOUTS[p.dropout],
+        "MEAN": mean,
+        "ALIGN": 1 if not aligned else 4 if p.dtype == "float32" else 8,
+        "BM": tile.BM,
+        "BN": tile.BN,
+    }
+
+
+def raw(problem: Problem) -> bool:
+    """Whether scores stay as the product gave them: nothing is added, and the scale keeps their order."""
+    return problem.bias == "none" and problem.scale > 1e-30
+
+
+def forward_constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:
+    """What the forward kernel knows while compiling."""
+    return constants(problem, tile, mean, aligned) | {"RAW": raw(problem), "SINK": problem.has_sink}
+
+
+def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0, row1, and tiles of keys: `left` cut ones from `begin`, whole ones from `full` to
+    `again`, `right` cut ones from there. The longest first, so that the last ones to finish are short."""
+    t, size = tiles.by_query(extents, tile.BM), tile.BN
+    begin = t.begin // size * size
+    end = np.where(t.end > t.begin, t.end, begin)
+    full, again = -(-t.full_begin // size) * size, t.full_end // size * size
+    whole = (again > full) & (not problem.has_blocked)
+    left = np.where(whole, full - begin, end - begin)
+    full = np.where(whole, full, begin)
+    again = np.where(whole, again, begin)
+    right = np.where(whole, end - again, 0)
+    fields = (t.seq, t.row0, t.row1, begin, -(-left // size), full, again, -(-right // size))
+    order = np.argsort(begin - end, kind="stable")
+    return np.stack(fields, 1)[order].astype(np.int32)
+
+
+def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0, row1, the first key and the number of tiles of keys; the longest first."""
+    t = tiles.by_query(extents, tile.BM)
+    begin = t.begin // tile.BN * tile.BN
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
+
+
+def key_tiles(extents: Extents, tile: shapes.Tile, mean: int) -> np.ndarray:
+    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows; the longest first."""
+    t = tiles.by_key(extents, tile.BN)
+    if mean:  # a row in mean form gives to every key
+        zero = np.zeros_like(t.begin)
+        return _turns(t, zero, extents.q_len[t.seq], tile.BM)
+    begin = t.begin // tile.BM * tile.BM
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM)
+
+
+def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
+    none = np.zeros_like(begin)
+    turns = -(-(end - begin) // size)
+    order = np.argsort(-turns, kind="stable")
+    return np.stack((t.seq, t.row0, t.row1, begin, turns, none, none, none), 1)[order].astype(np.int32)
+
+
+def may_be_empty(problem: Problem, extents: Extents) -> bool:
+    """Whether some row of a sequence with keys may see none, by the band or the matrix."""
+    if problem.has_blocked:
+        return True
+    t = tiles.by_query(extents, 1)
+    return bool(((t.full_end <= t.full_begin) & (extents.kv_len[t.seq] > 0)).any())
+
+
+def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
+    """What a verb needs; the tiles are cut when a device is known."""
+    return Schedule(verb, mean_of(problem, extents), memory.Kept(extents), int(extents.q_len.sum()))
+
+
+def mean_of(problem: Problem, extents: Extents) -> int:
+    """The kernels' MEAN: 0 where no row can be empty, whatever form an empty one would take."""
+    return MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
+
+
+def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) -> shapes.Tile:
+    """The tile of a kernel on a device."""
+    tile = shapes.tile_of(kernel, problem, shapes.chip_of(device), aligned)
+    assert tile is not None  # reasons_against() has looked
+    return tile
+
+
+def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
+    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
+    return 4 * problem.heads_q * (PLANES * schedule.rows + sinks)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def bytes_of(view: Any) -> torch.Tensor | None:
+    """A matrix of bools or bytes, as bytes."""
+    if view is None:
+        return None
+    tensor = view.keep
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
+    """The operands' views that the problem uses, by their names in the table of places."""
+    p = problem
+    return {
+        "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
+        "q_rope": o.q_rope if p.dim_rope else None,
+        "k_rope": o.k_rope if p.dim_rope else None,
+        "bias": o.bias if p.bias in ("matrix", "table") else None,
+        "blocked": o.blocked if p.has_blocked else None,
+        "drop_bits": o.drop_bits if p.dropout == "bits" else None,
+    }  # fmt: skip
+
+
+def tensors_of(problem: Problem, o: Operands, views: dict[str, memory.View | None]) -> dict[str, Any]:
+    """The kernels' arguments that are memory, by their names; what the problem lacks is None."""
+    p = problem
+    found: dict[str, Any] = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
+    found |= {"blocked": bytes_of(views["blocked"]), "bits": found.pop("drop_bits")}
+    found |= {"max_": found.pop("max"), "sum_": found.pop("sum")}
+    found["slopes"] = float32(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else None
+    found["sink"] = float32(o.sink) if p.has_sink else None
+    return found
+
+
+def float32(values: torch.Tensor | None) -> torch.Tensor | None:
+    """One float32 array: often it is a row that serves all sequences."""
+    return None if values is None else values.to(torch.float32).contiguous()
+
+
+def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
+    """The kernels' arguments that are numbers."""
+    p, seed = problem, o.seed & (1 << 64) - 1
+    return {
+        "heads_q": p.heads_q,
+        "scale": p.scale,
+        "factor": p.scale if p.bias_scaled else 1.0,
+        "keep_prob": p.keep_prob,
+        "seed": seed - (1 << 64) if seed >> 63 else seed,
+        "offset": ((o.offset & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000,
+        "threshold": dropout.threshold(p.keep_prob),
+    }
+
+
+def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
+    """Launches the forward kernel."""
+    p, count = problem, len(extents)
+    views = views_of(p, o)
+    tensors = tensors_of(p, o, views)
+    device = memory.one_device(tensors)
+    table = memory.places(views, count)
+    aligned = memory.aligned(views, table)
+    tile = tile_on("forward", p, device, aligned)
+    tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
+    if not len(tiled):
+        return
+    given = tensors | numbers(p, o) | {
+        "places": schedule.kept.places(table, device),
+        "lengths": schedule.kept.on(device, "lengths", memory.lengths),
+        "tiles": tiled,
+        "count": count,
+        "exponent": (p.scale if raw(p) else 1.0) * common.LOG2E.value,
+        "unit": p.scale if raw(p) else 1.0,
+    }  # fmt: skip
+    known = forward_constants(p, tile, schedule.mean, aligned)
+    with on(device):
+        launch(forward, (len(tiled), p.heads_q), given, known, tile)
+
+
+def backward_constants(
+    problem: Problem, tile: shapes.Tile, mean: int, aligned: bool
+) -> tuple[Constants, Constants, Constants]:
+    """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
+    known = constants(problem, tile, mean, aligned)
+    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM")
+    few = {name: known[name] for name in names} | {"SINK": problem.has_sink}
+    return few, {name: value for name, value in known.items() if name != "MEAN"}, known
+
+
+def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """Launches the three kernels of the backward."""
+    p, count, kept = problem, len(extents), schedule.kept
+    start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
+    flat = torch.empty(PLANES * p.heads_q * schedule.rows, dtype=torch.float32, device=o.q.keep[0].device)
+    views = views_of(p, o) | {
+        "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
+        "dq_rope": g.dq_rope if p.dim_rope else None,
+        "dk_rope": g.dk_rope if p.dim_rope else None,
+        "dbias": g.dbias if p.bias in ("matrix", "table") else None,
+        "flat": RowView((flat,), start, 1, step, 1),
+    }  # fmt: skip
+    tensors = tensors_of(p, o, views)
+    device = memory.one_device(tensors)
+    table = memory.places(views, count)
+    aligned = memory.aligned(views, table)
+    query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
+    by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
+    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
+    part = torch.empty(len(by_query), p.heads_q, dtype=torch.float32, device=device) if p.has_sink else None
+    places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
+    plane = p.heads_q * schedule.rows
+    shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
+    few, known, _ = backward_constants(p, query, schedule.mean, aligned)
+    _, _, known_key = backward_constants(p, key, schedule.mean, aligned)
+    with on(device):
+        if len(by_query):
+            launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
+            launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
+        if len(by_key):
+            launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
+    if g.dsink is not None:
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+    """Launches a kernel with those of the given arguments that it names."""
+    arguments = {name: value for name, value in given.items() if name in kernel.arg_names and name not in known}
+    kernel[grid](**arguments, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def on(device: torch.device) -> Any:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,139 @@
+"""Where everything lies, as the kernels read it: a table of addresses and strides, one of lengths, one of tiles.
+
+A view takes four rows of the table, a sequence one column: first element, stride of a head, stride of a token or row,
+stride of a key. So a kernel has one argument for all strides, addresses are int64 from the first to the last, and a
+table that was copied to the device once serves every later call on the same memory layout. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import BackendError
+from fusion_attention.kv import MatrixView, PagedView, RowView
+from fusion_attention.problem import EXTENT_ROWS, Extents
+
+View = RowView | MatrixView | PagedView
+Maker = Callable[[Extents], np.ndarray]
+# The order in which views stand in the table; kernels count on it (common.py).
+VIEWS = (
+    *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
+    *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat"),
+    *("scale_k", "offset_k", "scale_v", "offset_v"),
+)
+# Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
+ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
+FIELDS = 4
+TILE_FIELDS = 8
+_WIDE = 16  # bytes of the widest load
+_KEPT = 32
+
+
+def tensor_of(view: View) -> torch.Tensor:
+    """The tensor from whose first element a view's addresses count."""
+    if isinstance(view, PagedView):
+        return view.pool
+    return view.keep if isinstance(view, MatrixView) else view.keep[0]
+
+
+def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
+    """A view's four rows."""
+    if isinstance(view, PagedView):
+        return 0, view.stride_head, view.stride_token, view.stride_page
+    if isinstance(view, MatrixView):
+        return view.address, view.stride_head, view.stride_row, view.stride_key
+    address = view.address
+    if len(view.keep) > 1:
+        first = view.keep[0]
+        start, size = first.data_ptr(), first.element_size()
+        address = address + np.array([(t.data_ptr() - start) // size for t in view.keep], np.int64)
+    return address, view.stride_head, view.stride_token, 0
+
+
+def places(views: Mapping[str, View | None], count: int) -> np.ndarray:
+    """The table of `count` sequences; rows of views that are not there are zero."""
+    table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
+    for at, name in enumerate(VIEWS):
+        view = views.get(name)
+        if view is not None:
+            for n, values in enumerate(_columns(view, count)):
+                table[at * FIELDS + n] = values
+    return table
+
+
+def aligned(views: Mapping[str, View | None], table: np.ndarray) -> bool:
+    """Whether every row of every view starts on 16 bytes."""
+    for at, name in enumerate(VIEWS):
+        view = views.get(name)
+        if name in ROWS and view is not None:
+            tensor = tensor_of(view)
+            step = _WIDE // tensor.element_size()
+            if tensor.data_ptr() % _WIDE or (table[at * FIELDS : (at + 1) * FIELDS] % step).any():
+                return False
+    return True
+
+
+def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
+    """The device of all tensors of a call.
+
+    Raises:
+        BackendError: they lie on several.
+    """
+    found = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    device = found["q"]
+    strangers = [f"{name} on {where}" for name, where in found.items() if where != device]
+    if strangers:
+        raise BackendError(
+            f"fusion_attention: triton: expected all tensors on {device}, where q is, got {', '.join(strangers)}"
+        )
+    return device
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device, without waiting for it."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a schedule has on devices: lengths, lists of tiles and tables of places, each copied once."""
+
+    extents: Extents
+    _lists: dict[tuple[torch.device, str], tuple[Maker, torch.Tensor]] = field(default_factory=dict)
+    _places: OrderedDict[tuple[torch.device, bytes], torch.Tensor] = field(default_factory=OrderedDict)
+
+    def on(self, device: torch.device, name: str, make: Maker) -> torch.Tensor:
+        """What `make` makes of the lengths, on a device."""
+        key = device, name
+        if key not in self._lists:
+            self._lists[key] = make, upload(make(self.extents), device)
+        return self._lists[key][1]
+
+    def places(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
+        """A table of places; the last ones are kept, so that a captured graph meets the same memory."""
+        key = device, table.tobytes()
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = upload(table, device)
+            while len(self._places) > _KEPT:
+                self._places.popitem(last=False)
+        else:
+            self._places.move_to_end(key)
+        return found
+
+    def update(self, extents: Extents) -> None:
+        """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
+        self.extents = extents
+        for (device, _), (make, held) in self._lists.items():
+            held.copy_(upload(make(extents), device), non_blocking=True)
+
+
+def lengths(extents: Extents) -> np.ndarray:
+    """[6, sequences] int64: the rows of EXTENT_ROWS."""
+    return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)

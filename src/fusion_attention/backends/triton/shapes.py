@@ -1,0 +1,161 @@
+"""Tile shapes: one table per kernel, and the parts into which a row's elements are cut.
+
+Every row was found by compiling, not by timing: among the shapes whose code spills no register and whose shared memory
+fits the chip, the largest. Knows sizes. Refuses to know what a kernel computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fusion_attention.problem import Problem
+
+WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
+MOST_PARTS = 3
+WIDEST_ROPE = 256
+NARROWEST = 16  # what a matrix instruction takes
+
+
+class Tile(NamedTuple):
+    """BM query rows meet BN keys."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+def power(n: int) -> int:
+    """The power of two that holds n, at least what a matrix instruction takes."""
+    return max(NARROWEST, 1 << (n - 1).bit_length())
+
+
+def parts(dim: int) -> tuple[int, int, int]:
+    """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
+
+    A second part where that is narrower than one alone would be; 256 at most each.
+    """
+    found: list[int] = []
+    rest = dim
+    while rest > WIDEST_PART:
+        found.append(WIDEST_PART)
+        rest -= WIDEST_PART
+    if rest > 0:
+        low = max(NARROWEST, 1 << (rest.bit_length() - 1))
+        cut = len(found) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
+        found += [low, power(rest - low)] if cut else [power(rest)]
+    first, second, third = (*found, 0, 0, 0)[:MOST_PARTS]
+    return first, second, third
+
+
+def spans(problem: Problem) -> tuple[int, int]:
+    """Elements of a query row, rope included, and of a value row, as kernels hold them."""
+    rope = power(problem.dim_rope) if problem.dim_rope else 0
+    return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
+
+
+Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
+
+# Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
+# problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
+# pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
+# the registers of a third of it. float32 products are plain multiply-adds (tensor cores would round to 10 bits), whose
+# operands stay in registers: beyond 128 elements every shape of the backward spills.
+FORWARD: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 56),  # two programs share a processor
+        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), 128),  # 255 registers; 128 x 128 spills
+        (192, 128, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), 128),  # 128 KB shared; a third stage does not fit
+        (256, 256, Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), 128),  # 128 x 64 spills
+        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # 64 rows spill in any shape
+    ),
+    (80, 2): (
+        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),
+        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), 96),
+        (192, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 84),  # 128 x 64 takes 88 KB: no second program
+        (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 104),  # 128 x 32 spills here
+        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),
+    ),
+    (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
+    (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
+}
+QUERY: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),
+        (128, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), 128),  # 214 registers
+        (192, 128, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1), 160),  # 255 registers, 160 KB shared
+        (256, 256, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 192),  # 252 registers, 192 KB shared
+        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 32 x 32 spills
+    ),
+    (80, 2): (
+        (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),  # 72 KB shared: two programs share a processor
+        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
+        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),
+    ),
+    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
+    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
+}
+KEY: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (128, 128, Tile(32, 128, 8, 2), Tile(32, 32, 8, 1), 97),  # 255 registers; 64 x 128 spills 112 bytes
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 32 x 64 spills
+        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),
+    ),
+    (80, 2): (
+        (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 73),  # 182 registers
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
+        (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 104),
+    ),
+    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
+    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
+}
+# BM is the least power of two that holds the rows of a key head, up to the table's.
+DECODE: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (128, 128, Tile(64, 64, 4, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
+        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+    ),
+    (80, 2): (
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),
+        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+    ),
+    (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
+    (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
+}
+TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
+CHIPS = (80, 90)
+
+
+def chip_of(device: torch.device) -> int:
+    """Whose row of the tables serves a device: 80 or 90."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return 90 if major >= 9 else 80
+
+
+def heavy(problem: Problem) -> bool:
+    """Whether something is read or drawn for every pair of row and key."""
+    return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
+
+
+def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
+    """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
+    width = 4 if problem.dtype == "float32" else 2
+    qk, v = spans(problem)
+    rows = TABLES[kernel][chip, width]
+    return next((row[2:] for row in rows if qk <= row[0] and v <= row[1]), None)
+
+
+def tile_of(kernel: str, problem: Problem, chip: int, aligned: bool = True) -> Tile | None:
+    """The tile of a kernel for a problem.
+
+    Rows that do not start on 16 bytes are read element by element, which takes registers as a heavy problem does.
+    """
+    row = row_of(kernel, problem, chip)
+    if row is None:
+        return None
+    light, weighed, _ = row
+    return light if aligned and not heavy(problem) else weighed

@@ -1,0 +1,214 @@
+"""Calls of decode on paged and quantised caches, and golden's answer to them; shared by the interpreter and the GPU.
+
+Memory that no key lies in holds NaN, the table's unused entries point far outside the pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fusion_attention.backends import golden
+from fusion_attention.kv import Dequant, PagedView, RowView
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.testing import compare
+
+UNUSED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Cache:
+    """kv_len tokens in pages, q_len rows at their end; `more` are further fields of Problem."""
+
+    kv_len: tuple[int, ...] = (37, 70, 0)
+    q_len: int = 1
+    heads_q: int = 4
+    heads_kv: int = 2
+    dim_qk: int = 16
+    dim_v: int = 16
+    page_size: int = 16
+    dtype: str = "float32"
+    dequant: str = "none"
+    more: dict[str, object] = field(default_factory=dict, hash=False)
+
+    @property
+    def id(self) -> str:
+        return (
+            f"{self.dtype},{self.dequant},D{self.dim_qk}/{self.dim_v},q{self.q_len},page{self.page_size},"
+            + ",".join(self.more)
+        )
+
+    @property
+    def problem(self) -> Problem:
+        quantised = {"kv_dtype": "int8", "dequant_k": self.dequant, "dequant_v": self.dequant}
+        given = (quantised if self.dequant != "none" else {}) | self.more
+        sizes = (self.heads_q, self.heads_kv, self.dim_qk, self.dim_v)
+        return Problem(*sizes, dtype=self.dtype, scale=0.2, page_size=self.page_size, **given)  # type: ignore[arg-type]
+
+    def extents(self, kv_len: tuple[int, ...] | None = None) -> Extents:
+        """Causal to the lower right."""
+        keys = np.array(self.kv_len if kv_len is None else kv_len, np.int64)
+        zero = np.zeros_like(keys)
+        return Extents(zero + self.q_len, keys, zero - INFINITE, keys - self.q_len + 1, zero, keys - self.q_len)
+
+
+CACHES = [
+    Cache(),
+    Cache(q_len=3, heads_q=8, more={"dim_rope": 16, "has_sink": True}),
+    Cache(q_len=5, heads_q=16, dim_qk=24, dim_v=40, more={"bias": "slopes"}),
+    Cache(dtype="float16", dim_qk=96, dim_v=80, page_size=64),
+    Cache(dtype="bfloat16"),
+    Cache(dequant="channel"),
+    Cache(dequant="token", dtype="float16", q_len=2),
+]
+
+
+def rows(tensor: torch.Tensor) -> RowView:
+    """[sequences, tokens, heads, dim] as rows."""
+    count, _, _, dim = tensor.shape
+    strides = np.full(count, tensor.stride(2), np.int64)
+    return RowView((tensor,), np.arange(count, dtype=np.int64) * tensor.stride(0), tensor.stride(1), strides, dim)
+
+
+def made(cache: Cache, device: str, capacity: int = 0) -> Operands:
+    """Operands with random values; capacity: tokens of every sequence that pages hold, at least its own."""
+    p, count = cache.problem, len(cache.kv_len)
+    dtype, size = p.torch_dtype, cache.page_size
+    generator = torch.Generator().manual_seed(7)
+    held = [max(n, capacity) for n in cache.kv_len]
+    width = max(-(-n // size) for n in held)
+    pages = count * width + 3
+    table = torch.randperm(pages, generator=generator)[: count * width].view(count, width).int()
+    for b, n in enumerate(held):
+        table[b, -(-n // size) :] = UNUSED
+
+    def view(pool: torch.Tensor) -> PagedView:
+        pool = pool.to(device)
+        return PagedView(pool, table.to(device), size, *(pool.stride(n) for n in (0, 1, 2)), pool.shape[-1])
+
+    def pool(dim: int, of: torch.dtype) -> PagedView:
+        shape = (pages, size, cache.heads_kv, dim)
+        if of == torch.int8:
+            return view(torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8))
+        values = torch.full(shape, math.nan, dtype=of)
+        for b, n in enumerate(held):
+            for j in range(n):
+                values[table[b, j // size], j % size] = torch.randn(cache.heads_kv, dim, generator=generator).to(of)
+        return view(values)
+
+    def dequant(dim: int) -> Dequant | None:
+        if cache.dequant == "none":
+            return None
+        if cache.dequant == "token":
+            return Dequant(pool(1, torch.float32))
+        scale, offset = (torch.rand(cache.heads_kv, dim, generator=generator).to(device) * 0.02 for _ in range(2))
+        zero, step = np.zeros(count, np.int64), np.full(count, dim, np.int64)
+        return Dequant(RowView((scale,), zero, 0, step, dim), RowView((offset,), zero, 0, step, dim))
+
+    def query(dim: int, of: torch.dtype, poison: bool = False) -> RowView:
+        values = torch.randn(count, cache.q_len, cache.heads_q, dim, generator=generator).to(of)
+        return rows(torch.full_like(values, math.nan).to(device) if poison else values.to(device))
+
+    stored = torch.int8 if cache.dequant != "none" else dtype
+    return Operands(
+        q=query(cache.dim_qk, dtype),
+        k=pool(cache.dim_qk, stored),
+        v=pool(cache.dim_v, stored),
+        out=query(cache.dim_v, dtype, poison=True),
+        stats=Stats(query(1, torch.float32, poison=True), query(1, torch.float32, poison=True)),
+        q_rope=query(p.dim_rope, dtype) if p.dim_rope else None,
+        k_rope=pool(p.dim_rope, dtype) if p.dim_rope else None,
+        slopes=torch.rand(count, cache.heads_q, generator=generator).to(device),
+        sink=torch.randn(cache.heads_q, generator=generator).to(device),
+        dequant_k=dequant(cache.dim_qk),
+        dequant_v=dequant(cache.dim_v),
+    )
+
+
+def gathered(cache: Cache, o: Operands, e: Extents, rounded: bool) -> Operands:
+    """The call with rows in place of pages, dequantised in float64 (or rounded to the problem's dtype), on the CPU."""
+    p, count = cache.problem, len(cache.kv_len)
+    longest = max(1, int(e.kv_len.max()))
+
+    def dense(view: RowView | PagedView | None, dequant: Dequant | None) -> RowView | None:
+        if view is None:
+            return None
+        values = torch.zeros(count, longest, cache.heads_kv, view.dim, dtype=torch.float64)
+        for b, n in enumerate(e.kv_len.tolist()):
+            if n:
+                part = view.sequence(b, cache.heads_kv, n).double().cpu()
+                if dequant is not None:
+                    scale, offset = (
+                        0.0 if v is None else v.sequence(b, cache.heads_kv, n).double().cpu()
+                        for v in (dequant.scale, dequant.offset)
+                    )
+                    part = (part + offset) * scale
+                    part = part.to(p.torch_dtype).double() if rounded else part
+                values[b, :n] = part.transpose(0, 1)
+        return rows(values)
+
+    def query(view: RowView | None) -> RowView | None:
+        return None if view is None else rows(view.keep[0].double().cpu())
+
+    shape = (count, cache.q_len, cache.heads_q)
+    out, top, total = (rows(torch.zeros(*shape, dim, dtype=torch.float64)) for dim in (cache.dim_v, 1, 1))
+    return Operands(
+        query(o.q), dense(o.k, o.dequant_k), dense(o.v, o.dequant_v), out, Stats(top, total), query(o.q_rope),
+        dense(o.k_rope, None), slopes=o.slopes.double().cpu(), sink=o.sink.double().cpu(),
+    )  # type: ignore[arg-type, union-attr]  # fmt: skip
+
+
+def answer(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
+    """(out, max, sum) of golden."""
+    whole = {"page_size": 0, "kv_dtype": "", "dequant_k": "none", "dequant_v": "none", "dtype": "float64"}
+    operands = gathered(cache, o, e, rounded=False)
+    golden.attention_forward(dataclasses.replace(cache.problem, **whole), e, None, operands)  # type: ignore[arg-type]
+    return results(operands)
+
+
+def plain(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
+    """(out, max, sum) of a straightforward program in float32, which rounds weights and results to the dtype."""
+    p, low = cache.problem, cache.problem.torch_dtype
+    g = gathered(cache, o, e, rounded=True)
+    shape = (len(cache.kv_len), cache.q_len, cache.heads_q)
+    found = [torch.zeros(*shape, dim, dtype=of) for dim, of in ((p.dim_v, low), (1, torch.float32), (1, torch.float32))]
+    for b, n in enumerate(e.kv_len.tolist()):
+
+        def part(view: RowView | PagedView | None, heads: int, length: int, b: int = b) -> torch.Tensor:
+            assert view is not None
+            return view.sequence(b, heads, length).float().repeat_interleave(p.heads_q // heads, 0)
+
+        s = part(g.q, p.heads_q, cache.q_len) @ part(g.k, p.heads_kv, n).mT
+        if p.dim_rope:
+            s = s + part(g.q_rope, p.heads_q, cache.q_len) @ part(g.k_rope, p.heads_kv, n).mT
+        s, row, key = s * p.scale, torch.arange(cache.q_len)[:, None] + n - cache.q_len, torch.arange(n)
+        if p.bias == "slopes":
+            assert g.slopes is not None
+            s = s - g.slopes[b].float()[:, None, None] * (key - row + 2 * (n - cache.q_len)).abs()
+        s = s.masked_fill(key > row, -math.inf)
+        sink = g.sink.float() if p.has_sink and g.sink is not None else torch.full((p.heads_q,), -math.inf)
+        s = torch.cat((s, sink[:, None, None].expand(-1, cache.q_len, 1)), -1)
+        top = s.amax(-1, keepdim=True)
+        weights = (s - top.masked_fill(top == -math.inf, 0)).exp()
+        total = weights.sum(-1, keepdim=True)
+        out = weights[..., :n].to(low).float() @ part(g.v, p.heads_kv, n) / total.masked_fill(total == 0, 1)
+        for to, value in zip(found, (out, top, total), strict=True):
+            to[b] = value.transpose(0, 1).to(to.dtype)
+    return found
+
+
+def results(o: Operands) -> list[torch.Tensor]:
+    """(out, max, sum) as computed, on the CPU."""
+    return [view.keep[0].cpu() for view in (o.out, o.stats.max, o.stats.sum)]
+
+
+def judge(cache: Cache, o: Operands, e: Extents) -> None:
+    """The house's rule (testing/compare.py) for out, max and sum."""
+    found = zip(("out", "max", "sum"), results(o), answer(cache, o, e), plain(cache, o, e), strict=True)
+    for name, got, value, measure in found:
+        compare(f"{cache.id}: {name}", got, value, measure, max(cache.kv_len))

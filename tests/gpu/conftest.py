@@ -1,0 +1,18 @@
+"""Tests on a real GPU: `make test-gpu`. They need torch with CUDA, triton and pytest, and nothing built."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU there is nothing to run; the report says so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))

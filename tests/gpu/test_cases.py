@@ -1,0 +1,108 @@
+"""The same cases as everywhere, and larger ones, on a real GPU against golden on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from caches import CACHES, Cache, judge, made
+from cases import BITS, CASES, CAUSAL, DRAWN, Args
+
+from fusion_attention.backends import triton as backend
+from fusion_attention.contract import BackendError
+from fusion_attention.lower import Call
+from fusion_attention.plan import choose
+from fusion_attention.problem import Problem
+from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+
+MASKED = {"mask": "matrix", "blank": True}
+DTYPES = ("float16", "bfloat16", "float32")
+LARGE = [
+    *(Case(q_len=(700,), kv_len=(900,), dtype=d, dim_qk=128, dim_v=128, scale=0.088, **CAUSAL) for d in DTYPES),
+    *(
+        Case(q_len=(300,), kv_len=(500,), dtype="bfloat16", dim_qk=d, dim_v=d, scale=d**-0.5)
+        for d in (64, 96, 192, 256)
+    ),
+    Case(q_len=(200,), kv_len=(260,), dtype="bfloat16", dim_qk=512, dim_v=512, dim_rope=64, scale=0.04, **CAUSAL),
+    Case(q_len=(200,), kv_len=(260,), dtype="float16", dim_qk=768, dim_v=768, scale=0.036, **MASKED),
+    Case("TND", "bfloat16", (300, 0, 517), (300, 40, 517), dim_qk=128, dim_v=128, scale=0.088, **CAUSAL, **DRAWN),
+    Case(q_len=(400,), kv_len=(400,), dtype="float16", dim_qk=128, dim_v=128, scale=0.088, **MASKED, **BITS),
+    Case(q_len=(400,), kv_len=(400,), dtype="bfloat16", dim_qk=64, dim_v=64, scale=0.125, pse="full", sink=True),
+]
+
+
+def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor with its whole storage on the GPU: strides, gaps and the NaN in them stay."""
+    if tensor is None:
+        return None
+    everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return everything.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def moved(call: Call) -> Call:
+    tensors = {name: on_gpu(getattr(call, name)) for name in ("q", "k", "v")}
+    return dataclasses.replace(call, **tensors, extras=tuple(map(on_gpu, call.extras)))
+
+
+def computed(case: Case, args: Args) -> dict[str, torch.Tensor]:
+    dy = on_gpu(args["dy"])
+    assert dy is not None
+    found = run(moved(lowered(case, args)), dy, "auto")
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
+def test_cases(case: Case) -> None:
+    args = arguments(case)
+    check(case, computed(case, args), golden(case, args), plain(case, args))
+
+
+def test_the_gradients_have_the_same_bits_in_every_run() -> None:
+    case = LARGE[1]
+    args = arguments(case)
+    first, second = computed(case, args), computed(case, args)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
+def test_caches(cache: Cache) -> None:
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
+    judge(cache, operands, e)
+
+
+def test_a_captured_graph_computes_the_updated_lengths() -> None:
+    cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", dim_qk=128, dim_v=128, page_size=64)
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda", capacity=1000)
+    schedule = backend.schedule(p, e, "attention_forward")
+    backend.attention_forward(p, e, schedule, operands)  # compiles, and copies the tables
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.attention_forward(p, e, schedule, operands)
+    for kv_len in ((900, 37, 300), (1000, 1, 0), (64, 999, 65)):
+        changed = dataclasses.replace(cache, kv_len=kv_len)
+        backend.reschedule(p, changed.extents(), "attention_forward", schedule)
+        graph.replay()
+        torch.cuda.synchronize()
+        judge(changed, operands, changed.extents())
+
+
+def test_a_run_does_not_wait_for_the_gpu() -> None:
+    cache = Cache(dtype="float16")
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    schedule = backend.schedule(p, e, "attention_forward")
+    backend.attention_forward(p, e, schedule, operands)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.attention_forward(p, e, schedule, operands)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_no_back_end_computes_is_refused_with_every_reason() -> None:
+    problem = Problem(4, 2, 2000, 64, dtype="bfloat16", select_count=3)
+    with pytest.raises(BackendError, match=r"triton: .*select_count.*triton: .*no tile.*cpu: "):
+        choose(problem, torch.device("cuda"), "auto")

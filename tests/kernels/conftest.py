@@ -1,0 +1,74 @@
+"""Repairs what Triton's interpreter gets wrong, in this process only: TRITON_INTERPRET=1 pytest tests/kernels.
+
+1. A run-time bound of a loop is an array of one element, which range() wants as an integer.
+2. tl.dot of bfloat16 multiplies the raw bits: operands are widened first.
+3. float32 to bfloat16 cuts bits off: a GPU rounds to the nearest, halves to even. Integers go by float32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Triton reads it when it is imported, which other tests' imports may do first.
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise pytest.UsageError("tests/kernels: set TRITON_INTERPRET=1 before Python starts, as `make test` does")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from fusion_attention.backends.triton import shapes
+
+_patch, _dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _patch_with_index(tensor: Any, scope: Any) -> None:
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+
+def _widened(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _dot_of_widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    return _dot(self, _widened(a), _widened(b), *rest)
+
+
+def _cast_rounding(self: Any, source: Any, to: Any) -> Any:
+    if to.scalar != tl.bfloat16 or source.dtype.scalar == tl.bfloat16:
+        return _cast(self, source, to)
+    values = np.ascontiguousarray(source.data, dtype=np.float32)
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return interpreter.TensorHandle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
+
+interpreter._patch_lang_tensor = _patch_with_index
+interpreter.InterpreterBuilder.create_dot = _dot_of_widened
+interpreter.InterpreterBuilder.cast_impl = _cast_rounding
+
+SMALL = shapes.Tile(16, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so low that a case of a few rows has several of them, whole and cut."""
+    monkeypatch.setattr(shapes, "row_of", lambda *_: (SMALL, SMALL, 1))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """numpy warns of what lanes compute that a mask then leaves out."""
+    with np.errstate(all="ignore"):
+        yield

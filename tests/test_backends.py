@@ -1,0 +1,66 @@
+"""Which back end is chosen, what it says when none is, and that none is needed to import the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusion_attention.contract import BackendError
+from fusion_attention.plan import choose
+from fusion_attention.problem import Problem
+
+PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
+
+
+def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
+    program = (
+        "import sys, torch; from fusion_attention.plan import choose\n"
+        "from fusion_attention.problem import Problem\n"
+        "print(choose(Problem(4, 2, 64, 64), torch.device('cpu'), 'auto'))\n"
+        "print('fusion_attention.backends.triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu", "False"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_a_device_that_nobody_computes_is_refused_with_every_reason() -> None:
+    with pytest.raises(BackendError, match=r"triton: the triton back end .*cpu: the cpu back end computes device cpu"):
+        choose(PLAIN, torch.device("cuda"), "auto")
+    with pytest.raises(BackendError, match=r"triton: the triton back end computes device cuda, not cpu"):
+        choose(PLAIN, torch.device("cpu"), "triton")
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("fusion_attention._native", "triton", "safetensors", "rich", "typer"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Missing())
+import torch
+import fusion_attention
+import fusion_attention.npu, fusion_attention.testing
+from fusion_attention.plan import choose
+from fusion_attention.problem import Problem
+
+q = torch.ones(1, 2, 1, 4)
+print(fusion_attention.attention(q, q, q, backend="golden").sum().item())
+try:
+    choose(Problem(4, 2, 64, 64), torch.device("cuda"), "auto")
+except fusion_attention.BackendError as error:
+    print(error)
+"""
+
+
+def test_the_package_loads_with_torch_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    computed, refused = done.stdout.splitlines()
+    assert computed == "8.0"
+    assert "triton: the triton back end needs the package triton, which is not installed." in refused
+    assert "cpu: the cpu back end cannot be loaded" in refused
