@@ -40,24 +40,22 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
-        float peak[depth] = {}, share[depth] = {}, delta[depth] = {};
-        const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
-        for (int e = 0; e < there; ++e) {
-            peak[e] = w.r.peak[b.row + i + e];
-            share[e] = w.r.share[b.row + i + e];
-            delta[e] = w.r.delta[b.row + i + e];
+        Floats peak[depth], divisor[depth], delta[depth];
+        FUSION_UNROLL for (int e = 0; e < depth; ++e) {
+            peak[e] = all(w.r.peak[b.row + i + e]);
+            divisor[e] = all(w.r.divisor[b.row + i + e]);
+            delta[e] = all(w.r.delta[b.row + i + e]);
         }
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
         for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-            Floats p[2][depth] = {}, ds[2][depth] = {};
+            Floats p[2][depth], ds[2][depth];
             FUSION_UNROLL for (int e = 0; e < depth; ++e) {
-                if (e >= there) break;
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     // The product is rounded as the saved maximum was, so that their difference is exact.
                     const Floats score = rounded(load<Floats>(scores + at) * natural);
-                    const Floats weight = exp2((score - peak[e]) * log2_e) * share[e];
+                    const Floats weight = Format::divided_exp(score - peak[e], divisor[e]);
                     Floats dprob = load<Floats>(dprobs + at), kept = weight;
                     if constexpr (Drops) {
                         const std::uint32_t bits = lane_bits(k.keep + (i + e) * (keys / 8), c + u * lanes);
@@ -77,9 +75,12 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
                 Format::put(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
+            Words kept[2], dscores[2];
+            Format::stack(p[0], p[1], kept);
+            Format::stack(ds[0], ds[1], dscores);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(k.prob_rows + to + u * lanes, Format::stack(p[u]));
-                store(k.dscore_rows + to + u * lanes, Format::stack(ds[u]));
+                store(k.prob_rows + to + u * lanes, kept[u]);
+                store(k.dscore_rows + to + u * lanes, dscores[u]);
             }
         }
     }
