@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import backward, chart, decode, dense, features, memory, sparse
+from benchmarks import backward, chart, decode_rows, dense, features, memory, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
 
@@ -106,8 +106,9 @@ def main(
     found = list(memory.measured(4096 if quick else 65536)) if only in ("all", MEMORY) else []
     if found:
         memory.show(found, console)
-    if only in ("all", DECODE):
-        decode.show(decode.table(quick, turns), console)
+    decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
+    if decoded[0]:
+        decode_rows.show(*decoded, console)
     others = {}
     if only in ("all", "threads"):
         others = {"plan.run, us": features.overhead_us()}
@@ -118,6 +119,7 @@ def main(
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
+        tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         chart.draw(timings, output.with_suffix(".png"))

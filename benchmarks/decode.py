@@ -1,32 +1,25 @@
-"""Decode beside what a user would pick on a CPU, and beside the machine's own rate of reading memory.
+"""A decode step of one query token per sequence over a long cache, and what a user would compute it with on a CPU.
 
-One query token per sequence over a long cache. Peers: torch's SDPA with the heads of a group folded into query rows,
-SDPA with enable_gqa, a gather of pages before SDPA, and onnxruntime's GroupQueryAttention where it is installed. Every
-turn reads as much memory as fits beside, so that a drifting machine slows all alike.
+Peers: torch's SDPA with the heads of a group folded into query rows, SDPA with enable_gqa, a gather of pages before
+SDPA, and onnxruntime's GroupQueryAttention where it is installed. decode_rows.py measures them.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.pair import seconds
 from fusion_attention import plan as planning
+from fusion_attention.decode import zeros
 from fusion_attention.kv import Dequant, PagedView, RowView
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import Extents, Operands, Problem, Stats
 
-_READ_BYTES = 1 << 28
+READ_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -63,19 +56,6 @@ class Shape:
         return 2 * self.batch * self.heads_kv * self.group * self.keys * columns
 
 
-@dataclass(frozen=True)
-class Row:
-    """Medians of a shape: our milliseconds and rate, its share of the read rate, and peers' time / ours."""
-
-    name: str
-    ms: float
-    rate: float
-    read: float
-    share: float
-    gflops: float
-    ratios: dict[str, float]
-
-
 def rows(tensor: torch.Tensor, dim: int) -> RowView:
     """[batch, heads, tokens, dim] as it lies."""
     count = tensor.shape[0]
@@ -84,11 +64,12 @@ def rows(tensor: torch.Tensor, dim: int) -> RowView:
 
 
 def numbers(s: Shape, dim: int) -> torch.Tensor:
-    """[batch, heads, keys, dim] of the cache; two int4 in a byte."""
+    """[batch, heads, keys, dim] of the cache, in huge pages as PagedKVCache's; two int4 in a byte."""
     shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
     if s.stored:
-        return torch.randint(-128, 128, shape, dtype=torch.int8).view(torch.uint8 if s.kind == "int4" else torch.int8)
-    return torch.randn(shape).to(getattr(torch, s.kind))
+        made = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
+        return made.view(torch.uint8 if s.kind == "int4" else torch.int8)
+    return zeros(shape, getattr(torch, s.kind)).copy_(torch.randn(shape))
 
 
 def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> PagedView:
@@ -96,7 +77,7 @@ def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> Page
     pages = table.shape[1]
     full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
     parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
-    pool = torch.empty_like(parts)
+    pool = zeros(parts.shape, parts.dtype)
     pool[table.flatten().long()] = parts
     return PagedView(pool, table, s.page, pool.stride(0), pool.stride(2), pool.stride(1), dim)
 
@@ -154,8 +135,7 @@ def step(s: Shape) -> Step:
 
 def reader() -> Callable[[], object]:
     """Reads memory at the machine's rate, with torch's threads."""
-    memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    return memory.sum
+    return zeros((READ_BYTES // 8,), torch.int64).max  # the fastest reading that torch has
 
 
 def onnx_peer(s: Shape) -> Callable[[], object] | None:
@@ -187,6 +167,7 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # others are timed between its turns
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
     binding = session.io_binding()  # past and present share memory, as in a decode loop
     shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(cache, np.float32)) for name in ("k", "v")}
@@ -222,90 +203,3 @@ def peers(t: Step) -> dict[str, Callable[[], object]]:
 
         found["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pages))
     return found
-
-
-def measure(s: Shape, turns: int, others: dict[str, Callable[[], object]] | None = None) -> Row:
-    """Times ours, the peers and the read in turns."""
-    t = step(s)
-    calls: dict[str, Callable[[], object]] = {
-        "ours": t.ours,
-        "read": reader(),
-        **(peers(t) if others is None else others),
-    }
-    with torch.no_grad():
-        for call in calls.values():
-            call()
-        taken = [{name: seconds(call) for name, call in calls.items()} for _ in range(turns)]
-    middle = {name: statistics.median(turn[name] for turn in taken) for name in calls}
-    share = statistics.median(s.bytes / turn["ours"] / (_READ_BYTES / turn["read"]) for turn in taken)
-    ratios = {name: statistics.median(turn[name] / turn["ours"] for turn in taken) for name in calls}
-    del ratios["ours"], ratios["read"]
-    rate, read = s.bytes / middle["ours"] / 1e9, _READ_BYTES / middle["read"] / 1e9
-    return Row(s.name, middle["ours"] * 1e3, rate, read, share, s.flops / middle["ours"] / 1e9, ratios)
-
-
-BASE = (
-    Shape("bf16 pages"),
-    Shape("bf16 rows", page=0),
-    Shape("fp16 pages", kind="float16"),
-    Shape("int8 pages", kind="int8"),
-    Shape("int4 pages", kind="int4"),
-)
-SHAPES = (
-    Shape("bf16 batch 1", batch=1, keys=32768),
-    Shape("int8 batch 1", batch=1, keys=65536, kind="int8"),
-    Shape("bf16 last page partly filled", keys=4001),
-    *(Shape(f"bf16 group {g}", batch=8 if g < 32 else 4, group=g) for g in (1, 2, 8, 16, 32, 64)),
-    *(Shape(f"int8 group {g}", batch=8 if g < 32 else 4, group=g, kind="int8") for g in (1, 8, 64)),
-    *(Shape(f"bf16 D{d}", dim=d) for d in (64, 96, 256)),
-    Shape("bf16 D576/512, 16 heads", heads_kv=1, group=16, dim=576, dim_v=512, keys=8192, shares=True),
-    Shape("bf16 D576/512, 128 heads", heads_kv=1, group=128, dim=576, dim_v=512, shares=True),
-)
-
-
-def table(quick: bool, turns: int) -> Iterator[Row]:
-    """Every row; int8 and int4 are compared with the bfloat16 peers of the same shape."""
-    shrink: dict[str, Any] = {"batch": 1} if quick else {}
-    bf16 = step(Shape("peers", **shrink))
-    folded = {"SDPA folded bf16": peers(bf16)["SDPA folded"]}
-    for s in BASE:
-        small = Shape(**{**s.__dict__, **shrink})
-        others = folded if s.stored else None
-        if s.name == "bf16 pages" and (peer := onnx_peer(small)) is not None:
-            others = {**peers(bf16), "onnxruntime float32": peer}
-        yield measure(small, turns, others)
-    for s in SHAPES:
-        yield measure(Shape(**{**s.__dict__, **shrink}), turns, {})
-
-
-def show(found: Iterator[Row], console: Console) -> None:
-    """The table of decode, which is measured in bytes."""
-    table = Table(title="Decode: medians of alternating turns, reading memory among them; ratio = peer's time / ours")
-    for name in ("case", "ms", "GB/s", "read GB/s", "share", "GFLOP/s", "ratios"):
-        table.add_column(name, justify="left" if name in ("case", "ratios") else "right")
-    for row in track(found, "Measuring", total=None, console=console, transient=True):
-        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row.ratios.items())
-        figures = (f"{row.ms:.2f}", f"{row.rate:.1f}", f"{row.read:.1f}", f"{row.share:.2f}", f"{row.gflops:.0f}")
-        table.add_row(row.name, *figures, ratios)
-    console.print(table)
-    console.print(", ".join(f"{name}: {value:.1f} us" for name, value in overhead().items()))
-
-
-def overhead() -> dict[str, float]:
-    """Microseconds of update + run for one sequence, one head, 16 tokens: the least of many, since noise only adds."""
-    s = Shape("small", batch=1, heads_kv=1, group=1, keys=16, page=16)
-    t = step(s)
-    plan = planning.plan(t.plan.problem, t.plan.extents, torch.device("cpu"), updatable=True)
-    lengths = np.array([16])
-
-    def both() -> None:
-        plan.update(lengths)
-        plan.run(t.operands)
-
-    times = [min(seconds(call) for _ in range(3000)) for call in (both, lambda: plan.run(t.operands))]
-    return {"update + run": times[0] * 1e6, "run": times[1] * 1e6}
-
-
-def bound(row: Row, peak: float, s: Shape) -> float:
-    """GB/s that a shape can reach: the read rate, or where arithmetic ends first."""
-    return min(row.read, peak * s.bytes / s.flops) if peak and math.isfinite(peak) else row.read

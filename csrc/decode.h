@@ -60,7 +60,8 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
 // Scores become weights relative to the largest score so far; what was summed before shrinks by `fade`. Weights of
 // stored integers become 16-bit numbers, of which each stands for `factor`.
 template <class F>
-__attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, float *scores) {
+__attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
+                                         float *scores, Feed &feed) {
     float *state = w.state(row), peak = state[0];
     Floats largest = all(-infinity);
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
@@ -78,6 +79,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+        feed.next();
         Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
         Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
         sum += low;
@@ -111,6 +113,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
     const std::int64_t at = F::bytes(d);
     const char *const *rows = w.s.value_rows;
     const bool fetches = ahead.rows && at % 64 == 0 && at < ahead.to;
+    const std::int64_t skipped = ahead.from - at;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
         Words value[N];
         FUSION_UNROLL for (int j = 0; j < N; j += 2) {
@@ -119,6 +122,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
         }
         if (fetches) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
+                if (byte < skipped) continue;
                 FUSION_UNROLL for (int k = 0; k < F::depth; ++k) {
                     __builtin_prefetch(ahead.rows[key + k] + at + byte, 0, FUSION_NEAR);
                 }
@@ -271,6 +275,9 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
         if (row == 0 && !w.sizes.direct_values) {
             stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
         }
+        // Memory would rest while scores are weighed: the first lines of the next keys come then.
+        const std::int64_t passes = b.rows * (decode_tile / (2 * lanes));
+        Feed feed = {w.careful ? nullptr : keys.rows, 0, (decode_tile + passes - 1) / passes};
         for (std::int64_t i = 0; i < b.rows; ++i) {
             float *scores = w.s.scores + i * decode_tile;
             dress_row(w, row + i, t, scores);
@@ -280,8 +287,9 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
                     continue;
                 }
             }
-            weigh_row(w, row + i, i, t, scores);
+            weigh_row(w, row + i, i, t, scores, feed);
         }
+        keys.from = feed.rows ? 64 : 0;
         if (!w.careful) value_block(w, b, t, keys);
         values = keys = {};
     }

@@ -140,6 +140,7 @@ struct Integer {
     static FUSION_INLINE Ints dot(Ints sum, Words positive, Words digits) {
         return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)positive, (__m512i)digits);
     }
+    static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
     static FUSION_INLINE void put(Weight *row, std::int64_t at, Floats low, Floats high) {
         char *to = reinterpret_cast<char *>(row) + at * 2;
         store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)low)));

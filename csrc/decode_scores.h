@@ -60,7 +60,7 @@ struct DecodeScratch {  // one thread's
     float *fade, *factor;                     // [lanes]
     float *scores, *weights;                  // [lanes][decode_tile]
     std::uint8_t *seen;                       // [decode_tile / 8]
-    float *line;                              // one query row
+    float *line;                              // one query row, and its digits
     char *keys, *ropes, *values;              // [decode_tile] staged rows
     float *token[4];                          // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
@@ -79,7 +79,7 @@ struct DecodeScratch {  // one thread's
         take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
         take(scores, lanes * decode_tile), take(weights, lanes * decode_tile);
         take(seen, decode_tile / 8);
-        take(line, 2 * (k + r));
+        take(line, 3 * (k + r));
         take(keys, decode_tile * k * 4), take(ropes, decode_tile * r * 4), take(values, decode_tile * v * 4);
         for (float *&part : token) take(part, decode_tile);
         take(key_rows, decode_tile), take(next_rows, decode_tile), take(rope_rows, decode_tile);
@@ -173,48 +173,69 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
 // A row's 16-bit numbers as two digits; false where the row is not finite.
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
     constexpr int word = F::elements, parts = F::parts;
-    const std::int64_t row = b.row + i, n = w.p.dim_qk, size = w.sizes.key_words * word;
+    const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
     const Quantised &k = w.o.quantised_keys;
-    float *line = w.s.line, largest = 0, plus = 0, sum = 0;
+    const float *scale = nullptr, *offset = nullptr;
+    if (k.kind == Dequant::channel) {
+        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.unit.head, 0));
+        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.unit.head, 0));
+    }
+    float *line = w.s.line;
     std::memset(line, 0, size * 4);
     load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
-    if (k.kind == Dequant::channel) {
-        const auto *scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.unit.head, 0));
-        for (std::int64_t d = 0; d < n; ++d) line[d] *= scale[d];
-        if (k.offset.base) {
-            const auto *offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.unit.head, 0));
-            for (std::int64_t d = 0; d < n; ++d) plus += line[d] * offset[d];
-        }
+    Floats plus = {}, sum = {}, top = {}, wild = {};
+    for (std::int64_t d = 0; d < n; d += lanes) {
+        Floats x = load<Floats>(line + d);
+        if (scale) x *= load_floats(scale + d, n - d);
+        if (offset) plus += x * load_floats(offset + d, n - d);
+        sum += x;
+        wild += x - x;
+        top = larger(top, larger(x, -x));
+        store(line + d, x);
     }
-    for (std::int64_t d = 0; d < n; ++d) sum += line[d], largest = most(largest, __builtin_fabsf(line[d]));
-    if (!all_finite(line, n) || sum - sum != 0.0f || plus - plus != 0.0f) return false;
-    const float step = largest / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float total = sum_of(sum), added = sum_of(plus);
+    if (!(sum_of(wild) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
+    const float step = largest_of(top) / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
-    const float scale = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
-    w.s.row_scale[row] = share > 0.0f ? step * scale : 0.0f;
-    w.s.row_offset[row] = plus * scale;
-    w.s.row_sum[row] = sum * scale;
-    for (std::int64_t d = 0; d < size; ++d) line[d] = __builtin_rintf(line[d] * share);
+    const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
+    w.s.row_scale[row] = share > 0.0f ? step * times : 0.0f;
+    w.s.row_offset[row] = added * times;
+    w.s.row_sum[row] = total * times;
+    auto *highs = reinterpret_cast<std::int8_t *>(line + size), *lows = highs + size;
+    for (std::int64_t d = 0; d < size; d += lanes) {
+        const Ints number = F::whole(load<Floats>(line + d) * share);
+        const Ints low = number << 24 >> 24, high = (number - low) >> 8;
+        typedef std::int8_t Digits __attribute__((vector_size(lanes)));
+        store(lows + d, __builtin_convertvector(low, Digits));
+        store(highs + d, __builtin_convertvector(high, Digits));
+    }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
-    auto *start = reinterpret_cast<std::int32_t *>(w.start(b.row));
     for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
         const std::int64_t at = place_of(c, i, b.phases), lane = at % lanes;
         for (int part = 0; part < parts; ++part) {
-            std::uint32_t highs = 0, lows = 0;
+            std::int8_t digits[2][4];
             for (int j = 0; j < 4; ++j) {
-                const int number = static_cast<int>(line[c * word + j * parts + part]);
-                const int low = static_cast<std::int8_t>(number), high = (number - low) >> 8;
-                highs |= static_cast<std::uint32_t>(high & 255) << 8 * j;
-                lows |= static_cast<std::uint32_t>(low & 255) << 8 * j;
-                start[lane] -= F::bias * high;
-                start[lanes + lane] -= F::bias * low;
+                digits[0][j] = highs[c * word + j * parts + part];
+                digits[1][j] = lows[c * word + j * parts + part];
             }
             std::uint32_t *const vector = to + (at / lanes * parts + part) * 2 * lanes + lane;
-            vector[0] = highs;
-            vector[lanes] = lows;
+            std::memcpy(vector, digits[0], 4);
+            std::memcpy(vector + lanes, digits[1], 4);
         }
     }
     return true;
+}
+
+// What sums of digits start from: stored integers meet them raised by F::bias.
+template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) {
+    const Words *q = w.query(b.row), raised = all(static_cast<std::uint32_t>(F::bias) * 0x01010101u);
+    Ints high = {}, low = {};
+    for (std::int64_t v = 0; v < w.sizes.key_words / b.phases * F::parts; ++v) {
+        high = F::dot(high, raised, load<Words>(q + 2 * v));
+        low = F::dot(low, raised, load<Words>(q + 2 * v + 1));
+    }
+    store(w.start(b.row), -high);
+    store(w.start(b.row) + 1, -low);
 }
 
 template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork<F> &w) {
@@ -223,7 +244,6 @@ template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork
         const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases);
         if constexpr (F::integer) {
             std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * 2 * 4);
-            std::memset(static_cast<void *>(w.start(row)), 0, 2 * lanes * 4);
         } else {
             std::memset(static_cast<void *>(w.query(row)), 0, words * 4);
         }
@@ -234,6 +254,7 @@ template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork
                 place_floats(w, b, i);
             }
         }
+        if constexpr (F::integer) place_starts(w, b);
     }
     return true;
 }
@@ -244,6 +265,18 @@ template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork
 struct Ahead {
     const char *const *rows = nullptr;
     std::int64_t from = 0, to = 0;
+};
+
+// The first lines of a tile's rows, some at a time.
+struct Feed {
+    const char *const *rows;
+    std::int64_t done, step;
+
+    FUSION_INLINE void next() {
+        if (!rows) return;
+        const std::int64_t end = least(done + step, decode_tile);
+        for (; done < end; ++done) __builtin_prefetch(rows[done], 0, FUSION_NEAR);
+    }
 };
 
 // While P words of each of `lanes` rows are multiplied, as many bytes of the rows ahead are fetched.

@@ -67,7 +67,11 @@ def register() -> Any:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     current: dict[str, PagedLayers] = {}
-    AttentionInterface.register(NAME, current["layers"])
+
+    def attend(*args: Any, **options: Any) -> tuple[Any, None]:
+        return current["layers"](*args, **options)
+
+    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, lambda *args, **options: None)
     return current
 

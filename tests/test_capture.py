@@ -80,6 +80,21 @@ def test_a_call_is_recorded_and_replayed(call: Callable[..., Any], given: dict[s
     assert torch.equal(first, want if isinstance(want, torch.Tensor) else want[0])
 
 
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_decoding_from_pages_is_recorded_and_replayed(stored: str, tmp_path: Path) -> None:
+    cache = fa.PagedKVCache(2, 16, 6, page_size=4, stored=stored)
+    sequences = [cache.allocate(), cache.allocate()]
+    cache.append(sequences, rows(2, 7, 2, 16), rows(2, 7, 2, 16, seed=1))
+    with fa.capture(tmp_path) as recorded:
+        got = fa.decode_attention(rows(2, 1, 4, 16, seed=2), cache, band=fa.Band.window(3, 0))
+    (file,) = recorded.files
+    again = fa.replay(file)
+    assert again.operator == "decode_attention"
+    assert torch.equal(again.recorded["out"], torch.as_tensor(got))
+    assert again.worst == 0.0
+    assert fa.replay(file, backend="golden").worst < 1e-4
+
+
 def test_what_a_file_holds(tmp_path: Path) -> None:
     q = rows(2, 4, 5, 16).transpose(1, 2).requires_grad_()
     with fa.capture(tmp_path) as recorded:

@@ -331,6 +331,24 @@ def test_what_is_quantised_comes_back_within_half_a_step(stored: str, error: flo
     assert cache.nbytes < paged().nbytes
 
 
+def test_tables_follow_the_pages() -> None:
+    cache = fa.PagedKVCache(1, 8, 6, page_size=4)
+    a, rows = cache.allocate(), torch.randn(1, 4, 1, 8)
+    assert cache.block_table().shape == (1, 0)
+    cache.append([a], rows, rows)
+    first = cache.block_table()
+    first.fill_(99)  # a copy: the cache's own stays
+    b = cache.fork(a)
+    assert cache.block_table([a, b]).tolist() == cache.block_table([a]).tolist() * 2
+    cache.append([a], rows[:, :1], rows[:, :1])
+    assert cache.block_table([a]).shape == (1, 2)
+    assert cache.block_table([b]).shape == (1, 1)
+    cache.free(a)
+    assert cache.block_table().tolist() == cache.block_table([b]).tolist()
+    with pytest.raises(ValueError, match="living"):
+        cache.block_table([a])
+
+
 def test_keys_may_be_the_values() -> None:
     cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
     a = cache.allocate()

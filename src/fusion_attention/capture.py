@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention import api, operators
+from fusion_attention import api, decode, operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
 from fusion_attention.dropout import draw_seed
 from fusion_attention.npu import inference, training
-from fusion_attention.ops import RECORDS, attention
+from fusion_attention.ops import RECORDS, attention, decode_attention
 from fusion_attention.plan import compute
 
 FORMAT, VERSION = "fusion_attention.capture", 1
@@ -49,9 +49,9 @@ class CaptureError(ValueError):
 class capture(ContextDecorator):
     """Records every attention call inside a block or a function, each as one file in a folder.
 
-    Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and
-    fusion_attention.attention, in every thread and however they were imported; and those of a real torch_npu, as
-    attributes of its module. What torch.compile has compiled, and a call that fails, is not recorded.
+    Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`), attention and
+    decode_attention of fusion_attention, in every thread and however they were imported; and those of a real torch_npu,
+    as attributes of its module. What torch.compile has compiled, and a call that fails, is not recorded.
 
     Args:
         path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
@@ -178,11 +178,20 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return recorded
 
+    def decoded(function: Any) -> Any:
+        def recorded(args: dict[str, Any], backend: str) -> Any:
+            results = function(args, backend)
+            recorder.write(decode_attention.RECORD, args, results, 0, backend)
+            return results
+
+        return recorded
+
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (inference, "_forward", inferred),
         (training, "_forward", forward),
         (training, "_backward", backward),
         (api, "_attention", own),
+        (decode, "_attention", decoded),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:

@@ -5,6 +5,9 @@ Knows pages, their sharing and their scales. Refuses to know how attention is co
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +45,7 @@ class PagedKVCache:
         >>> b = cache.fork(a)
         >>> cache.lengths([a, b]), cache.free_pages
         ([20, 20], 6)
-        >>> decode_attention(torch.randn(2, 1, 8, 64), cache, sequences=[a, b], backend="golden").shape
+        >>> decode_attention(torch.randn(2, 1, 8, 64), cache, sequences=[a, b]).shape
         torch.Size([2, 1, 8, 64])
     """
 
@@ -69,13 +72,13 @@ class PagedKVCache:
         sides = (dim,) if shares_kv else (dim, dim_v)
         kind = {"": dtype, "int8": torch.int8, "int4": torch.uint8}[stored]
         self._pools = [
-            torch.zeros(pages, heads, page_size, (d + 1) // 2 if stored == "int4" else d, dtype=kind, device=device)
-            for d in sides
+            zeros((pages, heads, page_size, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides
         ]
         self._scales = [torch.zeros(pages, heads, page_size, device=device) for _ in sides if stored]
         self._free = list(range(pages))[::-1]
         self._shared = [0] * pages  # how many sequences hold a page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens
+        self._tables: dict[tuple[int, ...], Tensor] = {}  # of the sequences asked for last
         self._next = 0
 
     @property
@@ -112,6 +115,7 @@ class PagedKVCache:
         """Ends a sequence; pages that nobody else holds are free again."""
         pages, _ = self._of(sequence)
         del self._sequences[sequence]
+        self._tables.clear()
         for page in reversed(pages):
             self._release(page)
 
@@ -121,11 +125,18 @@ class PagedKVCache:
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
         """int32 [sequences, pages]: the pages of sequences, behind the last one 0."""
-        rows = [self._of(s)[0] for s in (self.sequences if sequences is None else sequences)]
-        width = max(map(len, rows), default=0)
-        table = [row + [0] * (width - len(row)) for row in rows]
-        device = self._pools[0].device
-        return torch.tensor(table, dtype=torch.int32, device=device).reshape(len(rows), width)
+        return self._table(sequences).clone()
+
+    def _table(self, sequences: Sequence[int] | None) -> Tensor:
+        """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
+        asked = tuple(self._sequences if sequences is None else sequences)
+        if asked not in self._tables:
+            rows = [self._of(s)[0] for s in asked]
+            width = max(map(len, rows), default=0)
+            table = [row + [0] * (width - len(row)) for row in rows]
+            made = torch.tensor(table, dtype=torch.int32, device=self._pools[0].device)
+            self._tables = {asked: made.reshape(len(rows), width)}
+        return self._tables[asked]
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor | None = None) -> None:
         """Stores new tokens behind those of some sequences.
@@ -204,6 +215,7 @@ class PagedKVCache:
 
     def _take(self) -> int:
         page = self._free.pop()
+        self._tables.clear()
         self._shared[page] = 1
         return page
 
@@ -214,12 +226,24 @@ class PagedKVCache:
             "v": None if self.shares_kv else self._pools[1],
             "cache_layout": "BNSD",
             "kv_len": self.lengths(sequences),
-            "block_table": self.block_table(sequences),
+            "block_table": self._table(sequences),
             "dim_v": self.dim_v if self.shares_kv else 0,
         }
         for side, scale in zip("kv", self._scales, strict=False):
             named[f"{side}_scale"] = scale
         return named
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """torch.zeros, on a CPU in huge pages of memory where the system offers them: reading it all then waits less often
+    for the tables of addresses."""
+    size, huge = math.prod(shape) * dtype.itemsize, getattr(mmap, "MADV_HUGEPAGE", None)
+    if torch.device(device).type != "cpu" or huge is None or size < 1 << 22:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(huge)
+    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
@@ -317,8 +341,13 @@ def decode_attention(
     else:
         args["k"], args["v"] = cache, None
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        call = record.lower(bind(record.RECORD, args))
-        results = call.results()
-        compute(call, results, backend)
+        results = _attention(args, backend)
     out = results["out"]
     return (out, results["max"] + results["sum"].log()) if return_lse else out
+
+
+def _attention(args: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    call = record.lower(bind(record.RECORD, args))
+    results = call.results()
+    compute(call, results, backend)
+    return results

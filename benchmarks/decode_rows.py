@@ -1,0 +1,205 @@
+"""The rows of decode: what every case must reach, and how far it does.
+
+A case is measured in turns with its peers, with other forms of itself and with reading memory and multiplying in
+registers, so that a drifting machine slows all alike. A share is our rate of reading the cache / the rate of reading.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decode import READ_BYTES, Shape, onnx_peer, peers, reader, step
+from benchmarks.pair import REACHED, Probe, seconds
+from fusion_attention import npu
+from fusion_attention import plan as planning
+
+# A machine that reads faster than this, in GB/s, need not be read from at the same share.
+FAST = 40.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape and its goals.
+
+    Args:
+        peers: whether to measure what a user would pick instead; ratios are their time / ours.
+        others: forms of ours in the same turns, by name; ratios are our rate of reading / theirs, or, by_time, times.
+        goals: of ratios, by the names of peers and others.
+        slow, fast: the share to reach where memory is slower or faster than FAST; 0: none.
+        part: of the share, or of what 0.75 of the peak arithmetic allows where that is less.
+    """
+
+    shape: Shape
+    peers: bool = False
+    others: dict[str, Shape] = field(default_factory=dict)
+    by_time: bool = False
+    goals: dict[str, float] = field(default_factory=dict)
+    slow: float = 0.85
+    fast: float = 0.7
+    part: float = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over turns: milliseconds, GB/s, our share of the reading rate, GFLOP/s and their share of the peak, and
+    ratios; goals of the share and of ratios, by name."""
+
+    name: str
+    ms: float
+    rate: float
+    read: float
+    share: float
+    gflops: float
+    share_of_peak: float
+    ratios: dict[str, float]
+    goals: dict[str, float]
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether what has a goal reaches it; None without a goal."""
+        found = {"share": self.share, **self.ratios}
+        return all(found[n] >= REACHED * goal for n, goal in self.goals.items() if n in found) if self.goals else None
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Microseconds of a call, the median of many, and what they must stay below."""
+
+    name: str
+    us: float
+    goal: float
+
+
+FOLDED, ROWS, PAGES, INT8, BATCH8 = "SDPA folded", "rows", "pages", "int8", "batch 8"
+BF16, INT = Shape("bf16 pages"), Shape("int8 pages", kind="int8")
+_REST = {"part": 0.75}
+CASES = (
+    Case(BF16, peers=True, others={ROWS: replace(BF16, page=0)}, by_time=True, goals={FOLDED: 3.2, ROWS: 1 / 1.05}),
+    Case(Shape("fp16 pages", kind="float16"), slow=0, fast=0),
+    Case(INT, peers=True, others={ROWS: replace(INT, page=0)}, by_time=True, goals={FOLDED: 6, ROWS: 1 / 1.05},
+         slow=0, fast=0.6),
+    Case(Shape("int4 pages", kind="int4"), others={INT8: INT}, by_time=True, goals={INT8: 1.0}, slow=0, fast=0),
+    Case(Shape("bf16 batch 1", batch=1, keys=32768), others={BATCH8: BF16}, goals={BATCH8: 0.85}, slow=0, fast=0),
+    Case(Shape("int8 batch 1", batch=1, keys=65536, kind="int8"), others={BATCH8: INT}, goals={BATCH8: 0.85}, slow=0,
+         fast=0),
+    Case(Shape("bf16 last page partly filled", keys=4001), **_REST),
+    *(Case(Shape(f"bf16 group {g}", batch=8 if g < 32 else 4, group=g), **_REST) for g in (1, 2, 8, 16, 32, 64)),
+    *(Case(Shape(f"bf16 D{d}", dim=d), **_REST) for d in (64, 96, 256)),
+    Case(Shape("bf16 D576/512, 16 heads", heads_kv=1, group=16, dim=576, dim_v=512, keys=8192, shares=True), **_REST),
+    Case(Shape("bf16 D576/512, 128 heads", heads_kv=1, group=128, dim=576, dim_v=512, shares=True), **_REST),
+    *(Case(Shape(f"int8 group {g}", batch=8 if g < 32 else 4, group=g, kind="int8"), slow=0, fast=0)
+      for g in (1, 8, 16, 64)),
+)  # fmt: skip
+
+
+def measure(case: Case, turns: int) -> Row:
+    """Times a case, its peers, its other forms, reading and multiplying in turns, after one of each."""
+    s, t = case.shape, step(case.shape)
+    calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader()}
+    named = {name: step(other) for name, other in case.others.items()}
+    calls |= {name: other.ours for name, other in named.items()}
+    if case.peers and s.stored:
+        calls[FOLDED] = peers(step(replace(s, kind="bfloat16")))[FOLDED]
+    elif case.peers:
+        calls |= peers(t)
+        if (peer := onnx_peer(s)) is not None:
+            calls["onnxruntime float32"] = peer
+    with torch.no_grad():
+        for call in calls.values():
+            call()
+        probe = Probe("bfloat16", None, seconds(t.ours))
+        taken = [({n: seconds(call) for n, call in calls.items()}, probe.rate()) for _ in range(turns)]
+
+    def middle(of: Callable[[dict[str, float]], float]) -> float:
+        return statistics.median(of(turn) for turn, _ in taken)
+
+    ours, read = middle(lambda turn: turn["ours"]), READ_BYTES / middle(lambda turn: turn["read"])
+    ratios = {}
+    for name in calls.keys() - {"ours", "read"}:
+        work = s.bytes / case.others[name].bytes if name in case.others and not case.by_time else 1.0
+        ratios[name] = middle(lambda turn, name=name, work=work: work * turn[name] / turn["ours"])
+    peak = statistics.median(rate for _, rate in taken)
+    goals = dict(case.goals)
+    if share := case.fast if read >= FAST * 1e9 else case.slow:
+        by_arithmetic = 0.75 * peak / (s.flops / s.bytes) / read if case.part < 1 else 1.0
+        goals["share"] = case.part * min(share, by_arithmetic)
+    return Row(
+        s.name, ours * 1e3, s.bytes / ours / 1e9, read / 1e9,
+        middle(lambda turn: s.bytes / turn["ours"] / (READ_BYTES / turn["read"])), s.flops / ours / 1e9,
+        statistics.median(s.flops / turn["ours"] / rate for turn, rate in taken),
+        {name: ratios[name] for name in calls if name in ratios}, goals,
+    )  # fmt: skip
+
+
+def smaller(case: Case) -> Case:
+    """One sequence of every shape, for a look."""
+    others = {name: replace(other, batch=1) for name, other in case.others.items()}
+    return replace(case, shape=replace(case.shape, batch=1), others=others)
+
+
+def table(quick: bool, turns: int) -> Iterator[Row]:
+    """Every row; int8 is compared with bfloat16 peers of the same shape."""
+    for case in CASES:
+        yield measure(smaller(case) if quick else case, turns)
+
+
+def latencies(turns: int = 3000) -> list[Latency]:
+    """A call for one sequence, one head, 16 tokens."""
+    t = step(Shape("small", batch=1, heads_kv=1, group=1, keys=16, page=16))
+    plan = planning.plan(t.plan.problem, t.plan.extents, torch.device("cpu"), updatable=True)
+    lengths = np.array([16])
+
+    def both() -> None:
+        plan.update(lengths)
+        plan.run(t.operands)
+
+    q, cache = torch.randn(1, 1, 128).bfloat16(), torch.randn(1, 16, 128).bfloat16()
+
+    def face() -> object:
+        return npu.npu_incre_flash_attention(q, cache, cache, num_heads=1, scale_value=0.1)
+
+    found = []
+    for name, call, goal in (("plan.update + run", both, 12.0), ("npu_incre_flash_attention", face, 45.0)):
+        call()
+        found.append(Latency(name, statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal))
+    return found
+
+
+def show(found: list[Row], waits: list[Latency], console: Console) -> None:
+    """The table of decode, which is measured in bytes."""
+    table = Table(
+        title="Decode: medians of alternating turns; share = our rate of reading / the machine's; ratio = peer's / ours"
+    )
+    for name in ("case", "ms", "GB/s", "read", "share", "of peak", "ratios", "goal", "reached"):
+        table.add_column(name, justify="left" if name in ("case", "ratios", "goal") else "right")
+
+    def listed(values: dict[str, float]) -> str:
+        return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+
+    for row in found:
+        figures = (
+            f"{row.ms:.2f}",
+            f"{row.rate:.1f}",
+            f"{row.read:.1f}",
+            f"{row.share:.2f}",
+            f"{row.share_of_peak:.2f}",
+        )
+        reached = "" if row.reached is None else "yes" if row.reached else "no"
+        table.add_row(row.name, *figures, listed(row.ratios), listed(row.goals), reached)
+    console.print(table)
+    for wait in waits:
+        console.print(f"{wait.name}: {wait.us:.1f} us (goal: below {wait.goal:.0f})")
+
+
+def measured(quick: bool, turns: int, console: Console) -> tuple[list[Row], list[Latency]]:
+    """All of it."""
+    shown = track(table(quick, turns), "Measuring", total=len(CASES), console=console, transient=True)
+    return list(shown), latencies()
