@@ -153,8 +153,49 @@ template <class Format, class T> void attend_chunk(const Selected<Format> &w, co
                       w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, ahead);
 }
 
+// Row i of out as the elements of V that are not finite make it. Products gave NaN where a weight that no float can hold
+// met an infinity; only a weight of exactly 0, of a score of -inf, may do that.
+template <class Format, class T> __attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
+    const auto &item = w.item;
+    const std::int64_t head = item.head0 + i;
+    const auto score = [&](std::int64_t key) {
+        float found = sum_of(dot_rows(row_of<const T>(w.o.q, item.seq, head, item.row),
+                                      row_of<const T>(w.o.k, item.seq, item.head_kv, key), w.p.dim_qk));
+        if (w.p.dim_rope) {
+            found += sum_of(dot_rows(row_of<const T>(w.o.q_rope, item.seq, head, item.row),
+                                     row_of<const T>(w.o.k_rope, item.seq, item.head_kv, key), w.p.dim_rope));
+        }
+        return found * static_cast<float>(w.p.scale);
+    };
+    float *const out = w.s.out + i * w.sizes.value_columns;
+    for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+        const Floats found = load<Floats>(out + d);
+        store(out + d, found == found ? found : Floats{});
+    }
+    for (std::int64_t at = 0; at < count; ++at) {
+        const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
+        float weight = -1.0f;  // not known yet
+        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+            const Floats value = load_floats(v + d, w.p.dim_v - d);
+            const Words wild = not_finite(bits_of(value));
+            if (!any(wild)) continue;
+            if (weight < 0.0f) weight = score(w.s.keys[at]) == -infinity ? 0.0f : 1.0f;
+            store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & wild));
+        }
+    }
+}
+
+inline bool any_nan(const float *row, std::int64_t n) {
+    Words found = {};
+    for (std::int64_t d = 0; d < n; d += lanes) {
+        const Floats x = load_floats(row + d, n - d);
+        found |= (Words)(x != x);
+    }
+    return any(found);
+}
+
 // Divides, and writes out and statistics.
-template <class Format, class T> void store_heads(const Selected<Format> &w) {
+template <class Format, class T> void store_heads(const Selected<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
         float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
@@ -176,8 +217,12 @@ template <class Format, class T> void store_heads(const Selected<Format> &w) {
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;
+        if (sum == sum && !none && any_nan(from, w.p.dim_v)) mend<Format, T>(w, i, count);
+        const float factor = share / sum;
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-            store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * (share / sum), w.p.dim_v - d);
+            const Floats x = load<Floats>(from + d);  // an infinity outlasts a factor that no float can hold
+            const Floats found = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
+            store_floats(out + d, none ? Floats{} : found, w.p.dim_v - d);
         }
         *row_of<float>(w.o.max, w.item.seq, head, w.item.row) = peak;
         *row_of<float>(w.o.sum, w.item.seq, head, w.item.row) = none ? 0.0f : sum;
@@ -205,7 +250,7 @@ template <class Format, class T> std::int64_t select_attend(const SparseJob &job
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, ahead);
     }
-    store_heads<Format, T>(w);
+    store_heads<Format, T>(w, count);
     return count == 0;
 }
 
