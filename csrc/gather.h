@@ -178,14 +178,20 @@ void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::in
 
 // ----------------------------------------------------------------------------------------------------------- products
 
+struct Idle {  // does nothing while products are computed
+    FUSION_INLINE void operator()(std::int64_t) const {}
+};
+
 // C[M][columns] = A[M][depth] * B[column panel][deep][column] from its word row 0 on, added to what is there times
-// fade[i] if Add.
-template <class Format, int M, bool Add>
+// fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
+template <class Format, int M, bool Add, class Meanwhile>
 __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth, float *c,
-                                         std::int64_t c_stride, std::int64_t columns, const float *fade) {
+                                         std::int64_t c_stride, std::int64_t columns, const float *fade,
+                                         Meanwhile &meanwhile) {
     std::int64_t d = 0;
     for (; d + panel <= columns; d += panel) {
+        meanwhile(M * depth * panel);
         multiply<Format, M, panel_vectors, panel_vectors, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
     }
     const std::int64_t vectors = (columns - d) / lanes;
@@ -216,86 +222,109 @@ template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body)
 }
 
 // Adds A[heads][depth] * B to C, whose rows first shrink by `fade`.
-template <class Format>
+template <class Format, class Meanwhile>
 void add_heads(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b, std::int64_t deep,
                std::int64_t depth, float *c, std::int64_t c_stride, std::int64_t columns, std::int64_t heads,
-               const float *fade) {
+               const float *fade, Meanwhile &meanwhile) {
     in_blocks(heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
         by_panels<Format, height(), true>(a + h * a_stride, a_stride, b, deep, depth, c + h * c_stride, c_stride, columns,
-                                          fade + h);
+                                          fade + h, meanwhile);
     });
-}
-
-// The scores of `keys` gathered rows: [key][head], `pitch` floats apart; rows are there in whole blocks. meanwhile(at):
-// before each block, for what memory can do by the way.
-template <class Format, class Meanwhile>
-void key_products(const typename Format::Word *rows, std::int64_t stride, const typename Format::Word *heads,
-                  std::int64_t words, std::int64_t keys, std::int64_t padded_heads, float *to, std::int64_t pitch,
-                  Meanwhile meanwhile) {
-    for (std::int64_t at = 0; at < keys; at += block_rows) {
-        meanwhile(at);
-        by_panels<Format, block_rows, false>(rows + at * stride, stride, heads, words, words, to + at * pitch, pitch,
-                                             padded_heads, nullptr);
-    }
 }
 
 // ------------------------------------------------------------------------------------------------------------ gathering
 
-constexpr std::int64_t gather_ahead = 16;   // keys whose rows are asked for before they are needed,
-constexpr std::int64_t gather_block = 16;   // and keys of which all parts are loaded before the next keys'
+constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
 
 struct Chunk {  // `count` keys from the list's `at` on; `left` keys of the list begin there
     const std::int32_t *keys;
     std::int64_t count, left;
 };
 
-// Keys [at, at + gather_block) of a chunk: rows of n elements, `words` words of them to every `stride` words of `rows`,
-// and to `across`; either may be null.
+// Whether token t lies at the same place in both.
+inline bool same_rows(const Keys &a, const Keys &b, std::int64_t seq, std::int64_t head) {
+    return a.table == b.table && a.stride_table == b.stride_table && a.page_size == b.page_size &&
+           a.stride_page == b.stride_page && a.rows.base == b.rows.base && a.rows.address[seq] == b.rows.address[seq] &&
+           a.rows.stride_token == b.rows.stride_token &&
+           head * a.rows.stride_head[seq] == head * b.rows.stride_head[seq];
+}
+
+// Keys i and, with two elements per word, i + 1 of a chunk: rows of n elements, `words` words of them to every `stride`
+// words of `rows`, and to word row i / depth of `across`; either may be null.
 template <class Format, class T>
-FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t at, std::int64_t n,
+FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t i, std::int64_t n,
                           std::int64_t words, std::int64_t stride, typename Format::Word *rows,
                           typename Format::Word *across, std::int64_t deep) {
-    const auto row = [&](std::int64_t i) __attribute__((always_inline)) {
-        return row_of<T>(from, item.seq, item.head_kv, chunk.keys[i]);
+    const auto row = [&](std::int64_t e) __attribute__((always_inline)) {
+        return row_of<T>(from, item.seq, item.head_kv, chunk.keys[e]);
     };
-    const std::int64_t end = least(at + gather_block, chunk.count);
-    for (std::int64_t i = at; i < end; i += Format::depth) {
-        for (std::int64_t e = i + gather_ahead; e < least(i + gather_ahead + Format::depth, chunk.left); ++e) prefetch(row(e), n);
-        const T *one = row(i), *two = nullptr;
-        if (Format::depth > 1 && i + 1 < chunk.count) two = row(i + 1);
-        if (rows) {
-            pack_query<Format>(one, n, words, rows + i * stride);
-            if (two) pack_query<Format>(two, n, words, rows + (i + 1) * stride);
+    if (rows) {
+        const std::int64_t soon = i + gather_ahead;
+        for (std::int64_t e = soon; e < least(soon + Format::depth, chunk.left); ++e) prefetch(row(e), n);
+    }
+    const T *one = row(i), *two = nullptr;
+    if (Format::depth > 1 && i + 1 < chunk.count) two = row(i + 1);
+    if (rows) {
+        pack_query<Format>(one, n, words, rows);
+        if (two) pack_query<Format>(two, n, words, rows + stride);
+    }
+    if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
+}
+
+// Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as the
+// products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
+template <class T> class Ahead {
+public:
+    // cost: words multiplied for each key.
+    Ahead(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count, std::int64_t lead,
+          std::int64_t cost)
+        : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
+        const SparseProblem &p = *job.problem;
+        const SparseOperands &o = *job.operands;
+        parts_[shown_++] = {&o.k, p.dim_qk};
+        if (p.dim_rope) parts_[shown_++] = {&o.k_rope, p.dim_rope};
+        if (!p.indexes && !same_rows(o.k, o.v, item.seq, item.head_kv)) parts_[shown_++] = {&o.v, p.dim_v};
+        while (asked_ < least(count_, few)) ask();
+    }
+
+    void gathered(std::int64_t keys) { gathered_ += keys; }
+
+    FUSION_INLINE void operator()(std::int64_t words) {
+        budget_ += words;
+        if (budget_ >= cost_ / 2) spend();
+    }
+
+private:
+    static constexpr std::int64_t few = 2 * block_rows;
+    struct Part {
+        const Keys *keys;
+        std::int64_t n;
+    };
+
+    __attribute__((noinline)) void spend() {
+        const std::int64_t price = asked_ < gathered_ + 2 * few ? cost_ / 2 : cost_ * 3 / 4;
+        const std::int64_t end = least(count_, gathered_ + lead_);
+        for (; budget_ >= price && asked_ < end; budget_ -= price) ask();
+        budget_ = least(budget_, price);
+    }
+    void ask() {
+        const std::int64_t key = keys_[asked_++];
+        for (int i = 0; i < shown_; ++i) {
+            const T *row = row_of<T>(*parts_[i].keys, item_.seq, item_.head_kv, key);
+            for (std::int64_t d = 0; d < parts_[i].n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
         }
-        if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
     }
-}
 
-// Asks a second-level cache for rows [at, at + block_rows) of the chunk behind this one.
-template <class T>
-FUSION_INLINE void ask_ahead(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t at, std::int64_t n) {
-    for (std::int64_t i = chunk.count + at; i < least(chunk.count + at + block_rows, chunk.left); ++i) {
-        const T *row = row_of<T>(from, item.seq, item.head_kv, chunk.keys[i]);
-        for (std::int64_t d = 0; d < n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
-    }
-}
+    const SparseItem &item_;
+    const std::int32_t *keys_;
+    std::int64_t count_, lead_, cost_, asked_ = 0, gathered_ = 0, budget_ = 0;
+    Part parts_[3];
+    int shown_ = 0;
+};
 
-// All parts of these rows; values where they are no part of a key's own row.
-template <class T>
-FUSION_INLINE void ask_ahead(const SparseJob &job, const SparseItem &item, const Chunk &chunk, std::int64_t at) {
-    const SparseProblem &p = *job.problem;
-    const SparseOperands &o = *job.operands;
-    ask_ahead<T>(o.k, item, chunk, at, p.dim_qk);
-    if (p.dim_rope) ask_ahead<T>(o.k_rope, item, chunk, at, p.dim_rope);
-    if (p.indexes) return;
-    const T *k = row_of<T>(o.k, item.seq, item.head_kv, chunk.keys[0]);
-    if (row_of<T>(o.v, item.seq, item.head_kv, chunk.keys[0]) != k) ask_ahead<T>(o.v, item, chunk, at, p.dim_v);
-}
-
-// Rows of a chunk behind its last key count as zeros.
-template <class Word> void clear_rows(const Chunk &chunk, std::int64_t words, Word *rows) {
-    const std::int64_t end = round_up<std::int64_t>(chunk.count, block_rows);
-    std::memset(rows + chunk.count * words, 0, (end - chunk.count) * words * sizeof *rows);
+// Rows of a block behind its last key count as zeros.
+template <class Word> void clear_rows(std::int64_t keys, std::int64_t words, Word *rows) {
+    if (keys < block_rows) std::memset(rows + keys * words, 0, (block_rows - keys) * words * sizeof *rows);
 }
 
 }  // namespace

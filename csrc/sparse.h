@@ -24,7 +24,7 @@ template <class Format> struct SparseScratch {
     using Word = typename Format::Word;
     std::int64_t chunk, padded_heads, deep;
     std::int32_t *keys;
-    Word *q, *rows, *values, *weights;  // weights [head][deep]
+    Word *q, *rows, *values, *weights;  // rows of a block of keys; weights [head][deep]
     float *scores, *out;                // [key][padded_heads], [head][value_columns]
     float *sum, *peak, *shift, *fade;   // [head]
     std::size_t bytes;
@@ -35,7 +35,7 @@ template <class Format> struct SparseScratch {
         const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
-        carver.take(rows, chunk * sizes.words);
+        carver.take(rows, block_rows * sizes.words);
         carver.take(values, deep * sizes.value_columns);
         carver.take(weights, rounded * deep);
         carver.take(scores, chunk * padded_heads);
@@ -116,20 +116,32 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const Selecte
     }
 }
 
-template <class Format, class T> void attend_chunk(const Selected<Format> &w, const Chunk &chunk) {
+// Gathers a chunk, block by block, and scores each while its rows are near.
+template <class Format, class T>
+void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
+    const auto &s = w.s;
+    const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
+    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
+        const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+        for (std::int64_t i = at; i < at + here; i += Format::depth) {
+            auto *const rows = s.rows + (i - at) * words;
+            gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, nullptr, 0);
+            if (w.p.dim_rope) {
+                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main, nullptr, 0);
+            }
+            gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
+        }
+        clear_rows(here, words, s.rows);
+        ahead.gathered(here);
+        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, s.scores + at * s.padded_heads,
+                                             s.padded_heads, s.padded_heads, nullptr, ahead);
+    }
+}
+
+template <class Format, class T> void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
     const auto &s = w.s;
     const std::int64_t count = chunk.count, padded = round_up<std::int64_t>(count, lanes * Format::depth);
-    const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
-    for (std::int64_t at = 0; at < count; at += gather_block) {
-        gather<Format, T>(w.o.k, w.item, chunk, at, w.p.dim_qk, main, words, s.rows, nullptr, 0);
-        if (w.p.dim_rope) {
-            gather<Format, T>(w.o.k_rope, w.item, chunk, at, w.p.dim_rope, words - main, words, s.rows + main, nullptr, 0);
-        }
-        gather<Format, T>(w.o.v, w.item, chunk, at, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
-    }
-    clear_rows(chunk, words, s.rows);
-    key_products<Format>(s.rows, words, s.q, words, count, s.padded_heads, s.scores, s.padded_heads,
-                         [&](std::int64_t at) { ask_ahead<T>(w.job, w.item, chunk, at); });
+    score_chunk<Format, T>(w, chunk, ahead);
     if (w.dressed) {
         const float scale = static_cast<float>(w.p.scale);
         for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes) store(s.scores + i, load<Floats>(s.scores + i) * scale);
@@ -138,11 +150,52 @@ template <class Format, class T> void attend_chunk(const Selected<Format> &w, co
     raise_head_peaks(w, padded);
     weigh_heads(w, padded);
     add_heads<Format>(s.weights, s.deep, s.values, s.deep, (count + Format::depth - 1) / Format::depth, s.out,
-                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade);
+                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, ahead);
+}
+
+// Row i of out as the elements of V that are not finite make it. Products gave NaN where a weight that no float can hold
+// met an infinity; only a weight of exactly 0, of a score of -inf, may do that.
+template <class Format, class T> __attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
+    const auto &item = w.item;
+    const std::int64_t head = item.head0 + i;
+    const auto score = [&](std::int64_t key) {
+        float found = sum_of(dot_rows(row_of<const T>(w.o.q, item.seq, head, item.row),
+                                      row_of<const T>(w.o.k, item.seq, item.head_kv, key), w.p.dim_qk));
+        if (w.p.dim_rope) {
+            found += sum_of(dot_rows(row_of<const T>(w.o.q_rope, item.seq, head, item.row),
+                                     row_of<const T>(w.o.k_rope, item.seq, item.head_kv, key), w.p.dim_rope));
+        }
+        return found * static_cast<float>(w.p.scale);
+    };
+    float *const out = w.s.out + i * w.sizes.value_columns;
+    for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+        const Floats found = load<Floats>(out + d);
+        store(out + d, found == found ? found : Floats{});
+    }
+    for (std::int64_t at = 0; at < count; ++at) {
+        const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
+        float weight = -1.0f;  // not known yet
+        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+            const Floats value = load_floats(v + d, w.p.dim_v - d);
+            const Words wild = not_finite(bits_of(value));
+            if (!any(wild)) continue;
+            if (weight < 0.0f) weight = score(w.s.keys[at]) == -infinity ? 0.0f : 1.0f;
+            store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & wild));
+        }
+    }
+}
+
+inline bool any_nan(const float *row, std::int64_t n) {
+    Words found = {};
+    for (std::int64_t d = 0; d < n; d += lanes) {
+        const Floats x = load_floats(row + d, n - d);
+        found |= (Words)(x != x);
+    }
+    return any(found);
 }
 
 // Divides, and writes out and statistics.
-template <class Format, class T> void store_heads(const Selected<Format> &w) {
+template <class Format, class T> void store_heads(const Selected<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
         float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
@@ -164,8 +217,12 @@ template <class Format, class T> void store_heads(const Selected<Format> &w) {
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;
+        if (sum == sum && !none && any_nan(from, w.p.dim_v)) mend<Format, T>(w, i, count);
+        const float factor = share / sum;
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-            store_floats(out + d, none ? Floats{} : load<Floats>(from + d) * (share / sum), w.p.dim_v - d);
+            const Floats x = load<Floats>(from + d);  // an infinity outlasts a factor that no float can hold
+            const Floats found = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
+            store_floats(out + d, none ? Floats{} : found, w.p.dim_v - d);
         }
         *row_of<float>(w.o.max, w.item.seq, head, w.item.row) = peak;
         *row_of<float>(w.o.sum, w.item.seq, head, w.item.row) = none ? 0.0f : sum;
@@ -188,10 +245,12 @@ template <class Format, class T> std::int64_t select_attend(const SparseJob &job
                                 w.sizes.words - w.sizes.main_words, w.sizes.main_words, w.sizes.words, s.q);
         }
     }
+    const std::int64_t cost = s.padded_heads * w.sizes.words + item.heads * w.sizes.value_columns / Format::depth;
+    Ahead<T> ahead(job, item, s.keys, count, s.chunk, cost);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at});
+        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, ahead);
     }
-    store_heads<Format, T>(w);
+    store_heads<Format, T>(w, count);
     return count == 0;
 }
 

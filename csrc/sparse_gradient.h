@@ -24,7 +24,7 @@ template <class Format> struct GradientScratch {
     std::int32_t *keys;
     std::uint32_t *histogram;
     Word *q, *dout, *q_rows, *dout_rows;  // heads, as gather.h says
-    Word *rows, *value_rows, *across;     // keys
+    Word *rows, *value_rows, *across;     // keys: a block of them, all of a chunk
     Word *probs, *dscores;                // [key][head_words]
     Word *dscore_heads;                   // [head][deep]
     float *scores, *dprobs;               // [key][pitch]
@@ -46,8 +46,8 @@ template <class Format> struct GradientScratch {
         carver.take(dout, padded_heads * sizes.value_words);
         carver.take(q_rows, padded_heads / Format::depth * sizes.columns);
         carver.take(dout_rows, padded_heads / Format::depth * sizes.value_columns);
-        carver.take(rows, chunk * sizes.words);
-        carver.take(value_rows, apart ? chunk * sizes.value_words : 0);
+        carver.take(rows, block_rows * sizes.words);
+        carver.take(value_rows, apart ? block_rows * sizes.value_words : 0);
         carver.take(across, deep * sizes.columns);
         carver.take(probs, chunk * head_words);
         carver.take(dscores, chunk * head_words);
@@ -82,7 +82,8 @@ template <class Format> struct Descent {  // an item of the backward and all tha
     Descent(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch),
-          beside(p.shares_kv && p.dim_v % Format::depth == 0) {}
+          beside(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
+                 (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))) {}
 };
 
 // Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
@@ -266,47 +267,56 @@ template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chu
 
 // ------------------------------------------------------------------------------------------------------ from end to end
 
-template <class Format, class T> void gather_keys(const Descent<Format> &w, const Chunk &chunk) {
+// Gathers a chunk, block by block, and multiplies each while its rows are near: scores and dP.
+template <class Format, class T>
+void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
     const auto &s = w.s;
-    const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
-    for (std::int64_t at = 0; at < chunk.count; at += gather_block) {
-        gather<Format, T>(w.o.k, w.item, chunk, at, w.p.dim_qk, main, words, s.rows, s.across, s.deep);
-        if (w.p.dim_rope) {
-            gather<Format, T>(w.o.k_rope, w.item, chunk, at, w.p.dim_rope, words - main, words, s.rows + main,
-                              s.across + w.sizes.main_columns * s.deep, s.deep);
+    const std::int64_t words = w.sizes.words, main = w.sizes.main_words, value_words = w.sizes.value_words;
+    const bool apart = !w.beside && !w.p.indexes;
+    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
+        const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+        for (std::int64_t i = at; i < at + here; i += Format::depth) {
+            auto *const rows = s.rows + (i - at) * words;
+            gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, s.across, s.deep);
+            if (w.p.dim_rope) {
+                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main,
+                                  s.across + w.sizes.main_columns * s.deep, s.deep);
+            }
+            if (!apart) continue;
+            gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, value_words, value_words,
+                              s.value_rows + (i - at) * value_words, nullptr, 0);
         }
-        if (w.beside || w.p.indexes) continue;
-        gather<Format, T>(w.o.v, w.item, chunk, at, w.p.dim_v, w.sizes.value_words, w.sizes.value_words, s.value_rows,
-                          nullptr, 0);
+        clear_rows(here, words, s.rows);
+        ahead.gathered(here);
+        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, s.scores + at * s.pitch, s.pitch,
+                                             s.padded_heads, nullptr, ahead);
+        if (w.p.indexes) continue;
+        if (apart) clear_rows(here, value_words, s.value_rows);
+        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout, value_words,
+                                             value_words, s.dprobs + at * s.pitch, s.pitch, s.padded_heads, nullptr, ahead);
     }
-    clear_rows(chunk, words, s.rows);
-    if (!w.beside && !w.p.indexes) clear_rows(chunk, w.sizes.value_words, s.value_rows);
 }
 
-template <class Format, class T> void weigh_keys(const Descent<Format> &w, const Chunk &chunk) {
+template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &chunk) {
     const auto &s = w.s;
     const std::int64_t padded = round_up<std::int64_t>(chunk.count, lanes * Format::depth);
-    key_products<Format>(s.rows, w.sizes.words, s.q, w.sizes.words, chunk.count, s.padded_heads, s.scores, s.pitch,
-                         [&](std::int64_t at) { ask_ahead<T>(w.job, w.item, chunk, at); });
     if (w.p.indexes) {
         weigh_chunk<Format, false>(s, chunk.count, padded, IndexerWeights{s.scores, s.given, s.share, s.delta, s.pitch});
         return;
     }
-    const auto *values = w.beside ? s.rows : s.value_rows;
-    const std::int64_t stride = w.beside ? w.sizes.words : w.sizes.value_words;
-    key_products<Format>(values, stride, s.dout, w.sizes.value_words, chunk.count, s.padded_heads, s.dprobs, s.pitch,
-                         [](std::int64_t) {});
     const SoftmaxWeights weights = {s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
     weigh_chunk<Format, true>(s, chunk.count, padded, weights);
 }
 
-template <class Format> void add_dq(const Descent<Format> &w, const Chunk &chunk) {
+template <class Format, class T> void add_dq(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
     const auto &s = w.s;
     const std::int64_t depth = (chunk.count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
-    add_heads<Format>(s.dscore_heads, s.deep, s.across, s.deep, depth, s.dq, w.sizes.columns, main, w.item.heads, s.ones);
+    add_heads<Format>(s.dscore_heads, s.deep, s.across, s.deep, depth, s.dq, w.sizes.columns, main, w.item.heads, s.ones,
+                      ahead);
     if (!w.p.dim_rope) return;
     add_heads<Format>(s.dscore_heads, s.deep, s.across + main * s.deep, s.deep, depth, s.dq + main, w.sizes.columns,
-                      w.sizes.columns - main, w.item.heads, s.ones);
+                      w.sizes.columns - main, w.item.heads, s.ones,
+                      ahead);
 }
 
 template <class T> void store_columns(T *to, const float *from, std::int64_t n, float factor) {
@@ -358,21 +368,24 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
     if (count) load_heads<Format, T>(w);
     for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     const std::int64_t last = count ? s.keys[count - 1] : -1;
+    const std::int64_t cost =
+        s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
+    Ahead<T> ahead(job, item, s.keys, count, s.chunk, cost);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        gather_keys<Format, T>(w, chunk);
+        multiply_keys<Format, T>(w, chunk, ahead);
         if (w.p.indexes) {
             const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
             for (std::int64_t i = 0; i < chunk.count; ++i) {
                 s.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[at + i]), 1)[0];
             }
         }
-        weigh_keys<Format, T>(w, chunk);
+        weigh_keys(w, chunk);
         const std::int64_t pitch = sum_columns<Format>(w.p);
         for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);
         }
-        add_dq(w, chunk);
+        add_dq(w, chunk, ahead);
         turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
         add_keys(w, chunk, table);
         if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);

@@ -80,7 +80,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
     storage = _STORAGES[p.kv_dtype or p.dtype]
     more = storage, _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v], _ROUNDINGS[p.out_quant], p.shares_kv
     own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
-    decode = _native.DecodePlan(native._problem(p), more, native._extents(own_extents), variant)
+    decode = _native.DecodePlan(native._problem(p), more, native.extents_of(own_extents), variant)
     rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
     return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own)
 
@@ -90,14 +90,14 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
     empty = native.run_forward(schedule.dense, problem, operands) if schedule.dense else 0
     p, o, dtype = problem, operands, problem.torch_dtype
     stored = _STORED.get(p.kv_dtype, dtype)
-    with native._Floats() as floats:
+    with native.Floats() as floats:
         values = (
-            native._rows(o.q, dtype),
-            native._rows(o.out, dtype if p.out_quant == "none" else torch.int8),
-            native._rows(o.stats.max, torch.float32),
-            native._rows(o.stats.sum, torch.float32),
-            native._rows(o.q_rope, dtype) if p.dim_rope else None,
-            native._matrix(o.bias, native._DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
+            native.rows_of(o.q, dtype),
+            native.rows_of(o.out, dtype if p.out_quant == "none" else torch.int8),
+            native.rows_of(o.stats.max, torch.float32),
+            native.rows_of(o.stats.sum, torch.float32),
+            native.rows_of(o.q_rope, dtype) if p.dim_rope else None,
+            native._matrix(o.bias, native.DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
             floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
             native._matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
             floats.address(o.sink) if p.has_sink else 0,
@@ -119,7 +119,7 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
         return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim
-    start, address, stride_head, stride_token, dim = native._rows(view, dtype)
+    start, address, stride_head, stride_token, dim = native.rows_of(view, dtype)
     return start, dtype.itemsize, address, stride_head, stride_token, dim
 
 

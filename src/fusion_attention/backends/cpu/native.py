@@ -15,7 +15,7 @@ from fusion_attention.kv import MatrixView, PagedView, RowView
 from fusion_attention.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.tiles import by_query
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
 _DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
@@ -27,17 +27,17 @@ def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _na
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
-    return _native.ForwardPlan(_problem(problem), _extents(extents), tiles, variant)
+    return _native.ForwardPlan(_problem(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
     """As plan_forward."""
-    return _native.BackwardPlan(_problem(problem), _extents(extents), variant)
+    return _native.BackwardPlan(_problem(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
-    with _Floats() as floats:
+    with Floats() as floats:
         return plan.run(torch.get_num_threads(), _operands(problem, operands, floats))
 
 
@@ -48,23 +48,23 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
     if g.dbias is not None and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (
-        *(_rows(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
-        _rows(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
-        _rows(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
+        *(rows_of(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
+        rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
+        rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
         _matrix(g.dbias, 0) if p.bias in ("matrix", "table") and g.dbias else None,
         dsink.data_ptr() if p.has_sink else 0,
     )
-    with _Floats() as floats:
+    with Floats() as floats:
         means = plan.run(torch.get_num_threads(), _operands(p, operands, floats), gradients)
     if g.dsink is not None:
         g.dsink.copy_(dsink)
     return means
 
 
-class _Floats:
+class Floats:
     """Float32 copies that the core reads during one call."""
 
-    def __enter__(self) -> _Floats:
+    def __enter__(self) -> Floats:
         self._kept: list[torch.Tensor] = []
         return self
 
@@ -80,27 +80,27 @@ class _Floats:
 
 
 def _problem(p: Problem) -> tuple[Any, ...]:
-    kinds = _DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
+    kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops
 
 
-def _extents(extents: Extents) -> tuple[np.ndarray, ...]:
+def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
     return tuple(getattr(extents, name) for name in EXTENT_ROWS)
 
 
-def _operands(p: Problem, o: Operands, floats: _Floats) -> tuple[Any, ...]:
+def _operands(p: Problem, o: Operands, floats: Floats) -> tuple[Any, ...]:
     dtype = p.torch_dtype
     return (
-        _rows(o.q, dtype),
-        _rows(o.k, dtype),
-        _rows(o.v, dtype),
-        _rows(o.out, dtype),
-        _rows(o.stats.max, torch.float32),
-        _rows(o.stats.sum, torch.float32),
-        _rows(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
-        _rows(o.k_rope, dtype) if p.dim_rope and o.k_rope else None,
-        _matrix(o.bias, _DTYPES[o.bias.keep.dtype]) if p.bias in ("matrix", "table") and o.bias else None,
+        rows_of(o.q, dtype),
+        rows_of(o.k, dtype),
+        rows_of(o.v, dtype),
+        rows_of(o.out, dtype),
+        rows_of(o.stats.max, torch.float32),
+        rows_of(o.stats.sum, torch.float32),
+        rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
+        rows_of(o.k_rope, dtype) if p.dim_rope and o.k_rope else None,
+        _matrix(o.bias, DTYPES[o.bias.keep.dtype]) if p.bias in ("matrix", "table") and o.bias else None,
         floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
         _matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
         _matrix(o.drop_bits, 0) if p.dropout == "bits" and o.drop_bits else None,
@@ -110,7 +110,7 @@ def _operands(p: Problem, o: Operands, floats: _Floats) -> tuple[Any, ...]:
     )
 
 
-def _rows(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
+def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
     if not isinstance(view, RowView):
         raise TypeError(f"fusion_attention: native core: expected rows at addresses, got {type(view).__name__}")
     first, address = view.keep[0], view.address
