@@ -40,22 +40,24 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
-        Floats peak[depth], divisor[depth], delta[depth];
-        FUSION_UNROLL for (int e = 0; e < depth; ++e) {
-            peak[e] = all(w.r.peak[b.row + i + e]);
-            divisor[e] = all(w.r.divisor[b.row + i + e]);
-            delta[e] = all(w.r.delta[b.row + i + e]);
+        float peak[depth] = {}, share[depth] = {}, delta[depth] = {};
+        const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
+        for (int e = 0; e < there; ++e) {
+            peak[e] = w.r.peak[b.row + i + e];
+            share[e] = w.r.share[b.row + i + e];
+            delta[e] = w.r.delta[b.row + i + e];
         }
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
         for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-            Floats p[2][depth], ds[2][depth];
+            Floats p[2][depth] = {}, ds[2][depth] = {};
             FUSION_UNROLL for (int e = 0; e < depth; ++e) {
+                if (e >= there) break;
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     // The product is rounded as the saved maximum was, so that their difference is exact.
                     const Floats score = rounded(load<Floats>(scores + at) * natural);
-                    const Floats weight = Format::divided_exp(score - peak[e], divisor[e]);
+                    const Floats weight = exp2((score - peak[e]) * log2_e) * share[e];
                     Floats dprob = load<Floats>(dprobs + at), kept = weight;
                     if constexpr (Drops) {
                         const std::uint32_t bits = lane_bits(k.keep + (i + e) * (keys / 8), c + u * lanes);
@@ -75,12 +77,9 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
                 Format::put(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
-            Words kept[2], dscores[2];
-            Format::stack(p[0], p[1], kept);
-            Format::stack(ds[0], ds[1], dscores);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(k.prob_rows + to + u * lanes, kept[u]);
-                store(k.dscore_rows + to + u * lanes, dscores[u]);
+                store(k.prob_rows + to + u * lanes, Format::stack(p[u]));
+                store(k.dscore_rows + to + u * lanes, Format::stack(ds[u]));
             }
         }
     }
@@ -195,26 +194,18 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
     for (std::int64_t i = 0; i < rows; ++i) hidden |= w.r.empty[row + i] != 0;
-    const std::int64_t from = most(first, some_begin / lanes * lanes);
-    const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
-    const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
-    return {row, rows, first - begin, count, from - begin, to - begin, hidden};
+    return {row, rows, first - begin, some_end > some_begin && last > first ? last - first : 0, hidden};
 }
 
-// Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.
+// Notes which rows of the tile meet each panel; rows between two blocks that do count as zeros.
 template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) {
-    constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
-        const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
-        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0, bottom = key + panel - w.seq.lo - row0;
-        const std::int64_t first = most(b.row, top / depth * depth), last = least(b.row + b.rows, bottom);
-        if (last <= first) continue;
         std::int64_t &begin = w.k.row_begin[at / panel], &end = w.k.row_end[at / panel];
-        if (begin == end) begin = end = first;
-        const std::int64_t gap = weight_at<Format>(end, at), words = (first - end) / depth * panel;
+        if (begin == end) begin = end = b.row;
+        const std::int64_t gap = weight_at<Format>(end, at), words = (b.row - end) / Format::depth * panel;
         std::memset(w.k.prob_rows + gap, 0, words * sizeof *w.k.prob_rows);
         std::memset(w.k.dscore_rows + gap, 0, words * sizeof *w.k.dscore_rows);
-        end = round_up<std::int64_t>(last, depth);
+        end = b.row + round_up<std::int64_t>(b.rows, Format::depth);
     }
 }
 

@@ -50,7 +50,7 @@ template <class Format> struct RowPart {
     std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                    // [padded][columns], before scale
-    float *peak, *divisor, *delta;  // the saved maximum, Format::divisor(sum), dout . out
+    float *peak, *share, *delta;  // the saved maximum, 1 / sum, dout . out
     std::uint8_t *empty, *wild;
     std::size_t bytes;
 
@@ -64,7 +64,7 @@ template <class Format> struct RowPart {
         carver.take(dout_rows, deep * sizes.value_columns);
         carver.take(dq, padded * sizes.columns);
         carver.take(peak, padded);
-        carver.take(divisor, padded);
+        carver.take(share, padded);
         carver.take(delta, padded);
         carver.take(empty, padded);
         carver.take(wild, padded);
@@ -156,7 +156,7 @@ void pack_row(const Operands &o, const Gradients &g, const Problem &p, const Gra
     part.empty[i] = peak == -infinity;
     part.wild[i] = 0;
     part.peak[i] = part.empty[i] ? 0.0f : peak;
-    part.divisor[i] = Format::divisor(part.empty[i] ? infinity : *row_of<float>(o.sum, tile.seq, tile.head, row));
+    part.share[i] = part.empty[i] ? 0.0f : 1.0f / *row_of<float>(o.sum, tile.seq, tile.head, row);
     part.delta[i] = part.empty[i] ? 0.0f : sum_of(dot_rows(dout, row_of<const T>(o.out, tile.seq, tile.head, row), p.dim_v));
 }
 
@@ -187,10 +187,6 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
         const float sum = *row_of<float>(o.sum, b, h, tile.row0 + i);
         if (part.empty[i]) notes.means += sum > 0.0f;
         if (p.has_sink && !part.empty[i]) notes.dsink -= part.delta[i] * (__builtin_expf(o.sink[h] - part.peak[i]) / sum);
-    }
-    for (std::int64_t i = rows; i < part.padded; ++i) {  // rows that are not there have weights of 0
-        part.peak[i] = part.delta[i] = 0.0f;
-        part.divisor[i] = Format::divisor(infinity);
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);

@@ -308,14 +308,7 @@ struct Single {
         store(row + at + lanes, high);
     }
     static FUSION_INLINE float get(const Word *row, std::int64_t at) { return row[at]; }
-    // One word per lane, which holds the lane of every row: of lanes [0, lanes), then of those behind them.
-    static FUSION_INLINE void stack(const Floats (&low)[1], const Floats (&high)[1], Words (&to)[2]) {
-        to[0] = bits_of(low[0]);
-        to[1] = bits_of(high[0]);
-    }
-    // What a gradient divides exponentials by, and 2^(x * log2_e) so divided.
-    static FUSION_INLINE float divisor(float sum) { return 1.0f / sum; }
-    static FUSION_INLINE Floats divided_exp(Floats x, Floats divisor) { return exp2(x * log2_e) * divisor; }
+    static FUSION_INLINE Words stack(const Floats (&rows)[1]) { return bits_of(rows[0]); }
 };
 
 #if defined(__AVX512BF16__)
@@ -342,29 +335,16 @@ struct Pair {
     static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
         return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
     }
-    static FUSION_INLINE void stack(const Floats (&low)[2], const Floats (&high)[2], Words (&to)[2]) {
-        using Lanes = std::make_integer_sequence<int, 2 * lanes>;
-        const Both first = joined(low[0], high[0]), second = joined(low[1], high[1]);
-        to[0] = mixed<0>(first, second, Lanes{});
-        to[1] = mixed<lanes>(first, second, Lanes{});
-    }
-    static FUSION_INLINE float divisor(float sum) { return __builtin_log2f(sum); }
-    // To a relative error of 9e-5, where rounding to bfloat16 leaves 2e-3; 2^0 is exact.
-    static FUSION_INLINE Floats divided_exp(Floats x, Floats divisor) {
-        x = x * log2_e - divisor;
-        const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-        const Floats p = ((7.706704199e-2f * r + 2.276449912e-1f) * r + 6.951167864e-1f) * r + 1.0f;
-        return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+    // One word per lane, which holds the lane of both rows.
+    static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
+        typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
+        return interleaved((Both)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]),
+                           std::make_integer_sequence<int, 2 * lanes>{});
     }
 
 private:
-    typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
-
-    static FUSION_INLINE Both joined(Floats low, Floats high) {
-        return (Both)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    }
-    template <int From, int... I> static FUSION_INLINE Words mixed(Both a, Both b, std::integer_sequence<int, I...>) {
-        return (Words)__builtin_shufflevector(a, b, (From + I / 2 + I % 2 * 2 * lanes)...);
+    template <class Both, int... I> static FUSION_INLINE Words interleaved(Both x, std::integer_sequence<int, I...>) {
+        return (Words)__builtin_shufflevector(x, x, (I / 2 + I % 2 * lanes)...);
     }
 };
 #endif
