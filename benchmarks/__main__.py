@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "threads": (features.threads, backward.threads),
     "gradients": (backward.training,),
     "steps": (backward.packed,),
-    "sparse": (sparse.attention, sparse.gradients, sparse.indexing),
+    "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
 }
 MEMORY, DECODE = "memory", "decode"
 NAMES = (*GROUPS, MEMORY, DECODE)

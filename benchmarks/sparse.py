@@ -4,13 +4,14 @@ masked dense SDPA, and an einsum with topk. Our calls go straight to the CPU bac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.dense import DTYPES, PEAKS
+from benchmarks.features import with_threads
 from benchmarks.pair import Pair
 from fusion_attention.backends import cpu
 from fusion_attention.kv import RowView
@@ -31,6 +32,8 @@ INDEX_HEADS, INDEX_DIM = 32, 128
 FORWARD = {"bf16": (2.4, 0.84), "fp32": (1.8, 0.0)}
 BACKWARD = {"bf16": (4.0, 0.65), "fp32": (3.0, 0.0)}
 INDEXER = {"bf16": (4.0, 0.70), "fp32": (2.0, 0.0)}
+COST = 1 / 1.1  # of a visited key, whatever the list looks like: the rate beside that of unique random keys
+TWO_THREADS = 1.85
 
 
 def one(tensor: torch.Tensor, start: int = 0, dim: int = 0) -> RowView:
@@ -177,21 +180,28 @@ def gradients(quick: bool) -> Iterator[Pair]:
             yield Pair("sparse backward", name, "autograd", backward, autograd(s), rows * work, PEAKS[label], **wanted)
 
 
+def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], None]:
+    """Our choice of keys, as a call without arguments."""
+    indices, kind = torch.empty(len(q), 1, CHOSEN, dtype=torch.int32), str(q.dtype).removeprefix("torch.")
+    problem = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN)  # type: ignore[arg-type]
+    extents, operands = lengths(len(q), len(k)), IndexerOperands(one(q), one(k), one(w), one(indices))
+    plan = cpu.schedule(problem, extents, "indexer_topk")
+    return lambda: cpu.indexer_topk(problem, extents, plan, operands)  # type: ignore[arg-type]
+
+
+def index_tensors(dtype: torch.dtype, rows: int) -> list[torch.Tensor]:
+    """Queries, keys and weights of the indexer."""
+    torch.manual_seed(0)
+    shapes = (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM), (rows, 1, INDEX_HEADS)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
 def indexing(quick: bool) -> Iterator[Pair]:
     """The indexer's choice beside an einsum and topk, 64 rows at a time."""
     rows = 32 if quick else 256
     for label, dtype in DTYPES.items():
-        torch.manual_seed(0)
-        shapes = (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM), (rows, 1, INDEX_HEADS)
-        q, k, w = (torch.randn(shape).to(dtype) for shape in shapes)
-        indices = torch.empty(rows, 1, CHOSEN, dtype=torch.int32)
-        kind = str(dtype).removeprefix("torch.")
-        problem, extents = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN), lengths(rows, KEYS)
-        operands = IndexerOperands(one(q), one(k), one(w), one(indices))
-        plan = cpu.schedule(problem, extents, "indexer_topk")
-
-        def ours(p=problem, e=extents, s=plan, o=operands) -> None:  # type: ignore[no-untyped-def]
-            cpu.indexer_topk(p, e, s, o)
+        q, k, w = index_tensors(dtype, rows)
+        ours = indexer(q, k, w)
 
         def theirs(q=q, k=k, w=w) -> None:  # type: ignore[no-untyped-def]
             for i in range(0, rows, 64):
@@ -201,3 +211,57 @@ def indexing(quick: bool) -> Iterator[Pair]:
         flops = 2 * rows * INDEX_HEADS * KEYS * INDEX_DIM
         wanted, name = goals(INDEXER, label, quick), f"{label} {rows} rows"
         yield Pair("indexer", name, "einsum + topk", ours, theirs, flops, PEAKS[label], **wanted)
+
+
+def irregular(rows: int) -> Iterator[tuple[str, torch.Tensor, int, int, int]]:
+    """Lists that are not just unique keys: their name, indices, the keys that rows see, a block's, and keys visited."""
+    torch.manual_seed(1)
+
+    def drawn(blocks: int, slots: int) -> torch.Tensor:
+        return torch.stack([torch.randperm(blocks)[:slots] for _ in range(rows)])
+
+    yield "duplicates", torch.randint(0, KEYS, (rows, CHOSEN)), KEYS, 1, rows * CHOSEN
+    tails = drawn(KEYS, CHOSEN)
+    tails[:, CHOSEN // 2 :] = -1
+    yield "lists end early", tails, KEYS, 1, rows * CHOSEN // 2
+    without = drawn(KEYS, CHOSEN)
+    without[::2, 0] = -1
+    yield "rows without keys", without, KEYS, 1, rows * CHOSEN // 2
+    few = CHOSEN // 2
+    padded = torch.cat((drawn(few, few), torch.full((rows, CHOSEN - few), -1)), 1)
+    yield "fewer keys than slots", padded, few, 1, rows * few
+    block, seen = 64, KEYS - 30
+    blocks = drawn(KEYS // block - 1, CHOSEN // block)
+    blocks[:, 0] = KEYS // block - 1  # the last block, which what rows see cuts off
+    yield "blocks of 64", blocks, seen, block, rows * (CHOSEN - 30)
+
+
+def lists(quick: bool) -> Iterator[Pair]:
+    """What a visited key costs in lists of all kinds, beside lists of unique random keys."""
+    rows = 16 if quick else 64
+    plain, both, goal = select(torch.bfloat16, rows, False), lengths(rows, KEYS), 0.0 if quick else COST
+    for name, indices, seen, block, visited in irregular(rows):
+        odd, extents = replace(plain, indices=indices.int()[:, None], block=block), lengths(rows, KEYS, seen)
+        for way, per_key in (("forward", 2 * DIM + ROPE), ("backward", 5 * DIM + 3 * ROPE)):
+            ours, theirs = getattr(odd, way)(extents), getattr(plain, way)(both)
+            work, usual = (2 * HEADS * per_key * keys for keys in (visited, rows * CHOSEN))
+            yield Pair("lists", f"{way}, {name}", "unique keys", ours, theirs, work, peer_flops=usual, goal=goal)
+
+
+def threads(quick: bool) -> Iterator[Pair]:
+    """All threads beside one, for many rows and for a row alone."""
+    count = torch.get_num_threads()
+    goal = 0.0 if quick or count == 1 else TWO_THREADS / 2 * count
+    for rows in (16 if quick else 64, 1):
+        s, few = select(torch.bfloat16, rows, False), index_tensors(torch.bfloat16, rows)
+        extents, work = lengths(rows, KEYS), 2 * rows * HEADS * CHOSEN
+        calls = (
+            ("forward", s.forward(extents), work * (2 * DIM + ROPE)),
+            ("backward", s.backward(extents), work * (5 * DIM + 3 * ROPE)),
+            ("indexer", indexer(*few), 2 * rows * INDEX_HEADS * KEYS * INDEX_DIM),
+        )
+        for name, ours, flops in calls:
+            label = f"{count} threads, {name}, {rows} rows"
+            # A row's backward clears and writes the gradients of all keys.
+            wanted = 0.0 if (rows, name) == (1, "backward") else goal
+            yield Pair("selection on threads", label, "one thread", ours, with_threads(1, ours), flops, goal=wanted)
