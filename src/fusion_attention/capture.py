@@ -180,8 +180,7 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
     def decoded(function: Any) -> Any:
         def recorded(args: dict[str, Any], backend: str) -> Any:
-            results = function(args, backend)
-            recorder.write(decode_attention.RECORD, args, results, 0, backend)
+            recorder.write(decode_attention.RECORD, args, results := function(args, backend), 0, backend)
             return results
 
         return recorded
@@ -195,8 +194,8 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        names = (*training.__all__, *inference.__all__)
-        places += [(real, name, _foreign(recorder, name)) for name in names if hasattr(real, name)]
+        names = [name for name in (*training.__all__, *inference.__all__) if hasattr(real, name)]
+        places += [(real, name, _foreign(recorder, name)) for name in names]
     return places
 
 
