@@ -178,26 +178,27 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return recorded
 
-    def decoded(function: Any) -> Any:
-        def recorded(args: dict[str, Any], backend: str) -> Any:
-            results = function(args, backend)
-            recorder.write(decode_attention.RECORD, args, results, 0, backend)
-            return results
-
-        return recorded
-
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (inference, "_forward", inferred),
         (training, "_forward", forward),
         (training, "_backward", backward),
         (api, "_attention", own),
-        (decode, "_attention", decoded),
+        (decode, "_attention", lambda function: _decoded(recorder, function)),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        names = (*training.__all__, *inference.__all__)
-        places += [(real, name, _foreign(recorder, name)) for name in names if hasattr(real, name)]
+        names = [name for name in (*training.__all__, *inference.__all__) if hasattr(real, name)]
+        places += [(real, name, _foreign(recorder, name)) for name in names]
     return places
+
+
+def _decoded(recorder: capture, function: Any) -> Any:
+    def recorded(args: dict[str, Any], backend: str) -> Any:
+        results = function(args, backend)
+        recorder.write(decode_attention.RECORD, args, results, 0, backend)
+        return results
+
+    return recorded
 
 
 def _foreign(recorder: capture, name: str) -> Callable[[Any], Any]:

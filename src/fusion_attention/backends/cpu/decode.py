@@ -20,8 +20,10 @@ _STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _STORED = {"int8": torch.int8, "int4": torch.uint8}
 _DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
-# Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them.
-_ROWS = 16
+# Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them:
+# of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured; a sequence's
+# number of keys may not decide, since it changes from step to step of one plan.
+_FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
 
 
 def needed(problem: Problem) -> bool:
@@ -43,7 +45,8 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
         return np.ones(len(extents), bool)
     if problem.dropout != "none" or problem.dim_rope:
         return np.zeros(len(extents), bool)
-    few: np.ndarray = extents.q_len * problem.group <= _ROWS
+    most = np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+    few: np.ndarray = extents.q_len * problem.group <= most
     return few
 
 
