@@ -1,6 +1,5 @@
 """Decoding: golden against dense formulas, back ends against golden, stores and faces against each other bit by bit."""
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from decode_cases import CASES, STORES, Args, Case, answer, arguments, logical, pages_of, place, query_of
 
 import fusion_attention as fa
-from fusion_attention import acl, aclnn, npu, plan
+from fusion_attention import acl, aclnn, npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.ops import RECORDS, infer
@@ -97,10 +96,8 @@ def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
 
 
 @pytest.fixture
-def golden_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(plan, "AUTO", ("golden",))
-    monkeypatch.setattr(plan, "_PLANS", OrderedDict())
-    assert acl.init(backend="golden") == acl.rt.set_device(0) == 0
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
     yield
     acl.finalize()
 
@@ -151,7 +148,7 @@ def pythonic(case: Case, args: Args) -> Args | None:
     return given
 
 
-@pytest.mark.usefixtures("golden_by_default")
+@pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_faces_give_the_same_bits(case: Case) -> None:
     args = arguments(case)
@@ -172,7 +169,7 @@ def test_faces_give_the_same_bits(case: Case) -> None:
         assert same(out.reshape(want.shape), want)
 
 
-@pytest.mark.usefixtures("golden_by_default")
+@pytest.mark.usefixtures("runtime")
 def test_padding_is_read_when_phase_2_runs() -> None:
     case = Case(padding=2, kv_len=(9, 5))
     args = arguments(case)
@@ -209,7 +206,7 @@ BAD: dict[str, tuple[Case, Args, str, str]] = {
 }
 
 
-@pytest.mark.usefixtures("golden_by_default")
+@pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_on_every_face(name: str) -> None:
     case, changes, param, words = BAD[name]
@@ -226,7 +223,7 @@ def test_bad_input_is_named_on_every_face(name: str) -> None:
     assert (out == 77).all()
 
 
-@pytest.mark.usefixtures("golden_by_default")
+@pytest.mark.usefixtures("runtime")
 def test_int8_output_needs_its_scale() -> None:
     args, out = arguments(Case()), torch.full((2, 1, 64), 77, dtype=torch.int8)
     assert two_phase("aclnnIncreFlashAttentionV4", args, out) == (561002, 0)
