@@ -56,6 +56,9 @@ def spans(problem: Problem) -> tuple[int, int]:
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
+# Of the kernels that mend rows, one by one, where a result is not finite: any will do, if it spills nothing.
+MEND = Tile(16, 16, 4, 1)
+
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
 # Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
