@@ -21,14 +21,14 @@ FILLS = (math.nan, math.inf, -math.inf)
 CASES = [
     Case(q_len=(3, 20), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, pse="full", pse_type=0, **BITS),
     Case("BNSD", "bfloat16", (2, 20), (2, 20), 2, 1, dim_qk=24, dim_v=40, dim_rope=2, sink=True, **CAUSAL),
-    Case("TND", "float16", (3, 20), (5, 30), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN),
+    Case("TND", "float16", (3, 20), (5, 20), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN),
     # Rows in mean form see every key.
     Case("BNSD", q_len=(4, 9), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, **DRAWN),
     # By the decode kernels, without a cache.
     Case(q_len=(2, 3), kv_len=(8, 520), heads_q=2, heads_kv=1, dim_rope=2, mask="head", inner_precise=2),
 ]
 EVERYDAY = [(CASES[n % 4], name, FILLS[n % 3]) for n, name in enumerate(NAMES)]
-EVERYDAY += [(CASES[3], "value", math.nan), (CASES[0], "dy", math.inf), (CASES[4], "value", math.inf)]
+EVERYDAY += [(CASES[3], "value", math.nan), (CASES[0], "dy", math.inf)]
 REST = [(case, name, fill) for case in CASES for name in NAMES for fill in FILLS]
 REST = [item for item in REST if item not in EVERYDAY]
 
@@ -68,6 +68,8 @@ def test_the_other_rows_that_are_not_finite(case: Case, name: str, fill: float) 
 def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
     """The last key of each sequence, which the last row alone sees."""
     p, e, operands = cache.problem, cache.extents(), made(cache, "cpu")
+    if operands.dequant_k is not None and cache.dequant == "token":
+        operands.dequant_k.scale.pool.mul_(0.01)  # type: ignore[union-attr]  # no weight underflows in float32
     measure = plain_of_cache(cache, operands, e)
     wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
     if cache.dequant == "channel":

@@ -136,8 +136,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_K:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_K, DEQUANT_K, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_K, DEQUANT_K, PAGE)
-                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, query[0], DEQUANT_K,
-                                         D0, D1, D2, DIM)  # fmt: skip
+                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
+                                         DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
             s = products(query, keys, D1, D2)
             if R:
                 tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
@@ -146,8 +146,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
                         counted & ~mean[None, :], (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
-                there = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
-                counted = counted & (there | mean[None, :])
+                left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
+                counted = counted & (left | mean[None, :])
             p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
             if DROPOUT:
                 counted = counted & tl.trans(kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
@@ -156,8 +156,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_V:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_V, DEQUANT_V, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_V, DEQUANT_V, PAGE)
-                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, query[0], DEQUANT_V,
-                                           V0, V1, V2, DIM_V)  # fmt: skip
+                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
+                                           DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, counted, values, V1, V2)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
         store_three(out, at_out + wide * stride_out, found, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
