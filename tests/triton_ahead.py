@@ -150,7 +150,7 @@ class Config:
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
         if self.kernel in MENDING:
-            return shapes.MEND
+            return shapes.mend_tile(self.problem)
         kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
         assert tile is not None
@@ -202,6 +202,9 @@ def configs() -> dict[str, Config]:
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["decode 768"] = Config("decode", problem(768, **PAGES))
+    found["decode 768 int8"] = Config("decode", problem(768, **PAGES, **INT8))
+    found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
     found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
     for kernel in MENDING:

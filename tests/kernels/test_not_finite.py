@@ -19,9 +19,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.Contr
 NAMES = ("query", "key", "value", "query_rope", "key_rope", "dy")
 FILLS = (math.nan, math.inf, -math.inf)
 CASES = [
-    Case(q_len=(3, 20), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, pse="full", pse_type=0, **BITS),
+    Case(
+        q_len=(3, 20),
+        kv_len=(4, 20),
+        heads_q=2,
+        heads_kv=1,
+        dim_rope=2,
+        mask="head",
+        blank=True,
+        pse="full",
+        pse_type=0,
+        **BITS,
+    ),
     Case("BNSD", "bfloat16", (2, 20), (2, 20), 2, 1, dim_qk=24, dim_v=40, dim_rope=2, sink=True, **CAUSAL),
-    Case("TND", "float16", (3, 20), (5, 20), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN),
+    Case(
+        "TND", "float16", (3, 20), (5, 20), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN
+    ),
     # Rows in mean form see every key.
     Case("BNSD", q_len=(4, 9), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, **DRAWN),
     # By the decode kernels, without a cache.

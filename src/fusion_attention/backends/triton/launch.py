@@ -199,7 +199,11 @@ def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
 
 def mend_constants(problem: Problem, aligned: bool) -> Constants:
     """What the kernels know that mend rows."""
-    return {name: value for name, value in constants(problem, shapes.MEND, 0, aligned).items() if name != "MEAN"}
+    return {
+        name: value
+        for name, value in constants(problem, shapes.mend_tile(problem), 0, aligned).items()
+        if name != "MEAN"
+    }
 
 
 def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
@@ -208,11 +212,14 @@ def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
     return known | {"PAGE": 0, "DEQUANT_K": 0, "DEQUANT_V": 0, "ALIGN_KV": known["ALIGN"]}
 
 
-def launch_mend(kernel: Any, lengths: np.ndarray, heads: int, given: dict[str, Any], known: Constants) -> None:
-    """Launches a kernel that mends: a program for every 16 rows of every sequence."""
-    blocks = -(-int(lengths.max(initial=0)) // shapes.MEND.BM)
+def launch_mend(
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, given: dict[str, Any], known: Constants
+) -> None:
+    """Launches a kernel that mends: a program for every few rows of every sequence."""
+    tile = shapes.mend_tile(p)
+    blocks = -(-int(lengths.max(initial=0)) // tile.BM)
     if blocks:
-        launch(kernel, (blocks * len(lengths), heads), given | {"blocks": blocks}, known, shapes.MEND)
+        launch(kernel, (blocks * len(lengths), heads), given | {"blocks": blocks}, known, tile)
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
@@ -238,7 +245,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     known = forward_constants(p, tile, schedule.mean, aligned)
     with on(device):
         launch(forward, (len(tiled), p.heads_q), given, known, tile)
-        launch_mend(mend_out, extents.q_len, p.heads_q, NO_CACHE | given, mend_out_constants(p, aligned))
+        launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | given, mend_out_constants(p, aligned))
 
 
 def backward_constants(
@@ -280,10 +287,10 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         if len(by_query):
             launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
             launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
-            launch_mend(mend_query, extents.q_len, p.heads_q, shared, mend_constants(p, aligned))
+            launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants(p, aligned))
         if len(by_key):
             launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
-            launch_mend(mend_key, extents.kv_len, p.heads_kv, shared, mend_constants(p, aligned))
+            launch_mend(mend_key, p, extents.kv_len, p.heads_kv, shared, mend_constants(p, aligned))
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 

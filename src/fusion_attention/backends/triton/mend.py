@@ -108,7 +108,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
-        found = strange_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
+        wrong = strange_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
         at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
@@ -116,7 +116,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
-        end_key = tl.where(mean, kv_len.to(tl.int32), tl.where(empty | ~found, 0, end_key))
+        end_key = tl.where(mean, kv_len.to(tl.int32), tl.where(empty | ~wrong, 0, end_key))
         at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
         cache_k = cache_at(places, count, b, h // GROUP, K, ALIGN_KV)
@@ -160,7 +160,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, counted, values, V1, V2)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
-        store_three(out, at_out + wide * stride_out, found, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
+        store_three(out, at_out + wide * stride_out, there & wrong, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
@@ -180,8 +180,8 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
     found = strange_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, h, DQ_ROPE, ALIGN)
-        tail = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, strange(tail))
+        part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, strange(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
@@ -248,8 +248,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
     found = tl.maximum(found, strange_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
     if R:
         at_dr, stride_dr = rows_at(places, count, b, hk, DK_ROPE, ALIGN)
-        tail = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, strange(tail))
+        part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, strange(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         inside, wide = one < kv_len, one.to(tl.int64)

@@ -162,7 +162,7 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     with launch.on(device):
         launch.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
         launch.launch(join, (most * p.heads_q, count), given, few, tile)
-        launch.launch_mend(mend_out, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
+        launch.launch_mend(mend_out, p, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
 
 
 def workspace_bytes(problem: Problem, schedule: launch.Schedule) -> int:

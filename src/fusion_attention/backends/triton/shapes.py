@@ -57,7 +57,7 @@ def spans(problem: Problem) -> tuple[int, int]:
 
 
 # Of the kernels that mend rows, one by one, where a result is not finite: any will do, if it spills nothing.
-MEND = Tile(16, 16, 4, 1)
+MEND, MEND_WIDE = Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
@@ -120,11 +120,13 @@ KEY: dict[tuple[int, int], Rows] = {
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
-        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
+        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
     ),
     (80, 2): (
         (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
-        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
+        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
     ),
     (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
@@ -139,6 +141,11 @@ def chip_of(device: torch.device) -> int:
     """Whose row of the tables serves a device: 80 or 90."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return 90 if major >= 9 else 80
+
+
+def mend_tile(problem: Problem) -> Tile:
+    """The tile of the kernels that mend."""
+    return MEND_WIDE if max(spans(problem)) > WIDEST_PART else MEND
 
 
 def heavy(problem: Problem) -> bool:
