@@ -73,8 +73,8 @@ def dequantised(part, scale, offset, KIND: tl.constexpr, like):
 
 
 @triton.jit
-def factors(scale, offset, at_scale, at_offset, inside, turn, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-            KIND: tl.constexpr):  # fmt: skip
+def factors(scale, offset, at_scale, at_offset, inside, turn, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+            DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1].
 
     turn: what is true in every turn of a loop, and not known before it: channels' factors are then loaded in it. Loaded
