@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusion_attention.backends.triton import backward, decode, forward, launch, paged, shapes
+from fusion_attention.backends.triton import backward, decode, forward, launch, mend, paged, shapes
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.problem import Problem
 
@@ -40,7 +40,12 @@ KERNELS = {
     "key": backward.backward_key,
     "decode": decode.decode,
     "join": decode.join,
+    "mend_out": mend.mend_out,
+    "mend_query": mend.mend_query,
+    "mend_key": mend.mend_key,
 }
+
+MENDING = ("mend_out", "mend_query", "mend_key")
 
 
 def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch.Constants:
@@ -49,6 +54,11 @@ def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: boo
         return launch.forward_constants(problem, tile, mean, aligned)
     if kernel in ("decode", "join"):
         return dict(zip(("decode", "join"), paged.decode_constants(problem, tile, aligned), strict=True))[kernel]
+    if kernel == "mend_out":
+        cached = problem.page_size or problem.kv_dtype
+        return (paged.mend_constants if cached else launch.mend_out_constants)(problem, aligned)
+    if kernel in MENDING:
+        return launch.mend_constants(problem, aligned)
     few, query, key = launch.backward_constants(problem, tile, mean, aligned)
     return {"prepare": few, "query": query, "key": key}[kernel]
 
@@ -139,6 +149,8 @@ class Config:
 
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
+        if self.kernel in MENDING:
+            return shapes.mend_tile(self.problem)
         kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
         assert tile is not None
@@ -190,8 +202,16 @@ def configs() -> dict[str, Config]:
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["decode 768"] = Config("decode", problem(768, **PAGES))
+    found["decode 768 int8"] = Config("decode", problem(768, **PAGES, **INT8))
+    found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
     found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
+    for kernel in MENDING:
+        found[f"{kernel} 128"] = Config(kernel, problem(128, **LIGHT))
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
+        found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
+    found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
     found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
     return found
 

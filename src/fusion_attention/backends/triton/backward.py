@@ -44,6 +44,7 @@ from fusion_attention.backends.triton.common import (
     load_three,
     matrix_at,
     not_blocked,
+    products,
     rows_at,
     store_part,
     store_three,
@@ -69,11 +70,7 @@ def prepare(out, dout, max_, sum_, flat, sink, part, places, tiles, count: tl.in
     at_dout, stride_dout = rows_at(places, count, b, h, DOUT, ALIGN)
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
-    delta = tl.sum(o[0].to(tl.float32) * do[0].to(tl.float32), 1)
-    if V1:
-        delta += tl.sum(o[1].to(tl.float32) * do[1].to(tl.float32), 1)
-    if V2:
-        delta += tl.sum(o[2].to(tl.float32) * do[2].to(tl.float32), 1)
+    delta = products(o, do, V1, V2)
     at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
     at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
     peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
@@ -142,7 +139,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         rope, kr = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True), k_rope + at_kr
     at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
     peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
-    end_key = tl.where(share > 0, end_key, 0)  # an empty row gives dq nothing
+    end_key = tl.where(share <= 0, 0, end_key)  # an empty row gives dq nothing, one of NaN gives NaN
     k, v, where = k + at_k, v + at_v, (places, count, b, h, heads_q)
     dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)
     for t in tl.range(0, turns):
@@ -228,7 +225,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             rope = load_part(q_rope + h * head_qr, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
             s = tl.dot(tail, tl.trans(rope), s, input_precision="ieee")
         peak, share, delta = row_notes(flat, plane, at_flat + h * head_flat, stride_flat, row, valid)
-        first_key, end_key = interval(row, valid & (share > 0), kv_len, lo, hi, prefix)
+        first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
         seen = (j[:, None] >= first_key[None, :]) & (j[:, None] < end_key[None, :])
         s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[None, :], j[:, None], seen,
                     (q_len, kv_len, shift), BIAS)  # fmt: skip

@@ -228,6 +228,17 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit
+def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
+    """[rows] float32: a . b of rows in parts, element by element."""
+    x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if W1:
+        x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    if W2:
+        x += tl.sum(a[2].to(tl.float32) * b[2].to(tl.float32), 1)
+    return x
+
+
+@triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
     """acc + p x for rows x in parts; the weights are rounded to their dtype."""
     acc0, acc1, acc2 = acc

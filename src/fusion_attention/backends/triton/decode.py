@@ -73,15 +73,19 @@ def dequantised(part, scale, offset, KIND: tl.constexpr, like):
 
 
 @triton.jit
-def factors(scale, offset, at_scale, at_offset, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-            KIND: tl.constexpr):  # fmt: skip
-    """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1]."""
+def factors(scale, offset, at_scale, at_offset, inside, turn, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+            DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1].
+
+    turn: what is true in every turn of a loop, and not known before it: channels' factors are then loaded in it. Loaded
+    before the loop, those of 512 channels spill.
+    """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
         d = FIRST + tl.arange(0, WIDTH)
-        wanted = tl.load(scale + at_scale + d, mask=d < DIM, other=0.0)[None, :]
+        wanted = tl.load(scale + at_scale + d, mask=(d < DIM) & turn, other=0.0)[None, :]
         if offset is not None:
-            added = tl.load(offset + at_offset + d, mask=d < DIM, other=0.0)[None, :]
+            added = tl.load(offset + at_offset + d, mask=(d < DIM) & turn, other=0.0)[None, :]
     if KIND == PER_TOKEN:
         wanted = tl.load(scale + at_scale, mask=inside, other=0.0)[:, None]
         if offset is not None:
@@ -90,17 +94,17 @@ def factors(scale, offset, at_scale, at_offset, inside, FIRST: tl.constexpr, WID
 
 
 @triton.jit
-def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, like, KIND: tl.constexpr,
+def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, turn, like, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """dequantised() for rows in parts."""
-    s, o = factors(scale, offset, at_scale, at_offset, inside, 0, W0, DIM, KIND)
+    s, o = factors(scale, offset, at_scale, at_offset, inside, turn, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o, KIND, like)
     x1, x2 = x0, x0
     if W1:
-        s, o = factors(scale, offset, at_scale, at_offset, inside, W0, W1, DIM, KIND)
+        s, o = factors(scale, offset, at_scale, at_offset, inside, turn, W0, W1, DIM, KIND)
         x1 = dequantised(parts[1], s, o, KIND, like)
     if W2:
-        s, o = factors(scale, offset, at_scale, at_offset, inside, W0 + W1, W2, DIM, KIND)
+        s, o = factors(scale, offset, at_scale, at_offset, inside, turn, W0 + W1, W2, DIM, KIND)
         x2 = dequantised(parts[2], s, o, KIND, like)
     return x0, x1, x2
 
@@ -178,8 +182,8 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         if DEQUANT_K:
             at_scale = scale_offset(places, count, b, hk, page, j, SCALE_K, DEQUANT_K, PAGE)
             at_offset = scale_offset(places, count, b, hk, page, j, OFFSET_K, DEQUANT_K, PAGE)
-            keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, query[0], DEQUANT_K, D0, D1,
-                                     D2, DIM)  # fmt: skip
+            keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
+                                     DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
         s = inner_three(query, keys, D1, D2)
         if R:
             tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
@@ -201,8 +205,8 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         if DEQUANT_V:
             at_scale = scale_offset(places, count, b, hk, page, j, SCALE_V, DEQUANT_V, PAGE)
             at_offset = scale_offset(places, count, b, hk, page, j, OFFSET_V, DEQUANT_V, PAGE)
-            values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, query[0], DEQUANT_V, V0,
-                                       V1, V2, DIM_V)  # fmt: skip
+            values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
+                                       query[0], DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
         acc0 = acc0 * fade[:, None]
         if V1:
             acc1 = acc1 * fade[:, None]

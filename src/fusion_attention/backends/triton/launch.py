@@ -16,12 +16,15 @@ from fusion_attention import dropout, tiles
 from fusion_attention.backends.triton import common, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.forward import forward
+from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
 from fusion_attention.kv import RowView
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 3  # of what prepare() notes of each row
 Constants = dict[str, Any]
+# The arguments that say where a cache lies, where there is none.
+NO_CACHE = dict.fromkeys(("table", "scale_k", "offset_k", "scale_v", "offset_v")) | {"width": 0, "last": 0}
 
 
 @dataclass(eq=False)
@@ -194,8 +197,33 @@ def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
     }
 
 
+def mend_constants(problem: Problem, aligned: bool) -> Constants:
+    """What the kernels know that mend rows."""
+    return {
+        name: value
+        for name, value in constants(problem, shapes.mend_tile(problem), 0, aligned).items()
+        if name != "MEAN"
+    }
+
+
+def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
+    """What mend_out knows of rows at addresses."""
+    known = mend_constants(problem, aligned)
+    return known | {"PAGE": 0, "DEQUANT_K": 0, "DEQUANT_V": 0, "ALIGN_KV": known["ALIGN"]}
+
+
+def launch_mend(
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, given: dict[str, Any], known: Constants
+) -> None:
+    """Launches a kernel that mends: a program for every few rows of every sequence."""
+    tile = shapes.mend_tile(p)
+    blocks = -(-int(lengths.max(initial=0)) // tile.BM)
+    if blocks:
+        launch(kernel, (blocks * len(lengths), heads), given | {"blocks": blocks}, known, tile)
+
+
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Launches the forward kernel."""
+    """Launches the forward kernel, and the one that mends."""
     p, count = problem, len(extents)
     views = views_of(p, o)
     tensors = tensors_of(p, o, views)
@@ -217,6 +245,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     known = forward_constants(p, tile, schedule.mean, aligned)
     with on(device):
         launch(forward, (len(tiled), p.heads_q), given, known, tile)
+        launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | given, mend_out_constants(p, aligned))
 
 
 def backward_constants(
@@ -230,7 +259,7 @@ def backward_constants(
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the three kernels of the backward."""
+    """Launches the three kernels of the backward, and those that mend."""
     p, count, kept = problem, len(extents), schedule.kept
     start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
     flat = torch.empty(PLANES * p.heads_q * schedule.rows, dtype=torch.float32, device=o.q.keep[0].device)
@@ -258,8 +287,10 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         if len(by_query):
             launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
             launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
+            launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants(p, aligned))
         if len(by_key):
             launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
+            launch_mend(mend_key, p, extents.kv_len, p.heads_kv, shared, mend_constants(p, aligned))
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 

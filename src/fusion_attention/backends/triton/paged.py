@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention.backends.triton import common, launch, memory, shapes
 from fusion_attention.backends.triton.decode import decode, join
+from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.problem import Extents, Operands, Problem
@@ -45,16 +46,31 @@ def decode_constants(problem: Problem, tile: shapes.Tile, aligned: bool) -> tupl
     """What decode and join know while compiling."""
     p = problem
     known = launch.constants(p, tile, 0, aligned)
-    stored = {"int8": 16}.get(p.kv_dtype, known["ALIGN"]) if aligned else 1
     special = {
         "RAW": launch.raw(p),
         "PAGE": p.page_size,
         "DEQUANT_K": DEQUANTS[p.dequant_k],
         "DEQUANT_V": DEQUANTS[p.dequant_v],
-        "ALIGN_KV": stored,
+        "ALIGN_KV": stored_align(p, known["ALIGN"]),
     }
     few = {name: known[name] for name in ("V0", "V1", "V2", "DIM_V", "ALIGN")} | {"SINK": p.has_sink}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, few
+
+
+def mend_constants(problem: Problem, aligned: bool) -> launch.Constants:
+    """What mend_out knows of a cache."""
+    p, known = problem, launch.mend_constants(problem, aligned)
+    return known | {
+        "PAGE": p.page_size,
+        "DEQUANT_K": DEQUANTS[p.dequant_k],
+        "DEQUANT_V": DEQUANTS[p.dequant_v],
+        "ALIGN_KV": stored_align(p, known["ALIGN"]),
+    }
+
+
+def stored_align(problem: Problem, align: int) -> int:
+    """Elements of a cache's 16 bytes, where rows start on them."""
+    return 16 if problem.kv_dtype == "int8" and align > 1 else align
 
 
 def plan(problem: Problem, extents: Extents) -> launch.Schedule:
@@ -114,7 +130,7 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
 
 
 def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operands) -> None:
-    """Launches decode and join."""
+    """Launches decode, join, and the kernel that mends."""
     p, count, kept = problem, len(extents), schedule.kept
     step = np.ones(count, np.int64)
     views = launch.views_of(p, o) | {"flat": RowView((), extents.q_start * p.heads_q, p.heads_q, step, 1)}
@@ -146,6 +162,7 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     with launch.on(device):
         launch.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
         launch.launch(join, (most * p.heads_q, count), given, few, tile)
+        launch.launch_mend(mend_out, p, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
 
 
 def workspace_bytes(problem: Problem, schedule: launch.Schedule) -> int:

@@ -56,6 +56,9 @@ def spans(problem: Problem) -> tuple[int, int]:
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
+# Of the kernels that mend rows, one by one, where a result is not finite: any will do, if it spills nothing.
+MEND, MEND_WIDE = Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)
+
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
 # Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
@@ -108,7 +111,7 @@ KEY: dict[tuple[int, int], Rows] = {
         (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 73),  # 182 registers
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
-        (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 104),
+        (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 104),  # a heavy one spills with one stage
     ),
     (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
@@ -116,16 +119,20 @@ KEY: dict[tuple[int, int], Rows] = {
 # BM is the least power of two that holds the rows of a key head, up to the table's.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(64, 64, 4, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
-        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+        (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
+        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
     ),
     (80, 2): (
-        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),
-        (768, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 73),
+        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
+        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
     ),
     (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
 }
+# Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
+ODD = {80: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
 CHIPS = (80, 90)
 
@@ -134,6 +141,11 @@ def chip_of(device: torch.device) -> int:
     """Whose row of the tables serves a device: 80 or 90."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return 90 if major >= 9 else 80
+
+
+def mend_tile(problem: Problem) -> Tile:
+    """The tile of the kernels that mend."""
+    return MEND_WIDE if max(spans(problem)) > WIDEST_PART else MEND
 
 
 def heavy(problem: Problem) -> bool:
@@ -158,4 +170,6 @@ def tile_of(kernel: str, problem: Problem, chip: int, aligned: bool = True) -> T
     if row is None:
         return None
     light, weighed, _ = row
-    return light if aligned and not heavy(problem) else weighed
+    if aligned:
+        return weighed if heavy(problem) else light
+    return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed

@@ -1,0 +1,308 @@
+"""Rows of results that are not finite, computed once more, one by one, with nothing that they do not see.
+
+A product of tiles multiplies what a row does not see by zero, and 0 * NaN is NaN: so a value that is not finite reaches
+rows of its tile that do not see it. These kernels follow the others, read each result once, and return where all of it
+is finite, as it nearly always is. Where it is not, they select before they multiply. In Triton alone a branch in the
+kernels themselves would do, but its registers would be taken in every loop.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.backward import row_notes
+from fusion_attention.backends.triton.common import (
+    DK,
+    DK_ROPE,
+    DOUT,
+    DQ,
+    DQ_ROPE,
+    DV,
+    FLAT,
+    K_ROPE,
+    LOG2E,
+    MAX,
+    OFFSET_K,
+    OFFSET_V,
+    OUT,
+    Q_ROPE,
+    SCALE_K,
+    SCALE_V,
+    SUM,
+    K,
+    Q,
+    V,
+    dressed,
+    interval,
+    kept_keys,
+    lengths_at,
+    load_part,
+    load_three,
+    not_blocked,
+    products,
+    rows_at,
+    store_part,
+    store_three,
+    zeros_three,
+)
+from fusion_attention.backends.triton.decode import cache_at, dequantised_three, offset_of, pages_of, scale_offset
+
+
+@triton.jit
+def strange(part):
+    """Whether some element is not finite: 0 or 1."""
+    return tl.max(tl.max(tl.where(tl.abs(part.to(tl.float32)) < float("inf"), 0, 1), 1), 0)
+
+
+@triton.jit
+def strange_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
+    """strange() of rows in parts."""
+    parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
+    found = strange(parts[0])
+    if W1:
+        found = tl.maximum(found, strange(parts[1]))
+    if W2:
+        found = tl.maximum(found, strange(parts[2]))
+    return found
+
+
+@triton.jit
+def gathered(weight, counted, x):
+    """[1, W]: the sum of the rows of x that count, times their weights; both [rows, 1]."""
+    return tl.sum(tl.where(counted, weight * x.to(tl.float32), 0.0), 0)[None, :]
+
+
+@triton.jit
+def gather_three(acc, weight, counted, x, W1: tl.constexpr, W2: tl.constexpr):
+    """gathered() of rows in parts, added to `acc`."""
+    acc0, acc1, acc2 = acc
+    acc0 += gathered(weight, counted, x[0])
+    if W1:
+        acc1 += gathered(weight, counted, x[1])
+    if W2:
+        acc2 += gathered(weight, counted, x[2])
+    return acc0, acc1, acc2
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "last", "seed", "offset", "threshold"])
+def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k, scale_v,
+             offset_v, places, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32, width: tl.int32,
+             last: tl.int32, scale: tl.float32, factor: tl.float32, keep_prob: tl.float32, seed: tl.int64,
+             offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
+             DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
+             R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+             DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr,
+             ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
+    b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    if PAGE:
+        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+    begin = tl.program_id(0) % blocks * BM
+    row = begin + tl.arange(0, BM)
+    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+    found = strange_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        there, wide = one < q_len, one.to(tl.int64)
+        at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+        wrong = strange_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
+        first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
+        at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
+        at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+        peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
+        empty = peak == -float("inf")
+        mean = empty & (total > 0)
+        first_key = tl.where(mean, 0, first_key)
+        end_key = tl.where(mean, kv_len.to(tl.int32), tl.where(empty | ~wrong, 0, end_key))
+        at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
+        cache_k = cache_at(places, count, b, h // GROUP, K, ALIGN_KV)
+        cache_v = cache_at(places, count, b, h // GROUP, V, ALIGN_KV)
+        rope, cache_r = query[0], cache_k
+        if R:
+            at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+            cache_r = cache_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+        acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
+        end = tl.max(end_key, 0)
+        for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
+            j = j0 + tl.arange(0, BN)
+            inside = j < end
+            page = pages_of(table, b, width, last, j, end, PAGE)
+            keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
+            if DEQUANT_K:
+                at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_K, DEQUANT_K, PAGE)
+                at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_K, DEQUANT_K, PAGE)
+                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
+                                         DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
+            s = products(query, keys, D1, D2)
+            if R:
+                tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            counted = (inside & (j >= first_key))[:, None]
+            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+                        counted & ~mean[None, :], (q_len, kv_len, shift), BIAS)  # fmt: skip
+            if BLOCKED:
+                left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
+                counted = counted & (left | mean[None, :])
+            p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
+            if DROPOUT:
+                counted = counted & tl.trans(kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
+                                                       (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
+            values = load_three(v, offset_of(cache_v, page, j, PAGE), inside, True, V0, V1, V2, DIM_V)
+            if DEQUANT_V:
+                at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_V, DEQUANT_V, PAGE)
+                at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_V, DEQUANT_V, PAGE)
+                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
+                                           DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
+            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, counted, values, V1, V2)
+        share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
+        store_three(out, at_out + wide * stride_out, there & wrong, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
+def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, places, lengths,
+               count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+               factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+               GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
+               D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
+               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
+               BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Computes rows of dq, and of its rope tail, anew; grid (sequences * blocks of BM rows, heads_q)."""
+    b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    begin = tl.program_id(0) % blocks * BM
+    row = begin + tl.arange(0, BM)
+    at_dq, stride_dq = rows_at(places, count, b, h, DQ, ALIGN)
+    found = strange_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
+    if R:
+        at_dr, stride_dr = rows_at(places, count, b, h, DQ_ROPE, ALIGN)
+        part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, strange(part))
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        there, wide = one < q_len, one.to(tl.int64)
+        first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
+        at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
+        peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
+        end_key = tl.where(share <= 0, 0, end_key)
+        at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+        at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
+        at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
+        at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
+        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
+        do = load_three(dout, at_do + wide * stride_do, there, True, V0, V1, V2, DIM_V)
+        rope, dr = query[0], tl.zeros([1, R if R else 16], tl.float32)
+        if R:
+            at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+        dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
+        end = tl.max(end_key, 0)
+        for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
+            j = j0 + tl.arange(0, BN)
+            inside, at = j < end, j.to(tl.int64)
+            keys = load_three(k, at_k + at * stride_k, inside, True, D0, D1, D2, DIM)
+            s, tail = products(query, keys, D1, D2), keys[0]
+            if R:
+                tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            seen = (inside & (j >= first_key))[:, None]
+            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+                        seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], seen)
+            dp = products(do, load_three(v, at_v + at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)[:, None]
+            if DROPOUT:
+                keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
+                                 (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
+                dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
+            ds = tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :] * (dp - delta[None, :])
+            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, seen, keys, D1, D2)
+            if R:
+                dr += gathered(ds, seen, tail)
+        store_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
+        if R:
+            store_part(dq_rope, at_dr + wide * stride_dr, there, dr * scale, 0, R, DIM_ROPE)
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
+def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, places, lengths,
+             count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+             factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+             GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
+             D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
+             V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Computes rows of dk, of its rope tail and of dv anew; grid (sequences * blocks of BN keys, heads_kv)."""
+    b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    begin = tl.program_id(0) % blocks * BN
+    j = begin + tl.arange(0, BN)
+    at_dk, stride_dk = rows_at(places, count, b, hk, DK, ALIGN)
+    at_dv, stride_dv = rows_at(places, count, b, hk, DV, ALIGN)
+    found = strange_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, D0, D1, D2, DIM)
+    found = tl.maximum(found, strange_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
+    if R:
+        at_dr, stride_dr = rows_at(places, count, b, hk, DK_ROPE, ALIGN)
+        part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, strange(part))
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        inside, wide = one < kv_len, one.to(tl.int64)
+        at_k, stride_k = rows_at(places, count, b, hk, K, ALIGN)
+        at_v, stride_v = rows_at(places, count, b, hk, V, ALIGN)
+        key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
+        value = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
+        tail, dr = key[0], tl.zeros([1, R if R else 16], tl.float32)
+        if R:
+            at_kr, stride_kr = rows_at(places, count, b, hk, K_ROPE, ALIGN)
+            tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
+        dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
+        dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
+        turns = tl.cdiv(q_len, BM).to(tl.int32)
+        for turn in tl.range(0, turns * GROUP):
+            h = hk * GROUP + turn // turns
+            row = turn % turns * BM + tl.arange(0, BM)
+            valid, at = row < q_len, row.to(tl.int64)
+            at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+            query = load_three(q, at_q + at * stride_q, valid, True, D0, D1, D2, DIM)
+            s, rope = products(key, query, D1, D2), query[0]
+            if R:
+                at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+                rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
+            peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+            first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
+            seen = ((one >= first_key) & (one < end_key))[:, None]
+            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
+                        one[None, :], seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
+            mean = (valid & (share < 0))[:, None]
+            p = tl.where(mean, -share[:, None], tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None])
+            at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
+            do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
+            dp, counted = products(value, do, V1, V2)[:, None], seen | mean
+            if DROPOUT:  # one draw serves eight keys
+                eight = n // 8 * 8
+                keys = eight + tl.arange(0, 8)
+                there = valid[:, None] & (keys < kv_len)[None, :]
+                keep = kept_keys(bits, (places, count, b, h, heads_q), row, eight, there, (seed, offset, threshold),
+                                 DROPOUT, 8)  # fmt: skip
+                keep = tl.sum(tl.where(keep & (keys == n)[None, :], 1, 0), 1)[:, None] > 0
+                counted = counted & keep
+                dp = tl.where(keep, dp / keep_prob, 0.0)
+            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, counted, do, V1, V2)
+            ds = p * (dp - delta[:, None])
+            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, seen, query, D1, D2)
+            if R:
+                dr += gathered(ds, seen, rope)
+        store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
+        store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+        if R:
+            store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * scale, 0, R, DIM_ROPE)

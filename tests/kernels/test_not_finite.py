@@ -1,0 +1,107 @@
+"""A value that is not finite reaches exactly golden's rows: the kernels that mend, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from caches import Cache, answer, made, results
+from caches import plain as plain_of_cache
+from cases import BITS, CAUSAL, DRAWN
+
+from fusion_attention.backends import triton as backend
+from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, part, plain, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+
+NAMES = ("query", "key", "value", "query_rope", "key_rope", "dy")
+FILLS = (math.nan, math.inf, -math.inf)
+CASES = [
+    Case(
+        q_len=(3, 20),
+        kv_len=(4, 20),
+        heads_q=2,
+        heads_kv=1,
+        dim_rope=2,
+        mask="head",
+        blank=True,
+        pse="full",
+        pse_type=0,
+        **BITS,
+    ),
+    Case("BNSD", "bfloat16", (2, 20), (2, 20), 2, 1, dim_qk=24, dim_v=40, dim_rope=2, sink=True, **CAUSAL),
+    Case(
+        "TND", "float16", (3, 20), (5, 20), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN
+    ),
+    # Rows in mean form see every key.
+    Case("BNSD", q_len=(4, 9), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, **DRAWN),
+    # By the decode kernels, without a cache.
+    Case(q_len=(2, 3), kv_len=(8, 520), heads_q=2, heads_kv=1, dim_rope=2, mask="head", inner_precise=2),
+]
+EVERYDAY = [(CASES[n % 4], name, FILLS[n % 3]) for n, name in enumerate(NAMES)]
+EVERYDAY += [(CASES[3], "value", math.nan), (CASES[0], "dy", math.inf)]
+REST = [(case, name, fill) for case in CASES for name in NAMES for fill in FILLS]
+REST = [item for item in REST if item not in EVERYDAY]
+
+
+def spoil(case: Case, name: str, fill: float) -> None:
+    """One element of a row of one head, in the middle of a tile."""
+    args = arguments(case)
+    measure = plain(case, args)  # of what is not reached: plain itself multiplies by zero
+    side, heads = ("kv", case.heads_kv) if name in ("key", "value", "key_rope") else ("q", case.heads_q)
+    part(case, args[name], side, heads, 1)[heads - 1, 1, 0] = fill
+    want = golden(case, args)
+    assert any(not t.isfinite().all() for t in want.values())
+    check(case, run(lowered(case, args), args["dy"], "triton"), want, measure)
+
+
+@pytest.mark.parametrize(("case", "name", "fill"), EVERYDAY)
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, fill: float) -> None:
+    spoil(case, name, fill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name", "fill"), REST)
+def test_the_other_rows_that_are_not_finite(case: Case, name: str, fill: float) -> None:
+    spoil(case, name, fill)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(
+    "cache",
+    [
+        Cache((37, 20), q_len=3, heads_q=8, dim_qk=24, dim_v=40, more={"dim_rope": 16, "has_sink": True}),
+        Cache((18, 40), q_len=4, dtype="float16", dequant="token", more={"bias": "slopes"}),
+        Cache((18, 40), q_len=4, dtype="bfloat16", dequant="channel"),
+    ],
+    ids=lambda cache: cache.id,
+)
+def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
+    """The last key of each sequence, which the last row alone sees."""
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cpu")
+    if operands.dequant_k is not None and cache.dequant == "token":
+        operands.dequant_k.scale.pool.mul_(0.01)  # type: ignore[union-attr]  # no weight underflows in float32
+    measure = plain_of_cache(cache, operands, e)
+    wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
+    if cache.dequant == "channel":
+        wild.keep[0][0, 1] = fill  # type: ignore[union-attr]
+    else:
+        for b, n in enumerate(cache.kv_len):
+            page = wild.table[b, (n - 1) // wild.page_size]  # type: ignore[union-attr]
+            wild.pool[page, (n - 1) % wild.page_size, 0, 0] = fill  # type: ignore[union-attr]
+    backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
+    assert operands.out.keep[0].isfinite().any()
+    for got, want, other in zip(results(operands), answer(cache, operands, e), measure, strict=True):
+        compare(cache.id, got, want, other, max(cache.kv_len))
+
+
+def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits with and without the kernels that mend."""
+    case = dataclasses.replace(CASES[0], dtype="float32")
+    args = arguments(case)
+    mended = run(lowered(case, args), args["dy"], "triton")
+    monkeypatch.setattr("fusion_attention.backends.triton.launch.launch_mend", lambda *_: None)
+    plainly = run(lowered(case, args), args["dy"], "triton")
+    assert all(torch.equal(mended[name], plainly[name]) for name in mended)
