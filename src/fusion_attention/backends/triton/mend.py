@@ -2,8 +2,8 @@
 
 A product of tiles multiplies what a row does not see by zero, and 0 * NaN is NaN: so a value that is not finite reaches
 rows of its tile that do not see it. These kernels follow the others, read each result once, and return where all of it
-is finite, as it nearly always is. Where it is not, they select before they multiply. A branch in the other kernels would
-do too, but it would take registers from every loop.
+is finite, as it nearly always is. Where it is not, they select before they multiply. A branch in the other kernels
+would do too, but it would take registers from every loop.
 """
 
 # mypy: disable-error-code="no-untyped-def"
