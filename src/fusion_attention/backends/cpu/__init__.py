@@ -72,12 +72,12 @@ def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str, var
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
 
 
-def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+def reschedule(problem: Problem, extents: Extents, verb: str, planned: Schedule) -> Schedule:
     """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
-    if isinstance(schedule, decode.Schedule) and schedule.dense is None:
-        schedule.update(extents)
-        return schedule
-    return globals()["schedule"](problem, extents, verb)
+    if isinstance(planned, decode.Schedule) and planned.dense is None:
+        planned.update(extents)
+        return planned
+    return schedule(problem, extents, verb)
 
 
 def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
