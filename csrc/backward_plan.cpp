@@ -67,16 +67,40 @@ void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
         const std::int64_t rows = pieces(seq.q_len, gradient_rows), keys = pieces(seq.kv_len, kernels_.tile_keys);
+        const std::int64_t places = places_of(seq, rows);
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
-            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys});
+            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, places});
             row_tiles_ += group_ * rows;
             items_ += group_ * rows + keys;
             // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
-            const std::size_t bytes = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : rows * tile_bytes_;
+            const std::size_t bytes = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : places * tile_bytes_;
             unit_bytes_ = std::max(unit_bytes_, group_ * bytes);
             most_key_tiles_ = std::max(most_key_tiles_, keys);
         }
     }
+}
+
+// The tiles of keys [returned, end) that some row of a tile may see.
+std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const {
+    const std::int64_t row0 = row_tile * gradient_rows, row1 = std::min(row0 + gradient_rows, seq.q_len);
+    const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
+    const std::int64_t end_key = std::min(std::max(row1 - 1 + seq.hi, seq.prefix), seq.kv_len);
+    if (end_key <= begin_key) return end = 0;
+    end = pieces(end_key, kernels_.tile_keys);
+    return begin_key / kernels_.tile_keys;
+}
+
+// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before, so that whoever packs it
+// rarely waits. Both ends of what tiles meet ascend, but for tiles that meet nothing and are packed behind their neighbours.
+std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles) const {
+    constexpr std::int64_t ahead = 3;
+    std::int64_t places = 1, leaving = 0, at = 0, end;
+    for (std::int64_t i = 0; i < row_tiles; ++i) {
+        at = std::max(at, first_meeting(seq, i, end));
+        while (leaving < i && (first_meeting(seq, leaving, end), end + ahead <= at)) ++leaving;
+        places = std::max(places, i - leaving + 1);
+    }
+    return places;
 }
 
 int BackwardPlan::team_of(int threads) const {
@@ -99,43 +123,40 @@ std::size_t BackwardPlan::workspace_bytes(int threads) const {
 // A tile of rows of a unit, counted head after head.
 RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, const State &state) const {
     const PlannedUnit &u = units_[unit];
-    const std::int64_t head = index / u.row_tiles, row0 = index % u.row_tiles * gradient_rows;
+    const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
     const std::int64_t q_len = sequences_[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
-    char *const memory = state.packed + unit % state.slots * unit_bytes_ + index * bytes;
+    char *const memory = state.packed + unit % state.slots * unit_bytes_ + (head * u.places + tile % u.places) * bytes;
     return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), memory};
 }
 
-// The tiles of keys [first, end) that some of the rows may see.
-void BackwardPlan::meeting(const Sequence &seq, std::int64_t row0, std::int64_t row1, std::int64_t &first,
-                           std::int64_t &end) const {
-    const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
-    const std::int64_t end_key = std::min(std::max(row1 - 1 + seq.hi, seq.prefix), seq.kv_len);
-    first = end = 0;
-    if (end_key <= begin_key) return;
-    first = begin_key / kernels_.tile_keys;
-    end = pieces(end_key, kernels_.tile_keys);
-}
-
-// Units go abreast, as many as there are threads: two tiles of keys of one unit would wait for each other.
+// Units go abreast, as many as there are threads: two tiles of keys of one unit would wait for each other. Rows are
+// packed before the first tile of keys that they meet.
 std::vector<BackwardPlan::Item> BackwardPlan::items_of(std::size_t abreast) const {
     std::vector<Item> items;
     items.reserve(items_);
-    std::vector<std::int64_t> ranks(most_key_tiles_, 0);
+    std::vector<std::int64_t> ranks(most_key_tiles_, 0), packed(abreast);
     for (std::size_t first = 0; first < units_.size(); first += abreast) {
         const std::size_t end = std::min(first + abreast, units_.size());
-        std::int64_t tiles = 0;
-        for (std::size_t u = first; u < end; ++u) {
-            for (std::int64_t i = 0; i < group_ * units_[u].row_tiles; ++i) items.push_back({u, i, -1});
-            tiles = std::max(tiles, units_[u].key_tiles);
-        }
+        std::int64_t tiles = 1;
+        for (std::size_t u = first; u < end; ++u) tiles = std::max(tiles, units_[u].key_tiles);
+        std::fill(packed.begin(), packed.end(), 0);
         for (std::int64_t t = 0; t < tiles; ++t) {
+            for (std::size_t u = first; u < end; ++u) add_rows(items, u, t, packed[u - first]);
             for (std::size_t u = first; u < end; ++u) {
                 if (t < units_[u].key_tiles) items.push_back({u, t, ranks[t]++});
             }
         }
     }
     return items;
+}
+
+// Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`, or none at all.
+void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const {
+    const PlannedUnit &u = units_[unit];
+    for (std::int64_t end; next < u.row_tiles && first_meeting(sequences_[u.seq], next, end) <= key_tile; ++next) {
+        for (std::int64_t head = 0; head < group_; ++head) items.push_back({unit, head * u.row_tiles + next, -1});
+    }
 }
 
 // Whether every element of dbias gets its gradient from one pair of a row and a key alone.
@@ -205,9 +226,15 @@ void BackwardPlan::work(State &state, void *scratch) const {
 void BackwardPlan::pack_rows(const Item &item, State &state) const {
     const PlannedUnit &unit = units_[item.unit];
     if (item.unit >= state.slots) wait_for(state.left[item.unit - state.slots], 0);
+    const Sequence &seq = sequences_[unit.seq];
+    const std::int64_t tile = item.tile % unit.row_tiles;
+    std::int64_t end;
+    if (tile >= unit.places) {  // who lies there is done
+        first_meeting(seq, tile - unit.places, end);
+        wait_for(state.turn[unit.first_tile + item.tile - unit.places], end);
+    }
     const RowTile rows = row_tile(item.unit, item.tile, state);
-    std::int64_t first, end;
-    meeting(sequences_[unit.seq], rows.row0, rows.row1, first, end);
+    const std::int64_t first = first_meeting(seq, tile, end);
     state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
     if (first == end) kernels_.store_rows(state.job, rows);
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
@@ -221,10 +248,9 @@ void BackwardPlan::meet_keys(const Item &item, State &state, void *scratch) cons
     kernels_.load_keys(state.job, keys);
     if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
+        std::int64_t end;
+        if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) continue;
         const RowTile rows = row_tile(item.unit, i, state);
-        std::int64_t first, end;
-        meeting(seq, rows.row0, rows.row1, first, end);
-        if (item.tile < first || item.tile >= end) continue;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
         kernels_.meet(state.job, rows, keys);

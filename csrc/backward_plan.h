@@ -2,9 +2,9 @@
 //
 // A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
 // up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, one waiting for the other where it
-// must, so every sum is formed in the same order for any number of threads. Rows are packed when their turn comes, into
-// memory that an earlier unit has left: few units' rows at a time stay in a last-level cache. Compiled for the baseline
-// instruction set.
+// must, so every sum is formed in the same order for any number of threads. Rows are packed when the first tile of keys
+// that they meet is next, into memory that rows which have met all theirs, or an earlier unit, have left: few rows at a
+// time stay in a cache. Compiled for the baseline instruction set.
 
 #pragma once
 
@@ -37,6 +37,7 @@ private:
         std::int64_t seq, head;
         std::int64_t first_tile;            // of its tiles of rows among all, head after head
         std::int64_t row_tiles, key_tiles;  // per head
+        std::int64_t places;                // for row tiles of a head that are in memory together: tile i lies at i % places
     };
     struct Item {  // a unit's tile of rows is packed (rank -1), or a tile of keys meets its rows
         std::size_t unit;
@@ -46,9 +47,11 @@ private:
 
     void check() const;
     void cut_units();
+    std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles) const;
+    std::int64_t first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const;
     RowTile row_tile(std::size_t unit, std::int64_t index, const State &state) const;
-    void meeting(const Sequence &seq, std::int64_t row0, std::int64_t row1, std::int64_t &first, std::int64_t &end) const;
     std::vector<Item> items_of(std::size_t abreast) const;
+    void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
     int team_of(int threads) const;
     std::size_t slots_of(int team) const;
     void work(State &state, void *scratch) const;
