@@ -194,18 +194,26 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
     for (std::int64_t i = 0; i < rows; ++i) hidden |= w.r.empty[row + i] != 0;
-    return {row, rows, first - begin, some_end > some_begin && last > first ? last - first : 0, hidden};
+    const std::int64_t from = most(first, some_begin / lanes * lanes);
+    const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
+    const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
+    return {row, rows, first - begin, count, from - begin, to - begin, hidden};
 }
 
-// Notes which rows of the tile meet each panel; rows between two blocks that do count as zeros.
+// Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.
 template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) {
+    constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
+        const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
+        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0, bottom = key + panel - w.seq.lo - row0;
+        const std::int64_t first = most(b.row, top / depth * depth), last = least(b.row + b.rows, bottom);
+        if (last <= first) continue;
         std::int64_t &begin = w.k.row_begin[at / panel], &end = w.k.row_end[at / panel];
-        if (begin == end) begin = end = b.row;
-        const std::int64_t gap = weight_at<Format>(end, at), words = (b.row - end) / Format::depth * panel;
+        if (begin == end) begin = end = first;
+        const std::int64_t gap = weight_at<Format>(end, at), words = (first - end) / depth * panel;
         std::memset(w.k.prob_rows + gap, 0, words * sizeof *w.k.prob_rows);
         std::memset(w.k.dscore_rows + gap, 0, words * sizeof *w.k.dscore_rows);
-        end = b.row + round_up<std::int64_t>(b.rows, Format::depth);
+        end = round_up<std::int64_t>(last, depth);
     }
 }
 

@@ -32,9 +32,10 @@ template <class Format> struct Meeting {
           natural(dressed ? 1.0f : static_cast<float>(p.scale)) {}
 };
 
-struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile
+struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
     std::int64_t row, rows, at, count;
-    bool hidden;  // some row does not see some key
+    std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
+    bool hidden;            // some row does not see some key
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
@@ -44,9 +45,9 @@ struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + coun
 constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
 static_assert(low_rows % 3 == 0);
 
-// C[M][Panels x N vectors] = A[M][depth] * B, or, with Add, that more. B's panels lie b_apart words from each other, C's
-// c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
-template <class Format, int M, int N, int Panels, bool Add>
+// C[M][Panels x N vectors] = A[M][depth] * B, or, with Add, that more. B's panels lie b_apart words from each other, their
+// rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
+template <class Format, int M, int N, int Panels, bool Add, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
                                                float *c, std::int64_t c_stride, std::int64_t c_apart) {
@@ -55,7 +56,7 @@ __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, s
         FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
     }
 #pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
+    for (std::int64_t k = 0; k < depth; ++k, b += Step * lanes) {
         Words right[Panels * N];
         FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) right[j] = load<Words>(b + j / N * b_apart + j % N * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
@@ -142,15 +143,32 @@ template <class Format> struct Next {  // asks for what the block behind this on
     }
 };
 
-template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
+// The block's rows times the keys that it sees; a panel that is cut goes vector by vector.
+template <class Format, class Before>
+void multiply_keys(const Meet &b, const typename Format::Word *rows, const typename Format::Word *panels, std::int64_t words,
+                   float *c, Before before) {
     constexpr std::int64_t keys = tile_keys<Format>;
-    const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
+    rows += b.row * words;
+    std::int64_t at = b.from;
+    const auto cut = [&](std::int64_t end) {
+        if (at < end) before(at - b.at);
+        for (; at < end; at += lanes) {
+            const auto *vector = panels + at / panel * panel * words + at % panel;
+            multiply_panels<Format, block_rows, 1, 1, false, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0);
+        }
+    };
+    cut(least(b.to, round_up<std::int64_t>(at, panel)));
+    const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
+    multiply_block<Format, false>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
+                                  [&](std::int64_t column) { before(first + column); });
+    at += whole;
+    cut(b.to);
+}
+
+template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
     const Next<Format> next(w, b);
-    multiply_block<Format, false>(w.r.q + b.row * words, words, b.rows, w.k.k + b.at * words, words * panel, words,
-                                  w.k.scores, keys, b.count, [&](std::int64_t at) { next.queries(at); });
-    multiply_block<Format, false>(w.r.dout + b.row * value_words, value_words, b.rows, w.k.v + b.at * value_words,
-                                  value_words * panel, value_words, w.k.dprobs, keys, b.count,
-                                  [&](std::int64_t at) { next.gradients(at); });
+    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores, [&](std::int64_t at) { next.queries(at); });
+    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs, [&](std::int64_t at) { next.gradients(at); });
 }
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together.
@@ -158,14 +176,15 @@ template <class Format>
 void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
     const Next<Format> next(w, b);
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
-    const std::int64_t skip = b.at / Format::depth, depth = b.count / Format::depth;
+    const std::int64_t skip = b.from / Format::depth, depth = (b.to - b.from) / Format::depth;
+    const auto *weights = w.k.dscores + (b.from - b.at) / Format::depth;
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
-    multiply_block<Format, true>(w.k.dscores, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
+    multiply_block<Format, true>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
                                  columns, [&](std::int64_t at) { next.transposed(at, columns); });
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
-        multiply_panels<Format, block_rows, vectors(), 1, true>(w.k.dscores, deep, keys + whole * deep + skip * rest, 0, depth,
+        multiply_panels<Format, block_rows, vectors(), 1, true>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
                                                                 dq + whole, w.sizes.columns, 0);
     };
     const std::int64_t vectors = columns % panel / lanes;
