@@ -1,6 +1,7 @@
 // The Python face of the native core: converts and checks arguments, then calls the chosen variant.
 // Compiled for the baseline instruction set; a call with bad arguments ends in a Python exception, never in a crash.
 
+#include "arena.h"
 #include "dispatch.h"
 
 #include <nanobind/nanobind.h>
@@ -119,6 +120,9 @@ NB_MODULE(_native, m) {
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
+    m.def("poison_scratch", [](bool on) { fusion::poisons_leases = on; }, "on"_a,
+          "From now on the scratch memory of every run begins as NaN, or as it was left; a run that writes behind it aborts.\n"
+          "For tests.");
     bind_forward(m);
     bind_peak(m);
     bind_backward(m);

@@ -4,6 +4,7 @@
 // Allowed for every element: what the roundings of the operand dtype, and float32 sums of so many terms, can make of
 // the sum of its absolute terms. Prints the worst share of that.
 
+#include "arena.h"
 #include "backward_plan.h"
 #include "dispatch.h"
 #include "forward_plan.h"
@@ -45,6 +46,8 @@ const Case cases[] = {
      .lo = -30, .hi = 15, .dropout = Dropout::philox, .sink = true},
     {.name = "several tiles", .dim_qk = 40, .dim_v = 24, .lengths = {{230, 300}}, .lo = -150, .hi = 71,
      .dropout = Dropout::philox},
+    {.name = "long window", .heads_q = 2, .dim_qk = 5, .dim_v = 7, .lengths = {{2600, 2600}, {1200, 700}, {100, 900}},
+     .lo = -60, .hi = 9},
     {.name = "many keys", .dim_v = 16, .lengths = {{7, 3000}}},
 };
 
@@ -60,7 +63,7 @@ Call make(const Case &from, Dtype dtype) {
                  1 / std::sqrt(static_cast<double>(from.dim_qk + from.dim_rope)), from.bias, from.bias_scaled,
                  from.blocked, from.sink, from.dropout, from.dropout == Dropout::none ? 1.0 : 0.7, 45875};
     for (const auto &[q_len, kv_len] : from.lengths) {
-        c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2, 0, 0});
+        c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2});
     }
     std::mt19937 random(17);
     const std::vector<Long> rows = lengths_of(from, false), keys = lengths_of(from, true);
@@ -225,6 +228,7 @@ private:
 
 int main() {
     using namespace check;
+    fusion::poisons_leases = true;
     int ran = 0;
     for (const fusion::Built &built : fusion::built_variants()) {
         std::printf("variant %s: %s\n", built.name, built.variant ? "runs here" : "not on this CPU");
