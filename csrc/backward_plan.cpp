@@ -214,6 +214,8 @@ void BackwardPlan::work(State &state, void *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
     for (std::size_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < state.items.size();) {
         const Item &item = state.items[i];
+        // Units without rows wait too: who comes after them in their slot waits for them alone.
+        if (item.unit >= state.slots) wait_for(state.left[item.unit - state.slots], 0);
         if (item.rank < 0) {
             pack_rows(item, state);
         } else {
@@ -225,7 +227,6 @@ void BackwardPlan::work(State &state, void *scratch) const {
 
 void BackwardPlan::pack_rows(const Item &item, State &state) const {
     const PlannedUnit &unit = units_[item.unit];
-    if (item.unit >= state.slots) wait_for(state.left[item.unit - state.slots], 0);
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t tile = item.tile % unit.row_tiles;
     std::int64_t end;

@@ -231,6 +231,17 @@ def test_the_probability_of_an_only_key_is_exactly_one(variant: str, dtype: str,
         assert torch.equal(a, b.to(a.dtype))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: str) -> None:
+    # One sequence's rows fill the memory; a single tile of keys meets them while another thread may pack the next ones.
+    problem = Problem(1, 1, 128, 128, dtype="float32", scale=0.09)
+    call = converted(make(problem, (9000, 0, 9000), (100, 10, 100), Band.full()), torch.float32)
+    saved = native(call)
+    want = gradients(call, saved, variant, threads=1)
+    for _ in range(3):
+        same_bits(gradients(call, saved, variant, threads=2), want)
+
+
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 
