@@ -80,27 +80,24 @@ void BackwardPlan::cut_units() {
     }
 }
 
-// The tiles of keys [returned, end) that some row of a tile may see.
+// The tiles of keys [returned, end) that some row of a tile may see. The first ascends from tile to tile, also among those
+// that meet nothing.
 std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const {
     const std::int64_t row0 = row_tile * gradient_rows, row1 = std::min(row0 + gradient_rows, seq.q_len);
     const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
     const std::int64_t end_key = std::min(std::max(row1 - 1 + seq.hi, seq.prefix), seq.kv_len);
-    if (end_key <= begin_key) return end = 0;
-    end = pieces(end_key, kernels_.tile_keys);
-    return begin_key / kernels_.tile_keys;
+    const std::int64_t first = std::min(begin_key / kernels_.tile_keys, pieces(seq.kv_len, kernels_.tile_keys));
+    end = begin_key < end_key ? pieces(end_key, kernels_.tile_keys) : first;
+    return first;
 }
 
 // A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before, so that whoever packs it
-// rarely waits. Both ends of what tiles meet ascend, but for tiles that meet nothing and are packed behind their neighbours.
+// rarely waits: so many rows lie between their firsts. Two more tiles of keys are for boundaries inside of tiles.
 std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles) const {
     constexpr std::int64_t ahead = 3;
-    std::int64_t places = 1, leaving = 0, at = 0, end;
-    for (std::int64_t i = 0; i < row_tiles; ++i) {
-        at = std::max(at, first_meeting(seq, i, end));
-        while (leaving < i && (first_meeting(seq, leaving, end), end + ahead <= at)) ++leaving;
-        places = std::max(places, i - leaving + 1);
-    }
-    return places;
+    const std::int64_t margin = (ahead + 2) * kernels_.tile_keys - seq.lo;
+    const std::int64_t rows = std::max(margin + seq.hi + gradient_rows, seq.prefix > 0 ? margin + seq.prefix : 0);
+    return std::clamp<std::int64_t>(pieces(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
 }
 
 int BackwardPlan::team_of(int threads) const {
@@ -138,10 +135,10 @@ std::vector<BackwardPlan::Item> BackwardPlan::items_of(std::size_t abreast) cons
     std::vector<std::int64_t> ranks(most_key_tiles_, 0), packed(abreast);
     for (std::size_t first = 0; first < units_.size(); first += abreast) {
         const std::size_t end = std::min(first + abreast, units_.size());
-        std::int64_t tiles = 1;
+        std::int64_t tiles = 0;
         for (std::size_t u = first; u < end; ++u) tiles = std::max(tiles, units_[u].key_tiles);
         std::fill(packed.begin(), packed.end(), 0);
-        for (std::int64_t t = 0; t < tiles; ++t) {
+        for (std::int64_t t = 0; t <= tiles; ++t) {
             for (std::size_t u = first; u < end; ++u) add_rows(items, u, t, packed[u - first]);
             for (std::size_t u = first; u < end; ++u) {
                 if (t < units_[u].key_tiles) items.push_back({u, t, ranks[t]++});
@@ -151,7 +148,7 @@ std::vector<BackwardPlan::Item> BackwardPlan::items_of(std::size_t abreast) cons
     return items;
 }
 
-// Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`, or none at all.
+// Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`.
 void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const {
     const PlannedUnit &u = units_[unit];
     for (std::int64_t end; next < u.row_tiles && first_meeting(sequences_[u.seq], next, end) <= key_tile; ++next) {

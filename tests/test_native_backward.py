@@ -242,6 +242,27 @@ def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: st
         same_bits(gradients(call, saved, variant, threads=2), want)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "band"),
+    [
+        ("float32", 1500, Band.window(60, 8)),
+        ("float32", 1500, Band.window(-300, 500)),
+        ("float32", 1500, Band.window(5, 0, "end")),
+        ("float32", 1500, Band.prefix_causal([500, 0, 1])),
+        ("bfloat16", 2100, Band.window(60, 8)),
+    ],
+)
+def test_rows_take_the_places_of_rows_that_have_met_their_keys(dtype: str, size: int, band: Band) -> None:
+    # Also rows behind the last key, which meet nothing.
+    problem = Problem(2, 1, 8, 8, dtype=dtype, scale=0.3)
+    call = converted(make(problem, (size, 1100, 400), (size, 300, 900), band), problem.torch_dtype)
+    saved = native(call)
+    want = gradients(call, saved, threads=1)
+    compare(call, saved, want, wanted(call, saved), (band, dtype))
+    for threads in (2, 7):
+        same_bits(gradients(call, saved, threads=threads), want)
+
+
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 
