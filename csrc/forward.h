@@ -149,12 +149,8 @@ template <class Format> void value_block(const Work<Format> &w, const Block &b, 
 
 // ------------------------------------------------------------------------------------------- between the two products
 
-// Which keys row i of the block sees, as bits.
-template <class Format> void note_seen(const Work<Format> &w, const Block &b, std::int64_t i) {
-    const std::int64_t row = w.tile.row0 + b.row + i;
-    std::uint8_t *seen = w.s.seen + i * (most_step / 8);
-    set_interval(seen, b.first, b.count, first_key(w.seq, row), end_key(w.seq, row));
-    if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.tile.seq, w.head, row, b.first, b.count);
+template <class Format> FUSION_INLINE BitBlock bits_of(const Work<Format> &w, const Block &b) {
+    return {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
 }
 
 // The scores of the keys that a row does not see become -inf, whatever their product was.
@@ -163,12 +159,12 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
     std::int64_t head = least(round_up<std::int64_t>(most<std::int64_t>(b.full_begin, 0), lanes), b.count);
     std::int64_t tail = most<std::int64_t>(b.full_end, 0) / lanes * lanes;
     if (w.p.has_blocked || tail < head) head = tail = 0;
+    if (w.p.has_blocked) mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
         const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
         const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
         float *scores = w.s.scores + i * most_step;
-        if (w.p.has_blocked) note_seen(w, b, i);
         for (std::int64_t c = head ? 0 : tail; c < b.count; c = c + lanes == head ? tail : c + lanes) {
             const auto inside = static_cast<std::uint32_t>(low_bits(end - c) & ~low_bits(begin - c));
             const std::uint32_t bits = w.p.has_blocked ? lane_bits(seen, c) : inside;
@@ -288,8 +284,8 @@ template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
 
 // Before weights take the scores' place: which of them are exactly 0, because the score is -inf; and what hide() left.
 template <class Format> void note_nothing(const Work<Format> &w, const Block &b) {
+    if (b.hidden && !w.p.has_blocked) mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        if (b.hidden && !w.p.has_blocked) note_seen(w, b, i);
         std::uint8_t *bits = w.s.nothing + i * (most_step / 8);
         std::memset(bits, 0, most_step / 8);
         for (std::int64_t c = 0; c < b.count; ++c) {
@@ -344,10 +340,7 @@ template <class Format, class T> void attend_block(const Work<Format> &w, const 
     }
     if (b.hidden) hide(w, b);
     raise_peaks(w, b, met_wild, fade);
-    if (w.p.dropout != Dropout::none) {
-        const BitBlock block = {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
-        mark_kept(w.s.keep, block, w.p, w.o, w.seq);
-    }
+    if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
     const bool wild = any_wild(w, b);
     if (wild) note_nothing(w, b);
     weigh_block(w, b, fade);

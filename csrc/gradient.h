@@ -19,16 +19,6 @@ namespace {
 
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
-template <class Format> void mark_seen(const Meeting<Format> &w, const Meet &b) {
-    const std::int64_t first = w.key_tile.key0 + b.at;
-    for (std::int64_t i = 0; i < b.rows; ++i) {
-        const std::int64_t row = w.row_tile.row0 + b.row + i, end = w.r.empty[b.row + i] ? 0 : end_key(w.seq, row);
-        std::uint8_t *seen = w.k.seen + i * (w.k.keys / 8);
-        set_interval(seen, first, b.count, first_key(w.seq, row), end);
-        if (w.p.has_blocked) clear_blocked(seen, w.o.blocked, w.seq, w.row_tile.seq, w.row_tile.head, row, first, b.count);
-    }
-}
-
 // P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
 // not there, are zeros whatever their products were.
 template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<Format> &w, const Meet &b) {
@@ -226,12 +216,15 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
                      w.p, w.o, w.seq);
         }
     }
-    if (b.hidden) mark_seen(w, b);
-    if (w.p.dropout != Dropout::none) {
-        const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at, b.count,
-                                w.k.keys / 8};
-        mark_kept(w.k.keep, block, w.p, w.o, w.seq);
+    const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at, b.count,
+                            w.k.keys / 8};
+    if (b.hidden) {
+        mark_seen(w.k.seen, block, w.p, w.o, w.seq);
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if (w.r.empty[b.row + i]) std::memset(w.k.seen + i * block.stride, 0, block.stride);
+        }
     }
+    if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
     weigh(w, b);
     if (w.g.dbias.base) add_dbias(w, b);
     add_dq(w, b);

@@ -147,6 +147,14 @@ struct BitBlock {
     std::int64_t seq, head, row, rows, first, count, stride;
 };
 
+// Which keys the rows see.
+inline void mark_seen(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
+    for (std::int64_t row = b.row; row < b.row + b.rows; ++row, bits += b.stride) {
+        set_interval(bits, b.first, b.count, first_key(seq, row), end_key(seq, row));
+        if (p.has_blocked) clear_blocked(bits, o.blocked, seq, b.seq, b.head, row, b.first, b.count);
+    }
+}
+
 // Which probabilities dropout keeps.
 inline void mark_kept(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
     const Philox philox(p, o);
