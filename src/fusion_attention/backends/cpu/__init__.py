@@ -15,6 +15,7 @@ from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.problem import (
+    AnyProblem,
     Extents,
     Grads,
     IndexerGrads,
@@ -31,7 +32,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule
 
 
-def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
@@ -58,7 +59,7 @@ def reasons_against(problem: Problem | IndexerProblem, device: torch.device | st
     return listed
 
 
-def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
+def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
@@ -80,7 +81,7 @@ def reschedule(problem: Problem, extents: Extents, verb: str, planned: Schedule)
     return schedule(problem, extents, verb)
 
 
-def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, with torch's present number of threads."""
     return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
 

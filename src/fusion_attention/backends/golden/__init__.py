@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
-from fusion_attention.problem import Extents, IndexerProblem, Problem
+from fusion_attention.problem import AnyProblem, Extents, IndexerProblem, Problem
 
 __all__ = [
     "NAME",
@@ -27,16 +27,16 @@ NAME = "golden"
 _BUFFERS = {"attention_forward": 6, "attention_backward": 10, "indexer_topk": 4, "indexer_backward": 6}
 
 
-def reasons_against(problem: Problem | IndexerProblem, device: torch.device) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
     """Why this back end cannot compute the problem: never."""
     return []
 
 
-def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> None:
+def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
     """Nothing is planned: one sequence after the other, each as a whole."""
 
 
-def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """About what the score matrices of the largest sequence take."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
     heads = problem.heads if isinstance(problem, IndexerProblem) else problem.heads_q
