@@ -19,6 +19,7 @@ from fusion_attention.problem import (
     Extents,
     Grads,
     IndexerGrads,
+    IndexerLossProblem,
     IndexerOperands,
     IndexerProblem,
     Operands,
@@ -34,6 +35,8 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
+    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and not problem.top_k):
+        return ["the cpu back end computes no loss of the indexer, and no statistics for one."]
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
@@ -68,6 +71,7 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
     backward = verb.endswith("_backward")
     if isinstance(problem, IndexerProblem):
         return plan_indexer(problem, extents, backward, variant)
+    assert isinstance(problem, Problem)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
