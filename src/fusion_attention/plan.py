@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.calls import Lowered
+from fusion_attention.calls import Lowered, Staged
 from fusion_attention.contract import BackendError
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import AnyProblem, Extents
@@ -184,6 +184,11 @@ def plan(
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
     """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
+    if isinstance(call, Staged):
+        first = call.first()
+        results = first.results()
+        compute(first, results, backend)
+        call = call.after(results)
     filled = call.fill(outputs)
     found = None
     if len(call.extents):
