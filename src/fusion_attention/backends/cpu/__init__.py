@@ -11,6 +11,12 @@ import torch
 from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.indexer import plan_indexer, run_indexer, run_indexer_backward
+from fusion_attention.backends.cpu.indexer_loss import (
+    plan_indexer_loss,
+    plan_indexer_lse,
+    run_indexer_loss,
+    run_indexer_lse,
+)
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
@@ -19,6 +25,7 @@ from fusion_attention.problem import (
     Extents,
     Grads,
     IndexerGrads,
+    IndexerLossOperands,
     IndexerLossProblem,
     IndexerOperands,
     IndexerProblem,
@@ -35,13 +42,11 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
-    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and not problem.top_k):
-        return ["the cpu back end computes no loss of the indexer, and no statistics for one."]
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
     ]
-    if isinstance(problem, IndexerProblem):
+    if not isinstance(problem, Problem):
         table.append(("weights_dtype", problem.weights_dtype, DTYPES))
     elif problem.select_count:
         table += [
@@ -69,9 +74,12 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
     on packing or on threads.
     """
     backward = verb.endswith("_backward")
+    if isinstance(problem, IndexerLossProblem):
+        return plan_indexer_loss(problem, extents, variant)
     if isinstance(problem, IndexerProblem):
+        if verb == "indexer_lse":
+            return plan_indexer_lse(problem, extents, variant)
         return plan_indexer(problem, extents, backward, variant)
-    assert isinstance(problem, Problem)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
@@ -134,3 +142,23 @@ def indexer_backward(
     """Writes dq, dk and dweights from the chosen indices; entries that are not read give nothing."""
     if len(extents):
         run_indexer_backward(schedule, problem, operands, grads)
+
+
+def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
+    if len(extents):
+        run_indexer_lse(schedule, problem, operands)
+
+
+def indexer_loss(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    schedule: SparsePlan,
+    operands: IndexerLossOperands,
+    grads: IndexerGrads,
+) -> None:
+    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights."""
+    if len(extents):
+        run_indexer_loss(schedule, problem, operands, grads)
+    else:
+        operands.loss.zero_()
