@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import backward, chart, decode_rows, dense, features, memory, sparse
+from benchmarks import backward, chart, decode_rows, dense, features, loss, memory, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from fusion_attention import _native
 
@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "gradients": (backward.training,),
     "steps": (backward.packed,),
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
+    "loss": (loss.losses,),
 }
 MEMORY, DECODE = "memory", "decode"
 NAMES = (*GROUPS, MEMORY, DECODE)

@@ -58,26 +58,30 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
 
 // What a call reads and writes, in the order in which Python gives it; holds the arrays that the views point into.
 struct SparseArgument {
+    bool writes;  // gradients
     RowsArgument q, q_rope, indices;
     KeysArgument k, k_rope, v;
     RowsArgument out, max, sum, weights, values, dout, dq, dq_rope, dk, dk_rope, dv, dweights;
     fusion::SparseOperands operands;
 
-    SparseArgument(const nb::tuple &t, const SparseProblem &p, bool backward, std::size_t n)
-        : q(at(t, 0), "q", p.dim_qk, n), q_rope(at(t, 1), "q_rope", p.dim_rope, n),
+    enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
+
+    SparseArgument(const nb::tuple &t, const SparseProblem &p, Of of, std::size_t n)
+        : writes(of != Of::forward), q(at(t, 0), "q", p.dim_qk, n), q_rope(at(t, 1), "q_rope", p.dim_rope, n),
           indices(at(t, 2), "indices", p.select_count, n), k(at(t, 3), "k", p.dim_qk, n),
           k_rope(at(t, 4), "k_rope", p.dim_rope, n), v(at(t, 5), "v", p.dim_v, n), out(at(t, 6), "out", p.dim_v, n),
-          max(at(t, 7), "max", p.indexes ? 0 : 1, n), sum(at(t, 8), "sum", p.indexes ? 0 : 1, n),
+          max(at(t, 7), "max", p.indexes && p.select_count ? 0 : 1, n),
+          sum(at(t, 8), "sum", p.indexes && p.select_count ? 0 : 1, n),
           weights(at(t, 9), "weights", p.indexes ? p.heads_q : 0, n),
           values(at(t, 10), "values", at(t, 10).is_none() ? 0 : p.select_count, n),
-          dout(at(t, 11), "dout", !backward ? 0 : p.indexes ? p.select_count : p.dim_v, n),
-          dq(at(t, 12), "dq", backward ? p.dim_qk : 0, n), dq_rope(at(t, 13), "dq_rope", backward ? p.dim_rope : 0, n),
-          dk(at(t, 14), "dk", backward ? p.dim_qk : 0, n), dk_rope(at(t, 15), "dk_rope", backward ? p.dim_rope : 0, n),
-          dv(at(t, 16), "dv", backward && !p.shares_kv ? p.dim_v : 0, n),
-          dweights(at(t, 17), "dweights", backward && p.indexes ? p.heads_q : 0, n) {
+          dout(at(t, 11), "dout", of != Of::backward ? 0 : p.indexes ? p.select_count : p.dim_v, n),
+          dq(at(t, 12), "dq", writes ? p.dim_qk : 0, n), dq_rope(at(t, 13), "dq_rope", writes ? p.dim_rope : 0, n),
+          dk(at(t, 14), "dk", writes ? p.dim_qk : 0, n), dk_rope(at(t, 15), "dk_rope", writes ? p.dim_rope : 0, n),
+          dv(at(t, 16), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
+          dweights(at(t, 17), "dweights", writes && p.indexes ? p.heads_q : 0, n) {
         const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
-        if ((p.has_sink && backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
+        if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
         operands = {q.rows,    q_rope.rows, indices.rows, k.keys,       k_rope.keys, v.keys,
                     out.rows,  max.rows,    sum.rows,     reinterpret_cast<const float *>(sink),
                     weights.rows, values.rows, dout.rows, dq.rows,      dq_rope.rows, dk.rows,
@@ -106,9 +110,28 @@ void construct_sparse(fusion::SparsePlan *self, const nb::tuple &problem, const 
 
 void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &operands) {
     require_threads(threads);
-    const SparseArgument given(operands, self.problem(), self.backward(), self.sequences());
+    if (self.attention()) refuse("a loss reads an attention too");
+    const auto of = self.backward() ? SparseArgument::Of::backward : SparseArgument::Of::forward;
+    const SparseArgument given(operands, self.problem(), of, self.sequences());
     const nb::gil_scoped_release released;
     self.run(given.operands, threads);
+}
+
+void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &attention,
+                    const nb::tuple &extents, const nb::object &variant) {
+    new (self) fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents),
+                                  sparse_problem_of(attention));
+}
+
+void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &operands, const nb::tuple &attended,
+              std::uintptr_t loss) {
+    require_threads(threads);
+    if (!self.attention() || !loss) refuse("this is the plan of no loss, or the loss has no place");
+    const SparseArgument given(operands, self.problem(), SparseArgument::Of::loss, self.sequences());
+    SparseArgument read(attended, *self.attention(), SparseArgument::Of::forward, self.sequences());
+    read.operands.v = read.operands.k;
+    const nb::gil_scoped_release released;
+    self.run(given.operands, read.operands, reinterpret_cast<float *>(loss), threads);
 }
 
 void construct_indexer(fusion::IndexerPlan *self, const nb::tuple &problem, const nb::tuple &extents,
@@ -118,7 +141,7 @@ void construct_indexer(fusion::IndexerPlan *self, const nb::tuple &problem, cons
 
 void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &operands) {
     require_threads(threads);
-    const SparseArgument given(operands, self.problem(), false, self.sequences());
+    const SparseArgument given(operands, self.problem(), SparseArgument::Of::forward, self.sequences());
     const nb::gil_scoped_release released;
     self.run(given.operands, threads);
 }
@@ -126,10 +149,12 @@ void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &
 }  // namespace
 
 void bind_sparse(nb::module_ &m) {
-    nb::class_<fusion::SparsePlan>(m, "SparsePlan", "Attention to selected keys, or a backward, on given lengths.")
+    nb::class_<fusion::SparsePlan>(m, "SparsePlan", "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
         .def("__init__", &construct_sparse, "problem"_a, "extents"_a, "backward"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::SparsePlan::workspace_bytes, "threads"_a)
-        .def("run", &run_sparse, "threads"_a, "operands"_a);
+        .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "variant"_a = nb::none())
+        .def("run", &run_sparse, "threads"_a, "operands"_a)
+        .def("run", &run_loss, "threads"_a, "operands"_a, "attended"_a, "loss"_a);
     nb::class_<fusion::IndexerPlan>(m, "IndexerPlan", "The lightning indexer's forward on given lengths.")
         .def("__init__", &construct_indexer, "problem"_a, "extents"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::IndexerPlan::workspace_bytes, "threads"_a)

@@ -26,20 +26,21 @@ template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
     Word *q;              // [row][head][word]
     float *weights;       // [row][head]
-    float *scores;        // [index_chunk]
+    float *scores;        // [index_chunk + lanes]
     std::int32_t *ranks;  // [row][capacity + lanes], of candidates: scores as integers in the same order
     std::int32_t *places; // and their keys
     std::int64_t *counts;
     std::int32_t *floors; // [row], a rank must be larger to be a candidate
     std::uint64_t *list, *spare;
     std::uint32_t *histogram;
+    float *peaks, *sums;  // [row], where statistics are wanted
     std::size_t bytes;
 
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
         Carver carver(memory);
         carver.take(q, rows * sizes.heads * SparseSizes<Format>(p).words);
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
-        carver.take(scores, index_chunk);
+        carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
         carver.take(places, rows * (sizes.capacity + lanes));
         carver.take(counts, rows);
@@ -47,6 +48,8 @@ template <class Format> struct IndexScratch {
         carver.take(list, sizes.chosen);
         carver.take(spare, sizes.chosen);
         carver.take(histogram, std::int64_t{1} << digit_bits);
+        carver.take(peaks, rows);
+        carver.take(sums, rows);
         bytes = carver.bytes();
     }
 };
@@ -267,7 +270,54 @@ template <class Format, class T> void store_choice(const Indexing<Format> &w, st
     }
 }
 
+// --------------------------------------------------------------------------------------------------------- statistics
+
+// Scores of keys that join a row's maximum and its sum of exp(score - maximum), where a NaN makes both NaN; behind them is
+// room for a vector.
+inline void join_scores(float *scores, std::int64_t count, float &peak, float &sum) {
+    store(scores + count, all(-infinity));
+    Floats found = all(-infinity), added = {};
+    Words strange = {};
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        const Floats x = load<Floats>(scores + i);
+        found = larger(x, found);
+        strange |= (Words)(x != x);
+    }
+    const float top = largest_of(found), now = any(strange) ? __builtin_nanf("") : top > peak ? top : peak;
+    const float shift = now == -infinity ? 0.0f : now;
+    for (std::int64_t i = 0; i < count; i += lanes) added += exp2<6>((load<Floats>(scores + i) - shift) * log2_e);
+    sum = (now == peak ? sum : sum * exp2<6>(all((peak - now) * log2_e))[0]) + sum_of(added);
+    peak = now;
+}
+
 // ------------------------------------------------------------------------------------------------------ from end to end
+
+template <class Format, class T>
+void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                 void *scratch) {
+    const Indexing<Format> w(job, seq, index_tile_rows, packed, scratch);
+    const Sequence &lengths = job.sequences[seq];
+    std::int64_t last = 0;
+    for (std::int64_t row = row0; row < row1; ++row) {
+        load_index_row<Format, T>(w, row, row - row0);
+        w.s.peaks[row - row0] = -infinity;
+        w.s.sums[row - row0] = 0.0f;
+        last = most(last, end_key(lengths, row));
+    }
+    for (std::int64_t at = 0; at < last; at += index_chunk) {
+        for (std::int64_t row = row0; row < row1; ++row) {
+            const std::int64_t first = most(at, first_key(lengths, row)), end = least(at + index_chunk, end_key(lengths, row));
+            if (end <= first) continue;
+            const std::int64_t begin = first / panel * panel;
+            score_keys(w, row - row0, begin, end, w.s.scores);
+            join_scores(w.s.scores + (first - begin), end - first, w.s.peaks[row - row0], w.s.sums[row - row0]);
+        }
+    }
+    for (std::int64_t row = row0; row < row1; ++row) {
+        *row_of<float>(job.operands->max, seq, 0, row) = w.s.peaks[row - row0];
+        *row_of<float>(job.operands->sum, seq, 0, row) = w.s.sums[row - row0];
+    }
+}
 
 template <class Format, class T>
 void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,

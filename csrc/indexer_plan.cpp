@@ -26,7 +26,7 @@ std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) /
 
 IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences)
     : kernels_(variant.kernels(problem.dtype)), panel_(variant.panel), problem_(problem), sequences_(std::move(sequences)) {
-    require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count > 0, "a size is not positive");
+    require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0, "a size is not positive");
     std::int64_t rows = 0;
     std::size_t used = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
@@ -54,7 +54,7 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
 
 // Whether threads share the keys of a row, since there are few rows.
 bool IndexerPlan::shares_rows(const Wave &wave, int threads) const {
-    return threads > 1 && wave.rows < 4 * static_cast<std::int64_t>(threads);
+    return problem_.select_count && threads > 1 && wave.rows < 4 * static_cast<std::int64_t>(threads);
 }
 
 std::size_t IndexerPlan::scores_bytes(int threads) const {
@@ -109,6 +109,7 @@ void IndexerPlan::pack(const Wave &wave, const SparseJob &job, char *packed) con
 }
 
 void IndexerPlan::choose(const Wave &wave, const SparseJob &job, const char *packed, int threads, char *scratch) const {
+    const auto compute = problem_.select_count ? kernels_.index_rows : kernels_.index_stats;
     const std::int64_t tile = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
     const std::int64_t tiles = pieces(wave.rows, tile), first = first_row_[wave.first];
 #pragma omp for schedule(dynamic, 1)
@@ -119,7 +120,7 @@ void IndexerPlan::choose(const Wave &wave, const SparseJob &job, const char *pac
         while (row < end) {
             const std::size_t b = sequence_of(row);
             const std::int64_t own = std::min(end, first_row_[b + 1]), start = first_row_[b];
-            kernels_.index_rows(job, static_cast<std::int64_t>(b), row - start, own - start, packed + offset_[b], scratch);
+            compute(job, static_cast<std::int64_t>(b), row - start, own - start, packed + offset_[b], scratch);
             row = own;
         }
     }

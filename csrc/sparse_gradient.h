@@ -243,15 +243,12 @@ __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a,
     }
 }
 
-template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chunk, const KeySums &table) {
+// Adds what keys [first, end) of a chunk give to the rows that s.sums names; first is a multiple of block_rows.
+template <class Format> void add_to_keys(const Descent<Format> &w, std::int64_t first, std::int64_t end) {
     const auto &s = w.s;
     const std::int64_t depth = (w.item.heads + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
-    const std::int64_t pitch = sum_columns<Format>(w.p), padded = round_up<std::int64_t>(chunk.count, block_rows);
-    for (std::int64_t i = 0; i < padded + block_rows; ++i) {
-        s.sums[i] = i < chunk.count ? table.memory + chunk.keys[i] * pitch : s.nowhere;
-    }
     const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
-    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
+    for (std::int64_t at = first; at < end; at += block_rows) {
         const auto *dscores = s.dscores + at * s.head_words;
         float *const *sums = s.sums + at;
         add_block_to_sums<Format, block_rows>(dscores, s.head_words, s.q_rows, depth, sums, 0, main, scale);
@@ -263,6 +260,14 @@ template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chu
         add_block_to_sums<Format, block_rows>(s.probs + at * s.head_words, s.head_words, s.dout_rows, depth, sums,
                                               w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f);
     }
+}
+
+template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chunk, const KeySums &table) {
+    const std::int64_t pitch = sum_columns<Format>(w.p), padded = round_up<std::int64_t>(chunk.count, block_rows);
+    for (std::int64_t i = 0; i < padded + block_rows; ++i) {
+        w.s.sums[i] = i < chunk.count ? table.memory + chunk.keys[i] * pitch : w.s.nowhere;
+    }
+    add_to_keys(w, 0, chunk.count);
 }
 
 // ------------------------------------------------------------------------------------------------------ from end to end
@@ -308,33 +313,34 @@ template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &c
     weigh_chunk<Format, true>(s, chunk.count, padded, weights);
 }
 
-template <class Format, class T> void add_dq(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
+// Adds what a chunk's keys [0, count) give to dq.
+template <class Format, class Meanwhile>
+void add_dq(const Descent<Format> &w, std::int64_t count, float *dq, Meanwhile &meanwhile) {
     const auto &s = w.s;
-    const std::int64_t depth = (chunk.count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
-    add_heads<Format>(s.dscore_heads, s.deep, s.across, s.deep, depth, s.dq, w.sizes.columns, main, w.item.heads, s.ones,
-                      ahead);
+    const std::int64_t depth = (count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
+    const std::int64_t columns = w.sizes.columns;
+    add_heads<Format>(s.dscore_heads, s.deep, s.across, s.deep, depth, dq, columns, main, w.item.heads, s.ones, meanwhile);
     if (!w.p.dim_rope) return;
-    add_heads<Format>(s.dscore_heads, s.deep, s.across + main * s.deep, s.deep, depth, s.dq + main, w.sizes.columns,
-                      w.sizes.columns - main, w.item.heads, s.ones,
-                      ahead);
+    add_heads<Format>(s.dscore_heads, s.deep, s.across + main * s.deep, s.deep, depth, dq + main, columns, columns - main,
+                      w.item.heads, s.ones, meanwhile);
 }
 
 template <class T> void store_columns(T *to, const float *from, std::int64_t n, float factor) {
     for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load_floats(from + d, n - d) * factor, n - d);
 }
 
-template <class Format, class T> void store_head_gradients(const Descent<Format> &w) {
+template <class Format, class T>
+void store_head_gradients(const Descent<Format> &w, const float *dq, const float *dweights) {
     const auto &item = w.item;
     const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
-    for (std::int64_t i = 0; i < item.heads; ++i) {
-        const float *dq = w.s.dq + i * w.sizes.columns;
+    for (std::int64_t i = 0; i < item.heads; ++i, dq += w.sizes.columns) {
         store_columns(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
         if (!w.p.dim_rope) continue;
         store_columns(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns, w.p.dim_rope, scale);
     }
     if (!w.p.indexes) return;
     by_dtype(w.p.weights_dtype, [&](auto kind) {
-        store_columns(row_of<decltype(kind)>(w.o.dweights, item.seq, 0, item.row), w.s.delta, item.heads, 1.0f);
+        store_columns(row_of<decltype(kind)>(w.o.dweights, item.seq, 0, item.row), dweights, item.heads, 1.0f);
     });
 }
 
@@ -385,13 +391,13 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
         for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);
         }
-        add_dq(w, chunk, ahead);
+        add_dq(w, chunk.count, s.dq, ahead);
         turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
         add_keys(w, chunk, table);
         if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);
     }
     turn.done(turn.state, turn.item, last + 1, last);
-    store_head_gradients<Format, T>(w);
+    store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 
 // Sums of keys [first, end) as the gradients' rows.

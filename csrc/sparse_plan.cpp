@@ -39,6 +39,7 @@ struct SparsePlan::State {
     SparseJob job;
     char *sums;
     float *shares;  // [item][most_heads_], for dsink
+    double *losses; // [item]
     Progress *progress;
     std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
 
@@ -76,10 +77,26 @@ struct SparsePlan::State {
 SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                        bool backward)
     : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)), backward_(backward) {
+    require(problem_.select_count > 0, "nothing is selected");
+    divide();
+}
+
+SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+                       const SparseProblem &attention)
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention), sequences_(std::move(sequences)),
+      backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
+    require(problem_.indexes && problem_.dtype == attention.dtype, "a loss is that of an indexer of the same dtype");
+    require(attention.heads_q > 0 && attention.heads_kv > 0 && attention.heads_q % attention.heads_kv == 0,
+            "heads_q is no multiple of heads_kv");
+    require(attention.dim_qk > 0 && attention.dim_rope >= 0, "a head dim is not positive");
+    divide();
+}
+
+void SparsePlan::divide() {
     const SparseProblem &p = problem_;
     require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
     require(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0, "a head dim is not positive");
-    require(p.select_count > 0 && p.select_block > 0, "nothing is selected");
+    require(p.select_count >= 0 && p.select_block > 0, "a size of the selection is negative");
     require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
     const std::int64_t group = p.heads_q / p.heads_kv;
     const auto columns = static_cast<std::size_t>(kernels_.sum_columns(p));
@@ -102,7 +119,7 @@ SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &proble
             }
             Wave &wave = waves_.back();
             units_.push_back({static_cast<std::int64_t>(b), head, wave.items, tile, used});
-            wave.items += seq.q_len * pieces(group, tile);
+            wave.items += pieces(seq.q_len, tile_rows_) * pieces(group, tile);
             ++wave.end;
             used += bytes;
             sums_bytes_ = std::max(sums_bytes_, used);
@@ -127,11 +144,13 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
         return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team};
     }
     const auto items = static_cast<std::size_t>(most_items_);
-    const std::size_t shares = problem_.has_sink ? lines(items * static_cast<std::size_t>(most_heads_) * sizeof(float)) : 0;
+    const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
+    const std::size_t found = attention_ ? sizeof(double) : heads * sizeof(float);  // of an item
     const std::int64_t most = std::max<std::int64_t>({most_items_, pieces(longest_, keys_per_item), 1});
     const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
-    return {sums_bytes_, shares, lines(items * sizeof(Progress)), kernels_.gradient_bytes(problem_, most_heads_, longest_),
-            team};
+    const std::size_t scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
+                                           : kernels_.gradient_bytes(problem_, most_heads_, longest_);
+    return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team};
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
@@ -142,7 +161,10 @@ std::size_t SparsePlan::workspace_bytes(int threads) const {
 SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, unit.tile);
     const std::int64_t head = index % tiles * unit.tile;
-    return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), index / tiles};
+    std::int64_t row = index / tiles;
+    // Last tiles first: under a causal band they take longest.
+    if (tile_rows_ > 1) row = (pieces(sequences_[unit.seq].q_len, tile_rows_) - 1 - row) * tile_rows_;
+    return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), row};
 }
 
 const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item) const {
@@ -152,13 +174,24 @@ const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item)
 
 void SparsePlan::run(const SparseOperands &operands, int threads) const {
     const SparseJob job = {&problem_, &operands, sequences_.data()};
+    if (backward_) return run_backward(job, threads, nullptr);
     const Layout at = layout(threads);
     const Lease memory(workspace_bytes(threads));
-    if (!backward_) return attend(job, memory.data(), forward_tile(threads), at);
-    State state{job, memory.data(), reinterpret_cast<float *>(memory.data() + at.sums), nullptr, {}, {}};
-    char *const progress = memory.data() + at.sums + at.shares, *const scratch = progress + at.progress;
-    state.progress = reinterpret_cast<Progress *>(progress);
+    attend(job, memory.data(), forward_tile(threads), at);
+}
+
+void SparsePlan::run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const {
+    run_backward({&problem_, &operands, sequences_.data(), &*attention_, &attended}, threads, loss);
+}
+
+void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
+    const Layout at = layout(threads);
+    const Lease memory(workspace_bytes(threads));
+    char *const found = memory.data() + at.sums, *const progress = found + at.shares, *const scratch = progress + at.progress;
+    State state{job, memory.data(), reinterpret_cast<float *>(found), reinterpret_cast<double *>(found),
+                reinterpret_cast<Progress *>(progress), {}, {}};
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
+    double total = 0.0;
     for (const Wave &wave : waves_) {
         state.taken = state.finished = 0;
         for (std::int64_t i = 0; i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
@@ -167,13 +200,15 @@ void SparsePlan::run(const SparseOperands &operands, int threads) const {
             const FlushDenormals flushed;
             descend(wave, state, scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num()));
         }
+        for (std::int64_t i = 0; attention_ && i < wave.items; ++i) total += state.losses[i];
         for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
             const Unit &unit = unit_of(wave, i);
             const SparseItem item = item_at(unit, i - unit.first_item);
             for (std::int64_t h = 0; h < item.heads; ++h) dsink[item.head0 + h] += state.shares[i * most_heads_ + h];
         }
     }
-    for (std::size_t h = 0; h < dsink.size(); ++h) operands.dsink[h] = static_cast<float>(dsink[h]);
+    for (std::size_t h = 0; h < dsink.size(); ++h) job.operands->dsink[h] = static_cast<float>(dsink[h]);
+    if (loss) *loss = static_cast<float>(total);
 }
 
 void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
@@ -216,7 +251,12 @@ void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
         State::Line line = {&state, unit.first_item};
         const Turn turn = {&line, i, State::wait, State::done};
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
-        kernels_.gradient(state.job, item_at(unit, i - unit.first_item), turn, sums, state.shares + i * most_heads_, scratch);
+        const SparseItem item = item_at(unit, i - unit.first_item);
+        if (attention_) {
+            kernels_.loss(state.job, item, turn, sums, state.losses + i, scratch);
+        } else {
+            kernels_.gradient(state.job, item, turn, sums, state.shares + i * most_heads_, scratch);
+        }
     }
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 4)

@@ -1,7 +1,8 @@
 // Selected keys on given lengths: who computes which row when, in which order key gradients are summed, and the memory.
 //
-// An item is a row and some or all heads that share a key head. In the backward, items of one sequence and key head add to
-// the same sums of key gradients, always in the order of rows, so bits do not depend on the number of threads.
+// An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the backward,
+// items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do not depend on
+// the number of threads.
 // Compiled for the baseline instruction set.
 
 #pragma once
@@ -10,6 +11,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace fusion {
@@ -19,13 +21,19 @@ public:
     // Throws std::invalid_argument where sizes do not fit together.
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences, bool backward);
 
+    // The indexer's loss and its gradients: `problem` is the indexer.
+    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+               const SparseProblem &attention);
+
     // What run() takes besides operands and results; threads: as given to run().
     std::size_t workspace_bytes(int threads) const;
 
     // Throws std::bad_alloc before anything is written.
     void run(const SparseOperands &operands, int threads) const;
+    void run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const;
 
     const SparseProblem &problem() const { return problem_; }
+    const std::optional<SparseProblem> &attention() const { return attention_; }
     std::size_t sequences() const { return sequences_.size(); }
     bool backward() const { return backward_; }
 
@@ -44,7 +52,9 @@ private:
     };
     struct State;  // of a run
 
+    void divide();
     std::int64_t forward_tile(int threads) const;
+    void run_backward(const SparseJob &job, int threads, float *loss) const;
     Layout layout(int threads) const;
     SparseItem item_at(const Unit &unit, std::int64_t index) const;
     const Unit &unit_of(const Wave &wave, std::int64_t item) const;
@@ -53,8 +63,10 @@ private:
 
     const SparseKernels &kernels_;
     SparseProblem problem_;
+    std::optional<SparseProblem> attention_;  // of a loss
     std::vector<Sequence> sequences_;
     bool backward_;
+    std::int64_t tile_rows_ = 1;  // rows of an item
     std::int64_t rows_ = 0, longest_ = 0, most_items_ = 0, most_heads_ = 0;
     std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
     std::vector<Unit> units_;

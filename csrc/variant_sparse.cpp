@@ -1,6 +1,7 @@
 // Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
 
 #include "indexer.h"
+#include "loss.h"
 #include "sparse.h"
 #include "sparse_gradient.h"
 
@@ -41,8 +42,18 @@ void store_single(const SparseJob &job, std::int64_t seq, std::int64_t head, con
     FUSION_SINGLE(store_sums, (job, seq, head, table, first, end))
 }
 
+void loss_single(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
+                 void *scratch) {
+    FUSION_SINGLE(indexer_loss, (job, item, turn, table, loss, scratch))
+}
+
 void index_pack_single(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
     FUSION_SINGLE(index_pack, (job, seq, first, end, packed))
+}
+
+void index_stats_single(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                        void *scratch) {
+    FUSION_SINGLE(index_stats, (job, seq, row0, row1, packed, scratch))
 }
 
 void index_rows_single(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
@@ -63,12 +74,12 @@ void index_choose_single(const SparseJob &job, std::int64_t seq, std::int64_t ro
 
 constexpr SparseVariant variant = {
     {scratch_bytes<Single>, attend_single, gradient_bytes<Single>, sum_columns<Single>, gradient_single, store_single,
-     index_packed_bytes<Single>, index_pack_single, index_scratch_bytes<Single>, index_rows_single, index_scores_single,
-     index_choose_single},
+     loss_bytes<Single>, loss_single, index_packed_bytes<Single>, index_pack_single, index_scratch_bytes<Single>,
+     index_stats_single, index_rows_single, index_scores_single, index_choose_single},
 #if defined(__AVX512BF16__)
     {scratch_bytes<Pair>, select_attend<Pair, Brain>, gradient_bytes<Pair>, sum_columns<Pair>, select_gradient<Pair, Brain>,
-     store_sums<Pair, Brain>, index_packed_bytes<Pair>, index_pack<Pair, Brain>, index_scratch_bytes<Pair>,
-     index_rows<Pair, Brain>, index_scores<Pair, Brain>, index_choose<Pair, Brain>},
+     store_sums<Pair, Brain>, loss_bytes<Pair>, indexer_loss<Pair, Brain>, index_packed_bytes<Pair>, index_pack<Pair, Brain>,
+     index_scratch_bytes<Pair>, index_stats<Pair, Brain>, index_rows<Pair, Brain>, index_scores<Pair, Brain>, index_choose<Pair, Brain>},
 #else
     {},
 #endif

@@ -23,7 +23,7 @@ struct SparseProblem {
     Dtype dtype;
     double scale;
     bool has_sink, shares_kv;
-    std::int64_t select_count, select_block;  // entries of a row's list, and the keys that an entry stands for
+    std::int64_t select_count, select_block;  // entries of a row's list (0: no list), and the keys that an entry stands for
     bool indexes;                             // the lightning indexer
     Dtype weights_dtype;                      // of its weights
 };
@@ -43,6 +43,9 @@ struct SparseJob {
     const SparseProblem *problem;
     const SparseOperands *operands;
     const Sequence *sequences;
+    // Of a loss, whose problem is the indexer: the attention that the indexer learns from.
+    const SparseProblem *attention = nullptr;
+    const SparseOperands *attended = nullptr;
 };
 
 // Heads [head0, head0 + heads) of one row of a sequence; all of them read key head `head_kv`.
@@ -74,11 +77,17 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
                      void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
+    // The indexer's loss and its gradients; an item is a row, or without selection the loss_tile_rows rows from it on.
+    std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest);
+    void (*loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss, void *scratch);
     // The indexer's forward: keys packed once for all rows of a sequence.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
     void (*index_pack)(const SparseJob &, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed);
     std::size_t (*index_scratch_bytes)(const SparseProblem &, std::int64_t rows);
+    // Writes the softmax statistics of rows [row0, row1), as many as index_rows takes.
+    void (*index_stats)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                        void *scratch);
     // Chooses for rows [row0, row1); or writes the scores of keys [first, end) and leaves choosing to index_choose.
     void (*index_rows)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                        void *scratch);
@@ -96,6 +105,7 @@ struct SparseVariant {
     }
 };
 
+constexpr std::int64_t loss_tile_rows = 96;  // rows of a loss without selection that read a block of keys together
 constexpr std::int64_t index_tile_rows = 8;  // rows of the indexer that read a chunk of keys together
 
 }  // namespace fusion

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 # What allocates results: their fresh memory holds NaN, or -99 in integers.
-ALLOCATING = ("autograd", "ops.training", "ops.decode", "ops.sparse_lower", "ops.indexer_lower")
+ALLOCATING = (
+    "autograd",
+    "ops.training",
+    "ops.decode",
+    "ops.sparse_lower",
+    "ops.indexer_lower",
+    "ops.indexer_loss_lower",
+)
 
 
 @pytest.fixture(autouse=True)

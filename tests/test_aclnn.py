@@ -65,7 +65,7 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
         words = p.words(op.layout_of(p, args))
         shape = [size_of(word, sizes) for word in words]
         alone = getattr(torch, p.dtypes, None) if p.dtypes else None
-        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args["query"]
+        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
         dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
         dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
         if p.name == "dpse":

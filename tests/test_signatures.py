@@ -57,6 +57,10 @@ KEYWORD_ONLY_FROM = {
     "npu_sparse_flash_attention_grad": None,
     "lightning_indexer": "layout",
     "sparse_attention": "layout",
+    "npu_sparse_lightning_indexer_grad_kl_loss": "query_rope",
+    "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
+    "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
+    "indexer_loss": "layout",
 }
 
 
@@ -102,6 +106,14 @@ TORCH_NPU = {
     "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
     " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
     f" {EVERY} attention_mode=0",
+    "npu_sparse_lightning_indexer_grad_kl_loss": "query key query_index key_index weights sparse_indices softmax_max"
+    " softmax_sum scale_value query_rope key_rope actual_seq_qlen actual_seq_klen layout='BSND' sparse_mode=3"
+    f" {EVERY} sinks",
+    "npu_dense_lightning_indexer_softmax_lse": "query_index key_index weights actual_seq_qlen actual_seq_klen"
+    f" layout='BSND' sparse_mode=3 {EVERY}",
+    "npu_dense_lightning_indexer_grad_kl_loss": "query key query_index key_index weights softmax_max softmax_sum"
+    " softmax_max_index softmax_sum_index scale_value query_rope key_rope actual_seq_qlen actual_seq_klen"
+    f" layout='BSND' sparse_mode=3 {EVERY}",
 }
 
 
@@ -231,6 +243,20 @@ ACLNN = {
         query key value sparse_indices d_out out softmax_max softmax_sum actual_seq_lengths_query actual_seq_lengths_kv
         query_rope key_rope scale_value sparse_block_size layout sparse_mode pre_tokens next_tokens deterministic
         dquery dkey dvalue dquery_rope dkey_rope
+    """,
+    "aclnnSparseLightningIndexerGradKLLoss": """
+        query key query_index key_index weights sparse_indices softmax_max softmax_sum query_rope key_rope
+        actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
+        deterministic dquery_index dkey_index dweights loss
+    """,
+    "aclnnDenseLightningIndexerSoftmaxLse": """
+        query_index key_index weight actual_seq_lengths_query actual_seq_lengths_key layout sparse_mode pre_tokens
+        next_tokens softmax_max softmax_sum
+    """,
+    "aclnnDenseLightningIndexerGradKLLoss": """
+        query key query_index key_index weights softmax_max softmax_sum softmax_max_index softmax_sum_index query_rope
+        key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
+        dquery_index dkey_index dweights loss
     """,
 }
 

@@ -10,12 +10,12 @@ from cases import same_bits
 
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
-from fusion_attention.ops import RECORDS, indexer, sparse
+from fusion_attention.ops import RECORDS, indexer, indexer_loss, sparse
 from fusion_attention.sampling import sample, spoils
 from fusion_attention.sparse_autograd import run
 
-OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS)}
-ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN)}
+OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
+ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
 Args = dict[str, Any]
 
 # Levels and codes restated (docs/rulings.md 15): what is not listed is meaning, and 561002.
@@ -34,6 +34,15 @@ LIMITS = {
     ("sparse_indices", "lists of 2048 entries"),
     ("sparse_count", "1 to 2048, 3072, 4096, ... 8192"),
     ("return_values", "no values of paged keys"),
+    *(
+        ("query", t)
+        for t in ("N1 in (8, 16, 32, 64, 128)", "N1 in (32, 64, 128)", "no more rows than keys in a sequence")
+    ),
+    *(("query_index", t) for t in ("float16 or bfloat16", "Ni in (8, 16, 32, 64)", "N1 in (8, 16, 32, 64)")),
+    *(("query_index", t) for t in ("D == 128", "Di == 128", "no more rows than keys in a sequence")),
+    *(("key", "N2 == N1"), ("sparse_mode", "sparse_mode == 3")),
+    ("actual_seq_qlen", "no end of rows behind the end of the keys"),
+    ("sparse_indices", "lists of 1024, 2048, ... 8192 entries"),
 }
 CONTENT = {("sparse_indices", "lists packed to the front"), ("sparse_indices", "blocks of which the row sees a key")}
 MISSING = {"actual_seq_qlen is not None", "actual_seq_kvlen is not None", "(query_rope is None) == (key_rope is None)"}
@@ -47,6 +56,10 @@ SHAPES_AND_DTYPES = {
         ("query_rope", "Dr == 64"),
     ),
     *(("attention_out", "rows as long as the key's"), ("dy", "rows as long as the key's")),
+    *(("query_index", t) for t in ("float16 or bfloat16", "D == 128", "Di == 128")),
+    *(("query_index", t) for t in ("1 <= D <= 768", "1 <= Di <= 768")),
+    *(("weights", f"the dtype of {t}, or float32") for t in ("q", "query_index")),
+    *(("weights", f"one weight for every head of {t}") for t in ("q", "query", "index_q", "query_index")),
     *(("softmax_max", "a last axis of N1 / N2"), ("sparse_indices", "lists of at least one entry")),
     *(("weights", "the dtype of query, or float32"), ("layout_kv", "what the queries have, or PA_BSND")),
     ("sparse_values_out", "as many values as sparse_count says"),
@@ -66,9 +79,14 @@ def test_levels_and_codes(op: Op) -> None:
 # --------------------------------------------------------------------------------------------------- the two-phase face
 
 
+def backend_of(op: Op | None) -> str:
+    return "golden" if op in indexer_loss.RECORDS else "auto"
+
+
 @pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
+def runtime(request: pytest.FixtureRequest) -> Iterator[None]:
+    op = getattr(request.node, "callspec", None) and request.node.callspec.params.get("op")
+    assert acl.init(backend=backend_of(op)) == acl.rt.set_device(0) == 0
     yield
     acl.finalize()
     acl.get_recent_err_msg()
@@ -121,11 +139,7 @@ VARIANTS: dict[str, Args] = {
     "everything": {"return_softmax_lse": True, "return_values": True, "sparse_mode": 0, "K": 5, "D": 48, "Dv": 48},
     "heads": {"N1": 6, "N2": 3, "G": 2},
     "blocks": {"sparse_block_size": 4},
-    "float32": {
-        "query": ("B S1 N1 D", "float32"),
-        "weights": ("B S1 N1", "float32"),
-        "TND": {"query": ("T1 N1 D", "float32"), "weights": ("T1 N1", "float32")},
-    },
+    "float32": dict.fromkeys(("query", "query_index", "weights"), (True, "float32")),
 }
 
 
@@ -139,7 +153,7 @@ def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) ->
     assert two_phase(op, args, outputs, strict=variant in ("plain", "shared", "rope")) == (0, 0), (
         acl.get_recent_err_msg()
     )
-    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    want = run(op.lower(bind(op, args)), backend_of(op))  # type: ignore[misc]
     assert outputs.keys() == want.keys() & op.by_name.keys()
     for name, tensor in outputs.items():
         same_bits(tensor, want[name], name)

@@ -9,6 +9,7 @@ from fusion_attention.api import (
     PagedKVCache,
     attention,
     decode_attention,
+    indexer_loss,
     lightning_indexer,
     sparse_attention,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "attention",
     "capture",
     "decode_attention",
+    "indexer_loss",
     "lightning_indexer",
     "replay",
     "sparse_attention",

@@ -1,7 +1,7 @@
 """The native CPU core: which instruction-set variants it holds, and proof that each of them runs."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, overload
 
 class _CpuFeatures(TypedDict):
     built: list[str]
@@ -46,11 +46,23 @@ class DecodePlan:
     def run(self, threads: int, operands: tuple[Any, ...]) -> int: ...
 
 class SparsePlan:
+    @overload
     def __init__(
         self, problem: tuple[Any, ...], extents: tuple[Any, ...], backward: bool, variant: str | None = None
     ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        problem: tuple[Any, ...],
+        attention: tuple[Any, ...],
+        extents: tuple[Any, ...],
+        variant: str | None = None,
+    ) -> None: ...
     def workspace_bytes(self, threads: int) -> int: ...
+    @overload
     def run(self, threads: int, operands: tuple[Any, ...]) -> None: ...
+    @overload
+    def run(self, threads: int, operands: tuple[Any, ...], attended: tuple[Any, ...], loss: int) -> None: ...
 
 class IndexerPlan:
     def __init__(self, problem: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None) -> None: ...

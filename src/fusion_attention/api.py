@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention import autograd, operators
-from fusion_attention.api_sparse import lightning_indexer, sparse_attention
+from fusion_attention.api_sparse import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
 from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
@@ -25,6 +25,7 @@ __all__ = [
     "PagedKVCache",
     "attention",
     "decode_attention",
+    "indexer_loss",
     "lightning_indexer",
     "sparse_attention",
 ]

@@ -1,26 +1,24 @@
-"""The pythonic face of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them."""
+"""The pythonic face of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them, and
+indexer_loss() teaches the one what the other needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_autograd, sparse_operators
-from fusion_attention.contract import bind
+from fusion_attention import operators, sparse_operators
 from fusion_attention.ops import indexer, sparse
-from fusion_attention.ops.indexer_lower import indexer_call
-from fusion_attention.ops.sparse_lower import sparse_call
+from fusion_attention.ops import indexer_loss as loss_records
 
-__all__ = ["lightning_indexer", "sparse_attention"]
+__all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
-_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (sparse.OWN, indexer.OWN)}
+_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (sparse.OWN, indexer.OWN, loss_records.OWN)}
 
 
 def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -76,12 +74,8 @@ def lightning_indexer(
     """
     args = _canonical("lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
-    if operators.needed(args.values()):
-        found, scores = sparse_operators.indexer("lightning_indexer", args, backend)
-        return found, scores
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        indices, values = sparse_autograd.indexer(indexer_call(bind(indexer.OWN, args)), backend)
-        return indices, values
+    found = sparse_operators.results(indexer.OWN, args, backend)
+    return found["sparse_indices_out"], found["sparse_values_out"]
 
 
 def sparse_attention(
@@ -149,13 +143,80 @@ def sparse_attention(
     """
     args = _canonical("sparse_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    if operators.needed(args.values()):
-        out, max_, sum_ = sparse_operators.attention("sparse_attention", args, backend)
-        return (out, _lse(max_, sum_, layout)) if return_lse else out
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        call = replace(sparse_call(bind(sparse.OWN, args)), stats=return_lse)
-        out, *stats = sparse_autograd.attention(call, backend)
-        return (out, _lse(stats[0], stats[1], layout)) if stats else out
+    found = sparse_operators.results(sparse.OWN, args, backend, whole=return_lse)
+    out = found["attention_out"]
+    return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    indices: Tensor | None = None,
+    *,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    sink: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.
+
+        p_j  = mean over heads of exp(scale * (q . k_j + q_rope . k_rope_j) - lse)
+        y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
+        loss = sum_j p_j * (ln p_j - ln y_j),   dI = y - p
+
+    over the keys that a row selects, or (indices None) that it sees; with sinks p is divided so that the real keys
+    alone count. The loss is a sum over all rows: divide it by their number. Differentiable in index_q, index_k and
+    weights, never in what is the attention's; the gradients are found together with the loss. docs/sparse_attention.md
+    says how to train with it.
+
+    Args:
+        q, k: of the attention, [B, S1, N1, D] and [B, S2, N2, D]; float16, bfloat16 or float32.
+        lse: as the attention returned it (return_lse=True) over the same keys: [B, N1, S1], packed [T1, N1].
+        index_q, index_k: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di], in q's dtype.
+        weights: of the indexer's heads, [B, S1, Ni], in q's dtype or float32.
+        indices: int32 or int64 [B, S1, 1, K], as lightning_indexer returned them: the keys that every row selects;
+            None: all that it sees, with lse of a dense attention.
+        layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], ...
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
+        q_rope, k_rope: rope parts of the attention, [B, S1, N1, Dr], [B, S2, N2, Dr].
+        scale: the attention's; None: 1 / sqrt(D + Dr).
+        causal: rows see keys up to their own, the last row the last key; False: all keys.
+        sink: the attention's, float32 [N1].
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        The loss, a float32 scalar; 0 where no row sees a key. Probabilities enter the logarithms as 1e-8 at least, so
+        it may fall a little below 0.
+
+    Raises:
+        ContractError: a call that docs/ops/indexer_loss.md does not allow; an index out of range is named by batch,
+            row and slot.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the same problem as CANN's Sparse- and DenseLightningIndexerGradKLLoss.
+
+    Example:
+        >>> q, k, index_k = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 8)
+        >>> index_q, weights = torch.randn(1, 6, 2, 8, requires_grad=True), torch.rand(1, 6, 2)
+        >>> indices, _ = lightning_indexer(index_q, index_k, weights, 3)
+        >>> _, lse = sparse_attention(q, k, None, indices, return_lse=True)
+        >>> loss = indexer_loss(q, k, lse, index_q, index_k, weights, indices, backend="golden")
+        >>> loss.backward()
+        >>> index_q.grad.shape
+        torch.Size([1, 6, 2, 8])
+    """
+    args = _canonical("indexer_loss", locals())
+    operators.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
+    return sparse_operators.results(loss_records.OWN, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

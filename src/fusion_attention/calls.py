@@ -5,7 +5,7 @@ Faces run every operator through this alone; a family brings its own Lowered. Re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
@@ -35,15 +35,19 @@ class Filled:
 
 
 class Lowered(Protocol):
-    """A call below its interface's words.
+    """A call below its interface's words: what is planned is its problem, its extents, its verb and its device."""
 
-    Attributes:
-        problem, extents, verb, device: what is planned.
-    """
-
-    problem: Any
-    extents: Extents
     verb: str
+
+    @property
+    def problem(self) -> Any:
+        """What is computed."""
+        ...
+
+    @property
+    def extents(self) -> Extents:
+        """On which lengths."""
+        ...
 
     @property
     def device(self) -> torch.device:
@@ -57,6 +61,44 @@ class Lowered(Protocol):
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
         """The call laid on its inputs and these outputs, with any strides; writes nothing yet."""
         ...
+
+
+class Differentiable(Lowered, Protocol):
+    """A lowered call whose results have a derivative."""
+
+    @property
+    def inputs(self) -> Mapping[str, torch.Tensor | None]:
+        """Its tensors by canonical name, always the same names."""
+        ...
+
+    def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:
+        """The same call on other tensors; None for all of them: without any."""
+        ...
+
+    def whole(self) -> Differentiable:
+        """The same call with every result that its derivative reads."""
+        ...
+
+    def gradients(
+        self,
+        results: Mapping[str, torch.Tensor],
+        upstream: Mapping[str, torch.Tensor],
+        run: Callable[[Lowered], dict[str, torch.Tensor]],
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of its inputs, from its results and their gradients; `run` computes further calls."""
+        ...
+
+
+class Staged:
+    """A lowered call that reads the results of another, which runs before it."""
+
+    def first(self) -> Lowered:
+        """The call to run before."""
+        raise NotImplementedError
+
+    def after(self, results: Mapping[str, torch.Tensor]) -> Lowered:
+        """This call, with the results of the first."""
+        raise NotImplementedError
 
 
 def room(output: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ _LIBRARY = torch.library.Library("fusion_attention", "DEF")
 _CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tensor? seed, str call"
 _LIBRARY.define(f"attn_fwd({_CALL}) -> (Tensor out, Tensor max, Tensor sum)")
 _LIBRARY.define(f"attn_bwd(Tensor dout, Tensor out, Tensor max, Tensor sum, {_CALL}, bool dbias) -> Tensor[]")
-# The arguments of a gradient record that attn_bwd takes by themselves.
+# The arguments of a dense gradient record that attn_bwd takes by themselves.
 _SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple})
 
@@ -67,11 +67,12 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _names(op: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+def names_of(op: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """The canonical names of a record's input tensors, arrays and attributes."""
     params = RECORDS[op].params
+    apart = () if RECORDS[op].results else _SAVED
     return (
-        tuple(p.name for p in params if isinstance(p, Tensor) and not p.output and p.name not in _SAVED),
+        tuple(p.name for p in params if isinstance(p, Tensor) and not p.output and p.name not in apart),
         tuple(p.name for p in params if isinstance(p, Array)),
         tuple(p.name for p in params if isinstance(p, Attr)),
     )
@@ -83,7 +84,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
     A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
     record's: what is wrong with them bind() says.
     """
-    tensors, arrays, attributes = _names(op)
+    tensors, arrays, attributes = names_of(op)
     ints: dict[str, Any] = {}
     floats: dict[str, Any] = {}
     words: dict[str, Any] = {}
@@ -126,7 +127,8 @@ class _Text:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(text: str) -> _Text:
+def read(text: str) -> _Text:
+    """The line of text, read once."""
     name, backend, ints, floats, words = text.split(";", 4)
     op = RECORDS[name]
     values = ast.literal_eval(words)
@@ -137,9 +139,9 @@ def _read(text: str) -> _Text:
     return _Text(op, backend, tuple(filter(None, ints.split(","))), tuple(filter(None, floats.split(","))), values)
 
 
-def _unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:
+def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:
     """The arguments by canonical name."""
-    names = _names(text.op.name)
+    names = names_of(text.op.name)
     args = dict(text.words)
     for keys, values in zip((*names[:2], text.ints, text.floats), (tensors, arrays, ints, floats), strict=True):
         args.update(zip(keys, values, strict=True))
@@ -164,8 +166,8 @@ def _lowered(text: _Text, args: dict[str, Any], seed: torch.Tensor | None) -> Ca
 def _forward(
     tensors: Given, arrays: Given, ints: Any, floats: Any, seed: torch.Tensor | None, call: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    text = _read(call)
-    lowered = _lowered(text, _unpack(tensors, arrays, ints, floats, text), seed)
+    text = read(call)
+    lowered = _lowered(text, unpack(tensors, arrays, ints, floats, text), seed)
     with torch.no_grad():
         out, max_, sum_ = autograd.attention(lowered, text.backend)
         return (out, max_, sum_) if text.op is attention.RECORD else (out, *finite(lowered, max_, sum_))
@@ -184,8 +186,8 @@ def _backward(
     call: str,
     dbias: bool,
 ) -> list[torch.Tensor]:
-    text = _read(call)
-    args = _unpack(tensors, arrays, ints, floats, text)
+    text = read(call)
+    args = unpack(tensors, arrays, ints, floats, text)
     lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
     if _SAVED[0] in text.op.by_name:
         args |= dict(zip(_SAVED, (dout, out, *lanes), strict=True))
@@ -204,9 +206,9 @@ def _heads(op: Op, args: Mapping[str, Any], q: torch.Tensor, layout: str) -> Any
 
 
 def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: Any, call: str) -> Tensors:
-    text = _read(call)
-    args = _unpack(tensors, arrays, ints, floats, text)
-    _check(text.op, args, arrays)
+    text = read(call)
+    args = unpack(tensors, arrays, ints, floats, text)
+    check(text.op, args, arrays)
     q, k, v = (t for t in tensors[:3] if t is not None)
     layout = args.get(text.op.layout_attr, text.op.layouts[0])
     heads = _heads(text.op, args, q, layout)
@@ -218,20 +220,20 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
     return out, q.new_empty(shape, dtype=stats), q.new_empty(shape, dtype=stats)
 
 
-def _check(op: Op, args: dict[str, Any], arrays: Given) -> None:
+def check(op: Op, args: dict[str, Any], arrays: Given) -> None:
     """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
     tensors = [t for t in args.values() if isinstance(t, torch.Tensor)]
     known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
     if known and not any(t is not None for t in arrays):
-        bind(op, args)
+        bind(op, args, reads=False)
 
 
 def _backward_fake(
     dout: torch.Tensor, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor, tensors: Given, *rest: Any
 ) -> list[torch.Tensor]:
     *_, call, dbias = rest
-    names = _names(_read(call).op.name)[0]
-    own = attention.RECORD.name == _read(call).op.name
+    names = names_of(read(call).op.name)[0]
+    own = attention.RECORD.name == read(call).op.name
     slots = ("q_rope", "k_rope", "bias") if own else ("query_rope", "key_rope", "pse")
     given = dict(zip(names, tensors, strict=True))
     present = [*tensors[:3], *(given.get(name) for name in slots[:2]), given.get(slots[2]) if dbias else None]
@@ -277,7 +279,7 @@ class _Differentiable(_SingleLevelFunction):
 
 def _places(op: Op, args: Mapping[str, Any]) -> tuple[int, ...]:
     """Where the tensors of the seven gradients stand among the record's; -1 where it has none."""
-    names = _names(op.name)[0]
+    names = names_of(op.name)[0]
     slots = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
     if op is not attention.RECORD:
         pse = "pse" if args.get("pse_type", 1) in (0, 1) else ""  # slopes have no gradient
@@ -290,15 +292,16 @@ def _forward_autograd(
 ) -> Any:
     rest = (arrays, ints, floats, seed, call)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        text = _read(call)
-        places = _places(text.op, _unpack(tensors, arrays, ints, floats, text))
+        text = read(call)
+        places = _places(text.op, unpack(tensors, arrays, ints, floats, text))
         with enable_single_level_autograd_function():
             return _Differentiable.apply(rest, places, *tensors)  # type: ignore[attr-defined]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.fusion_attention.attn_fwd(tensors, *rest)
 
 
-def _no_vmap(*args: Any) -> Any:
+def no_vmap(*args: Any) -> Any:
+    """What answers torch.vmap."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )
@@ -311,7 +314,7 @@ torch.library.register_fake("fusion_attention::attn_fwd", _forward_fake, lib=_LI
 torch.library.register_fake("fusion_attention::attn_bwd", _backward_fake, lib=_LIBRARY)
 _LIBRARY.impl("attn_fwd", _forward_autograd, "Autograd")
 for _name in ("attn_fwd", "attn_bwd"):
-    _LIBRARY.impl(_name, _no_vmap, "FuncTorchBatched")
+    _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 
 
 # --------------------------------------------------------------------------------------------------------------- faces

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.calls import Lowered
+from fusion_attention.calls import Lowered, Staged
 from fusion_attention.contract import BackendError
 from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, IndexerProblem, Problem
+from fusion_attention.problem import AnyProblem, Extents
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("triton", "cpu")
@@ -38,7 +38,7 @@ class Plan:
         capacity: the extents it was planned for, where update() may be called; else None.
     """
 
-    problem: Problem | IndexerProblem
+    problem: AnyProblem
     extents: Extents
     backend: str
     verb: str
@@ -117,7 +117,7 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"fusion_attention.backends.{name}")
 
 
-def _reasons_against(name: str, problem: Problem | IndexerProblem, device: torch.device) -> list[str]:
+def _reasons_against(name: str, problem: AnyProblem, device: torch.device) -> list[str]:
     try:
         module = _load(name)
     except ImportError as error:
@@ -126,7 +126,7 @@ def _reasons_against(name: str, problem: Problem | IndexerProblem, device: torch
     return reasons
 
 
-def choose(problem: Problem | IndexerProblem, device: torch.device, backend: str) -> str:
+def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
     """The back end that computes: the named one, or the first of AUTO without a reason against.
 
     Raises:
@@ -147,7 +147,7 @@ def choose(problem: Problem | IndexerProblem, device: torch.device, backend: str
 
 
 def plan(
-    problem: Problem | IndexerProblem,
+    problem: AnyProblem,
     extents: Extents,
     device: torch.device,
     backend: str = "auto",
@@ -162,7 +162,8 @@ def plan(
         extents: lengths and bands of the sequences.
         device: where the operands lie.
         backend: "auto", or a name in BACKENDS.
-        verb: "attention_forward" or "attention_backward".
+        verb: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse" or
+            "indexer_loss".
         updatable: a plan of the caller's own, whose key lengths Plan.update changes; extents are then its capacity.
 
     Raises:
@@ -183,6 +184,11 @@ def plan(
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
     """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
+    if isinstance(call, Staged):
+        first = call.first()
+        results = first.results()
+        compute(first, results, backend)
+        call = call.after(results)
     filled = call.fill(outputs)
     found = None
     if len(call.extents):
@@ -195,7 +201,7 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
 
 
 def _made(
-    problem: Problem | IndexerProblem,
+    problem: AnyProblem,
     extents: Extents,
     device: torch.device,
     backend: str,

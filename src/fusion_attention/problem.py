@@ -248,20 +248,82 @@ class IndexerProblem:
 
 @dataclass(eq=False)
 class IndexerOperands:
-    """The memory of one call of the indexer; indices and values are written forward and indices read backward."""
+    """The memory of one call of the indexer; indices and values are written by the choice of keys, read by gradients.
+
+    The indexer's statistics (one head) are written by indexer_lse and read by a loss without selection.
+    """
 
     q: RowView
     k: RowView | PagedView
     weights: RowView  # one head, rows of `heads` elements
-    indices: RowView  # int32, one head, rows of top_k elements, positions within the sequence
+    indices: RowView | None = None  # int32, one head, rows of top_k elements, positions within the sequence
     values: RowView | None = None
+    stats: Stats | None = None
 
 
 @dataclass(eq=False)
 class IndexerGrads:
-    """What the indexer's backward reads (dvalues, per chosen key) and writes."""
+    """What the indexer's backward reads (dvalues, per chosen key; a loss has none) and writes."""
 
-    dvalues: RowView  # one head, rows of top_k elements
     dq: RowView
     dk: RowView
     dweights: RowView
+    dvalues: RowView | None = None  # one head, rows of top_k elements
+
+
+@dataclass(frozen=True)
+class IndexerLossProblem:
+    """How far the indexer's distribution over keys is from the attention's, and the gradients that bring it nearer.
+
+        p_j  = (1 / N) sum_h exp(s_hj - max_h) / sum_h,     s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
+        N    = heads_q - sum_h exp(sink_h - max_h) / sum_h  (heads_q without sinks)
+        I_j  = sum_h w_h * max(0, S_hj),                    S_hj = index.q_h . index.k_j
+        y    = softmax(I);   given statistics:              y_j = exp(I_j - max) / sum
+        loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8))
+        dI   = y - p,  dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq_h = dS k,  dk = sum_h dS^T q_h
+
+    over the keys that a row selects (select_count entries, read as attention reads them, a token weighed once for
+    every time that it is listed), or that its band shows (select_count 0, with the indexer's statistics given). Under
+    selection the factor before the logarithms is max(p_j, 1e-8) too. The loss is a sum over all rows; the gradients are
+    those of the sum, and none reaches the attention. A row without keys contributes nothing.
+
+    Args:
+        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem.
+        heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
+        select_count: entries of a row's list, shared by all heads; 0: no selection.
+    """
+
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    heads_index: int
+    dim_index: int
+    dim_rope: int = 0
+    dtype: str = "float32"
+    weights_dtype: str = "float32"
+    scale: float = 1.0
+    has_sink: bool = False
+    select_count: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+@dataclass(eq=False)
+class IndexerLossOperands:
+    """The memory of one indexer_loss: what it reads of the attention and of the indexer, and the loss, overwritten."""
+
+    q: RowView
+    k: RowView
+    stats: Stats  # of the attention, read
+    index: IndexerOperands
+    loss: torch.Tensor  # float32 [1]
+    q_rope: RowView | None = None
+    k_rope: RowView | None = None
+    sink: torch.Tensor | None = None  # float32 [heads_q]
+
+
+AnyProblem = Problem | IndexerProblem | IndexerLossProblem

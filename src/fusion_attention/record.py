@@ -214,6 +214,9 @@ class Op:
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
         lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to its calls.Lowered.
+        results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
+            memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
+            lower gives a calls.Differentiable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
     """
 
@@ -231,6 +234,9 @@ class Op:
     derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda names: {}
     functions: Mapping[str, Check] = field(default_factory=dict)
     lower: Callable[..., Any] | None = None
+    results: tuple[str, ...] = ()
+    fresh: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None
+    trains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     by_name: dict[str, Param] = field(init=False)

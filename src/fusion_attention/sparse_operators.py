@@ -1,248 +1,148 @@
-"""Sparse attention and the indexer as operators that torch sees in a trace, as operators.py for the dense ones.
+"""The calls of sparse_autograd.py as operators that torch sees in a trace, as operators.py for the dense ones.
 
-They take a call as it was made: tensors, lengths as int64 tensors, and one line of text for the rest. Checking,
-lowering and planning happen inside, when the operator runs.
+One operator runs the call of any record that names its results, another its derivative. Refuses to know any family:
+what torch must know of one beforehand its record says.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from fusion_attention import sparse_autograd
-from fusion_attention.contract import Attr, Op, bind
+from fusion_attention.calls import Differentiable
+from fusion_attention.contract import Op, bind
+from fusion_attention.operators import check, names_of, needed, no_vmap, pack, read, unpack
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
-from fusion_attention.ops.indexer_lower import Forward as IndexerForward
-from fusion_attention.ops.indexer_lower import indexer_call
-from fusion_attention.ops.sparse_lower import (
-    DIFFERENTIABLE,
-    GRADIENTS,
-    OTHERS,
-    STATISTICS,
-    Backward,
-    Forward,
-    sparse_call,
-)
 
 Tensor = torch.Tensor
-Tensors = tuple[Tensor, ...]
-LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
-_SPARSE = (*DIFFERENTIABLE, *OTHERS, *LENGTHS)
-_INDEXER = ("query", "key", "weights", "block_table", *LENGTHS)
-_SAVED = ("dy", "attention_in", *STATISTICS)
 
 _LIBRARY = torch.library.Library("fusion_attention", "FRAGMENT")
-_INPUTS = "Tensor query, Tensor key, Tensor? value, Tensor? query_rope, Tensor? key_rope, Tensor? sinks, "
-_INPUTS += "Tensor sparse_indices, Tensor? block_table, Tensor? actual_seq_qlen, Tensor? actual_seq_kvlen"
-_INDEXER_INPUTS = "Tensor query, Tensor key, Tensor weights, Tensor? block_table, Tensor? actual_seq_qlen, "
-_INDEXER_INPUTS += "Tensor? actual_seq_kvlen"
-_LIBRARY.define(f"sparse_fwd({_INPUTS}, str call) -> (Tensor out, Tensor max, Tensor sum)")
-_LIBRARY.define(f"sparse_bwd(Tensor dout, Tensor out, Tensor max, Tensor sum, {_INPUTS}, str call) -> Tensor[]")
-_LIBRARY.define(f"indexer_fwd({_INDEXER_INPUTS}, str call) -> (Tensor indices, Tensor values)")
-_LIBRARY.define(f"indexer_bwd(Tensor dvalues, Tensor indices, {_INDEXER_INPUTS}, str call) -> Tensor[]")
+_CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, str call"
+_LIBRARY.define(f"lowered({_CALL}) -> Tensor[]")
+_LIBRARY.define(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor[]")
 
 
 @torch.compiler.assume_constant_result
-def _attributes(op: str) -> tuple[str, ...]:
-    """The canonical names of a record's attributes."""
-    return tuple(p.name for p in RECORDS[op].params if isinstance(p, Attr))
+def _results_of(op: str) -> tuple[str, ...]:
+    """The names of a record's results."""
+    return RECORDS[op].results
 
 
-def _pack(op: str, args: Mapping[str, Any], names: tuple[str, ...], backend: str) -> tuple[Any, ...]:
-    """The arguments of an operator: tensors, lengths as tensors, and the line of text."""
-    words = {name: args[name] for name in _attributes(op) if args.get(name) is not None}
-    given = [args.get(name) for name in names]
-    for name, value in zip(names, given, strict=True):
-        if value is not None and name not in LENGTHS and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{op}: {name}: expected a tensor, got {type(value)}")
-    tensors = [torch.tensor(value, dtype=torch.int64) if isinstance(value, (list, tuple)) else value for value in given]
-    return *tensors, f"{op};{backend};{words!r}"
+def _trained(op: Op) -> set[str]:
+    """The inputs that some result is differentiable in."""
+    return {name for names in op.trains.values() for name in names}
 
 
-def _unpack(names: tuple[str, ...], values: tuple[Any, ...], call: str) -> tuple[Op, str, dict[str, Any]]:
+def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, call: str) -> tuple[Op, str, dict[str, Any]]:
     """(record, back end, arguments by canonical name)."""
-    op, backend, words = call.split(";", 2)
-    return RECORDS[op], backend, {**ast.literal_eval(words), **dict(zip(names, values, strict=True))}
+    text = read(call)
+    return text.op, text.backend, unpack(tensors, arrays, ints, floats, text)
 
 
-def _check(op: Op, args: dict[str, Any]) -> None:
-    """What is wrong with a call, while it is traced; sizes that are symbols, lengths and content wait."""
-    tensors = [t for t in args.values() if isinstance(t, torch.Tensor)]
-    known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
-    if known and all(args[name] is None for name in LENGTHS):
-        bind(op, args, reads=False)
+def _lowered(op: Op, args: Mapping[str, Any]) -> Any:
+    assert op.lower is not None
+    return op.lower(bind(op, args))
 
 
-# ---------------------------------------------------------------------------------------------------- sparse attention
+def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
+    """One tensor for every name: what was not found is empty."""
+    return [found[name] if name in found else like.new_empty(0) for name in names]
 
 
-def _sparse_forward(*values: Any) -> Tensors:
-    op, backend, args = _unpack(_SPARSE, values[:-1], values[-1])
-    call = sparse_call(bind(op, args))
-    results = sparse_autograd.run(Forward(sparse_autograd.with_statistics(call)), backend)
-    return tuple(results.values())
+def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
+    op, backend, args = _arguments(tensors, *rest)
+    call = _lowered(op, args)
+    found = sparse_autograd.run(call.whole() if op.trains else call, backend)
+    return _listed(found, op.results, tensors[0])
 
 
-def _sparse_forward_fake(*values: Any) -> Tensors:
-    op, _, args = _unpack(_SPARSE, values[:-1], values[-1])
-    _check(op, args)
-    q, k, v = (args[name] for name in DIFFERENTIABLE[:3])
-    heads, own = k.shape[-2], args.get("dim_v") or k.shape[-1]
-    out = q.new_empty((*q.shape[:-1], own if v is None else v.shape[-1]))
-    packed = args.get("layout", "BSND") == "TND"
-    rows = (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1])
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    max_, sum_ = (q.new_empty((*rows, q.shape[-2] // heads), dtype=stats) for _ in range(2))
-    return out, max_, sum_
+def _forward_fake(tensors: Any, *rest: Any) -> list[Tensor]:
+    op, _, args = _arguments(tensors, *rest)
+    check(op, args, rest[0])
+    assert op.fresh is not None
+    return _listed(op.fresh({**op.neutral, **args}), op.results, tensors[0])
 
 
-def _sparse_backward(dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor, *values: Any) -> list[Tensor]:
-    op, backend, args = _unpack(_SPARSE, values[:-1], values[-1])
-    saved = (dout, out, max_, sum_)
-    if _SAVED[0] in op.by_name:
-        args |= dict(zip(_SAVED, saved, strict=True))
-    grads = sparse_autograd.run(Backward(sparse_call(bind(op, args)), *saved), backend)
-    return [grads.get(name, dout.new_empty(0)) for name in GRADIENTS]
+def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
+    op, backend, args = _arguments(tensors, *rest)
+    call: Differentiable = _lowered(op, args).whole()
+    known = dict(zip(op.results, results, strict=True))
+    wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
+    found = call.gradients(known, wanted, lambda further: sparse_autograd.run(further, backend))
+    return _listed(found, names_of(op.name)[0], tensors[0])
 
 
-def _sparse_backward_fake(dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor, *values: Any) -> list[Tensor]:
-    _, _, args = _unpack(_SPARSE, values[:-1], values[-1])
-    given = [args[name] for name in DIFFERENTIABLE]
-    return [dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given]
+def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
+    op, _, args = _arguments(tensors, *rest)
+    names, trained = names_of(op.name)[0], _trained(op)
+    given = {name: args[name] for name in names if name in trained and args[name] is not None}
+    return _listed({name: t.new_empty(t.shape) for name, t in given.items()}, names, tensors[0])
 
 
-class _Sparse(torch.autograd.Function):
+class _Differentiable(_SingleLevelFunction):
+    """lowered with lowered_grad as its derivative.
+
+    Of one level: torch.func brings the level itself.
+    """
+
     @staticmethod
-    def forward(ctx: Any, *values: Any) -> Tensors:
+    def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            results: Tensors = torch.ops.fusion_attention.sparse_fwd(*values)
-        ctx.save_for_backward(*results, *values[:-1])
-        ctx.call = values[-1]
-        ctx.mark_non_differentiable(*results[1:])
+            found = torch.ops.fusion_attention.lowered(list(tensors), *rest)
+        arrays, *ctx.rest = rest
+        op = read(rest[-1]).op
+        ctx.smooth = [name in op.trains and t.numel() > 0 for name, t in zip(op.results, found, strict=True)]
+        ctx.save_for_backward(*found, *tensors, *arrays)
+        ctx.counts = len(found), len(tensors)
+        ctx.mark_non_differentiable(*(t for t, smooth in zip(found, ctx.smooth, strict=True) if not smooth))
         ctx.set_materialize_grads(False)
-        return results
+        return tuple(found)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
-        wanted = ctx.needs_input_grad
-        gradients: list[Any] = [None] * len(wanted)
-        if dout is not None:
-            out, max_, sum_, *values = ctx.saved_tensors
-            grads = torch.ops.fusion_attention.sparse_bwd(dout, out, max_, sum_, *values, ctx.call)
-            gradients[: len(grads)] = [g if need else None for g, need in zip(grads, wanted, strict=False)]
-        return tuple(gradients)
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        given = [t if smooth else None for t, smooth in zip(upstream, ctx.smooth, strict=True)]
+        if all(t is None for t in given):
+            return (None,) * (1 + len(wanted))
+        results, tensors = ctx.counts
+        saved = ctx.saved_tensors
+        found, inputs, arrays = saved[:results], saved[results : results + tensors], saved[results + tensors :]
+        grads = torch.ops.fusion_attention.lowered_grad(given, list(found), list(inputs), list(arrays), *ctx.rest)
+        return None, *(g if need else None for g, need in zip(grads, wanted, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------- indexer
-
-
-def _indexer_forward(*values: Any) -> Tensors:
-    op, backend, args = _unpack(_INDEXER, values[:-1], values[-1])
-    call = indexer_call(bind(op, args))
-    indices, *scores = sparse_autograd.run(IndexerForward(call), backend).values()
-    return indices, scores[0] if scores else call.query.new_empty(0)
-
-
-def _indexer_forward_fake(*values: Any) -> Tensors:
-    op, _, args = _unpack(_INDEXER, values[:-1], values[-1])
-    _check(op, args)
-    q = args["query"]
-    shape = (*q.shape[:-2], 1, args["sparse_count"])
-    returned = args.get("return_values", "return_values" not in op.by_name)
-    return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape if returned else (0,))
-
-
-def _indexer_backward(dvalues: Tensor, indices: Tensor, *values: Any) -> list[Tensor]:
-    op, backend, args = _unpack(_INDEXER, values[:-1], values[-1])
-    if "dy" in op.by_name:
-        args |= {"dy": dvalues, "sparse_indices": indices}
-    call = IndexerBackward(indexer_call(bind(op, args)), dvalues, indices)
-    return list(sparse_autograd.run(call, backend).values())
-
-
-def _indexer_backward_fake(dvalues: Tensor, indices: Tensor, *values: Any) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in values[:3]]
-
-
-class _Indexer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *values: Any) -> Tensors:
-        with torch._C._AutoDispatchBelowAutograd():
-            indices, scores = torch.ops.fusion_attention.indexer_fwd(*values)
-        ctx.save_for_backward(indices, *values[:-1])
-        ctx.call = values[-1]
-        ctx.mark_non_differentiable(indices)
-        ctx.set_materialize_grads(False)
-        return indices, scores
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _: Any, dvalues: Any) -> Any:
-        wanted = ctx.needs_input_grad
-        gradients: list[Any] = [None] * len(wanted)
-        if dvalues is not None:
-            indices, *values = ctx.saved_tensors
-            grads = torch.ops.fusion_attention.indexer_bwd(dvalues, indices, *values, ctx.call)
-            gradients[:3] = [g if need else None for g, need in zip(grads, wanted, strict=False)]
-        return tuple(gradients)
-
-
-def _with_derivative(function: Any, plain: str) -> Any:
-    """The Autograd kernel of an operator: the function where a gradient is wanted, else the operator below."""
-
-    def run(*values: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in values):
-            return function.apply(*values)
-        with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.fusion_attention, plain)(*values)
-
-    return run
+def _forward_autograd(tensors: Any, *rest: Any) -> Any:
+    if torch.is_grad_enabled():
+        op = read(rest[-1]).op
+        named, trained = zip(names_of(op.name)[0], tensors, strict=True), _trained(op)
+        if any(t is not None and t.requires_grad for name, t in named if name in trained):
+            with enable_single_level_autograd_function():
+                return list(_Differentiable.apply(rest, *tensors))  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.fusion_attention.lowered(tensors, *rest)
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("sparse_fwd", _sparse_forward, _key)
-    _LIBRARY.impl("sparse_bwd", _sparse_backward, _key)
-    _LIBRARY.impl("indexer_fwd", _indexer_forward, _key)
-    _LIBRARY.impl("indexer_bwd", _indexer_backward, _key)
-for _name, _fake in (
-    ("sparse_fwd", _sparse_forward_fake),
-    ("sparse_bwd", _sparse_backward_fake),
-    ("indexer_fwd", _indexer_forward_fake),
-    ("indexer_bwd", _indexer_backward_fake),
-):
-    torch.library.register_fake(f"fusion_attention::{_name}", _fake, lib=_LIBRARY)
-_LIBRARY.impl("sparse_fwd", _with_derivative(_Sparse, "sparse_fwd"), "Autograd")
-_LIBRARY.impl("indexer_fwd", _with_derivative(_Indexer, "indexer_fwd"), "Autograd")
+    _LIBRARY.impl("lowered", _forward, _key)
+    _LIBRARY.impl("lowered_grad", _backward, _key)
+torch.library.register_fake("fusion_attention::lowered", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("fusion_attention::lowered_grad", _backward_fake, lib=_LIBRARY)
+_LIBRARY.impl("lowered", _forward_autograd, "Autograd")
+for _name in ("lowered", "lowered_grad"):
+    _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
-
-
-def attention(op: str, args: Mapping[str, Any], backend: str = "auto") -> Tensors:
-    """(out, max, sum) of a forward record's call by canonical name."""
-    found: Tensors = torch.ops.fusion_attention.sparse_fwd(*_pack(op, args, _SPARSE, backend))
-    return found
-
-
-def attention_gradients(op: str, args: Mapping[str, Any]) -> Tensors:
-    """(dq, dk, dv, dq_rope, dk_rope) of a gradient record's call by canonical name; absent ones are empty."""
-    saved = [args[name] for name in _SAVED]
-    found = torch.ops.fusion_attention.sparse_bwd(*saved, *_pack(op, args, _SPARSE, "auto"))
-    return tuple(found[:5])
-
-
-def indexer(op: str, args: Mapping[str, Any], backend: str = "auto") -> Tensors:
-    """(indices, values) of a forward record's call by canonical name; values are empty where they are not wanted."""
-    found: Tensors = torch.ops.fusion_attention.indexer_fwd(*_pack(op, args, _INDEXER, backend))
-    return found
-
-
-def indexer_gradients(op: str, args: Mapping[str, Any]) -> Tensors:
-    """(dq, dk, dweights) of a gradient record's call by canonical name."""
-    saved = args["dy"], args["sparse_indices"]
-    return tuple(torch.ops.fusion_attention.indexer_bwd(*saved, *_pack(op, args, _INDEXER, "auto")))
+def results(op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False) -> dict[str, Tensor]:
+    """The results of a call by canonical name, as sparse_autograd.results(); in a trace, those it has not are empty."""
+    if needed(args.values()):
+        tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
+        found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
+        return dict(zip(_results_of(op.name), found, strict=True))
+    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        return sparse_autograd.results(bind(op, args), backend, whole=whole)

@@ -154,7 +154,7 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
         value = args[p.name]
         source = _source(op, p)
         axes = [axis for word in p.words(layout) for axis in word.split("*") if not axis.isdigit()]
-        absent = bound.names.get(source) is None if source else not axes
+        absent = bound.names.get(source) is None if source else not p.words(layout)
         absent = absent or any(bound.names.get(axis) is None for axis in axes)
         if not absent and value is None:
             raise refusal(op, p.shown, f"a tensor to write ({p.text})", "None", code=NULL_POINTER)

@@ -1,5 +1,10 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.indexer_loss import (
+    npu_dense_lightning_indexer_grad_kl_loss,
+    npu_dense_lightning_indexer_softmax_lse,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.sparse import (
@@ -19,6 +24,8 @@ from fusion_attention.npu.training import (
 
 __all__ = [
     "install",
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
     "npu_fusion_attention",
     "npu_fusion_attention_grad",
     "npu_fusion_attention_grad_v2",
@@ -30,5 +37,6 @@ __all__ = [
     "npu_lightning_indexer_grad",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
     "uninstall",
 ]

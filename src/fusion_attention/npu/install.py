@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu import inference, sparse, training
+from fusion_attention.npu import indexer_loss, inference, sparse, training
 
 NAME = "torch_npu"
 _DEVICE = re.compile(r"npu(:\d+)?")
@@ -197,7 +197,9 @@ def _modules(base: torch.device) -> dict[str, ModuleType]:
     """torch_npu and torch_npu.npu."""
     torch_npu = ModuleType(NAME, "torch_npu, played by fusion_attention: the same calls on any machine.")
     npu = npu_device.module(base)
-    functions = {name: getattr(module, name) for module in (training, inference, sparse) for name in module.__all__}
+    functions = {
+        name: getattr(module, name) for module in (training, inference, sparse, indexer_loss) for name in module.__all__
+    }
     vars(torch_npu).update(functions, npu=npu, __path__=[], __all__=[*functions, "npu"])
     vars(npu).update(functions, __path__=[])
     torch_npu.__version__ = f"{torch.__version__.split('+')[0]}+fusion.attention"  # type: ignore[attr-defined]

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_autograd, sparse_operators
-from fusion_attention.contract import Op, bind
+from fusion_attention import operators, sparse_operators
 from fusion_attention.ops import indexer, sparse
-from fusion_attention.ops.indexer_lower import indexer_call
-from fusion_attention.ops.sparse_lower import GRADIENTS, sparse_call
 
 __all__ = [
     "npu_lightning_indexer",
@@ -37,18 +34,9 @@ def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
 
 
-def _gradient(op: Op, args: dict[str, Any]) -> dict[str, Tensor]:
-    """The gradients of a gradient record's call, by name."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        bound = bind(op, args)
-        assert op.lower is not None
-        return sparse_autograd.run(op.lower(bound))
-
-
-def _five(found: dict[str, Tensor], query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dq_rope, dk_rope), absent ones empty."""
-    dq, dk, dv, dq_rope, dk_rope = (found[n] if n in found else query.new_empty(0) for n in GRADIENTS[:5])
-    return dq, dk, dv, dq_rope, dk_rope
+def _every(found: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
+    """The results of these names, absent ones empty."""
+    return tuple(found[name] if name in found else query.new_empty(0) for name in names)
 
 
 def npu_lightning_indexer(
@@ -102,12 +90,8 @@ def npu_lightning_indexer(
     """
     args = _canonical("npu_lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
-    if operators.needed(args.values()):
-        found, scores = sparse_operators.indexer("npu_lightning_indexer", args)
-        return found, scores
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        indices, *values = sparse_autograd.indexer(indexer_call(bind(indexer.TORCH, args)))
-        return indices, values[0] if values else query.new_empty(0)
+    indices, values = _every(sparse_operators.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    return indices, values
 
 
 def npu_lightning_indexer_grad(
@@ -150,10 +134,7 @@ def npu_lightning_indexer_grad(
         [1, 6, 4]
     """
     args = _canonical("npu_lightning_indexer_grad", locals())
-    if operators.needed(args.values()):
-        dq, dk, dweights = sparse_operators.indexer_gradients("npu_lightning_indexer_grad", args)
-    else:
-        dq, dk, dweights = _gradient(indexer.TORCH_GRAD, args).values()
+    dq, dk, dweights = sparse_operators.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
 
@@ -223,13 +204,11 @@ def npu_sparse_flash_attention(
     """
     args = _canonical("npu_sparse_flash_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    if operators.needed(args.values()):
-        out, max_, sum_ = sparse_operators.attention("npu_sparse_flash_attention", args)
-        return (out, max_, sum_) if return_softmax_lse else (out, max_.new_empty(0), max_.new_empty(0))
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        out, *stats = sparse_autograd.attention(sparse_call(bind(sparse.TORCH, args)))
-        max_, sum_ = stats or (out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32))
-        return out, max_, sum_
+    found = sparse_operators.results(sparse.TORCH, args)
+    out = found["attention_out"]
+    if return_softmax_lse:
+        return out, found["softmax_max"], found["softmax_sum"]
+    return out, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
 def npu_sparse_flash_attention_grad(
@@ -281,7 +260,6 @@ def npu_sparse_flash_attention_grad(
         [1, 9, 1, 16]
     """
     args = _canonical("npu_sparse_flash_attention_grad", locals())
-    if operators.needed(args.values()):
-        dq, dk, dv, dq_rope, dk_rope = sparse_operators.attention_gradients("npu_sparse_flash_attention_grad", args)
-        return dq, dk, dv, dq_rope, dk_rope
-    return _five(_gradient(sparse.TORCH_GRAD, args), query)
+    found = sparse_operators.results(sparse.TORCH_GRAD, args)
+    dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
+    return dq, dk, dv, dq_rope, dk_rope

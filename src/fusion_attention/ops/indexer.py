@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ops.indexer_lower import lower
+from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
     KV_LENGTHS,
@@ -45,6 +46,7 @@ from fusion_attention.ops.sparse_rules import (
     SIZES,
     TABLES,
     first_block,
+    scores,
 )
 from fusion_attention.record import INVALID, Attr, Op, Rule, Tensor
 
@@ -95,20 +97,7 @@ GRADIENTS = (
 
 # -------------------------------------------------------------------------------------------------------------- rules
 
-INPUTS = (
-    Rule(
-        "same_dtype(weights, query) or float32(weights)",
-        "weights",
-        "convert them with .to(query.dtype)",
-        text="the dtype of query, or float32",
-        when="floating(weights)",
-        stage="dtype",
-        code=INVALID,
-        spoil={"weights": ("B S1 N1", "bfloat16"), "query": ("B S1 N1 D", "float16")},
-    ),
-    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
-)
-HEADS = (Rule("N1 >= 1", "query", "a score is a sum over heads", text="at least one head", spoil={"N1": 0}),)
+SCORES = scores("query", "N1", "D")
 LIMITS = (
     Rule(
         "not float32(query)",
@@ -183,6 +172,7 @@ FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that
 indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""
 BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
 dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
+TRAINS = {RESULTS[1]: DIFFERENTIABLE}
 INDEXER_SIZES = {**SIZES, "D": 128}
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,
@@ -211,7 +201,7 @@ V1 = Op(
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), COUNT, MODE, PRE, NEXT),
         *(RETURN_VALUES, CHOSEN, VALUES),
     ),
-    LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + HEADS + INPUTS + FORWARD + LIMITS,
+    LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + SCORES + FORWARD + LIMITS,
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
@@ -221,6 +211,9 @@ V1 = Op(
     derive=derive,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    trains=TRAINS,
     sizes=INDEXER_SIZES,
     samples={
         "BSND": {"sparse_count": 8},
@@ -238,10 +231,13 @@ GRAD_V1 = replace(
         spelled(KV_LENGTHS, "actual_seq_lengths_key"),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
     ),
-    rules=LENGTHS + NEEDS_KEY_LENGTHS + INPUTS + SELECTION + LIMITS,
+    rules=LENGTHS + NEEDS_KEY_LENGTHS + SCORES[1:] + SELECTION + LIMITS,
     formula=BACKWARD_FORMULA,
     rulings=(6, 12, 17, 18, 20, 23, 24),
     derive=lengths,
+    results=GRADIENT_NAMES,
+    fresh=fresh_gradients,
+    trains={},
     samples={"TND": PACKED_SAMPLE},
 )
 TORCH = replace(
@@ -262,7 +258,7 @@ TORCH_GRAD = replace(
     name="npu_lightning_indexer_grad",
     summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
     source="Ascend op-plugin, npu_lightning_indexer_grad",
-    rules=HEADS + GRAD_V1.rules,
+    rules=SCORES[:1] + GRAD_V1.rules,
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS),
         spelled(Q_LENGTHS, "actual_seq_lengths_query"),
@@ -287,7 +283,7 @@ OWN = Op(
         spelled(COUNT, "top_k", default=2048),
         *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, OWN_CAUSAL, spelled(TABLE, "page_table")),
     ),
-    (*LENGTHS, *OWN_KEY_LENGTHS, *TABLES[:2], *HEADS, *INPUTS),
+    (*LENGTHS, *OWN_KEY_LENGTHS, *TABLES[:2], *SCORES),
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 23),
     layouts=LAYOUTS,
@@ -296,6 +292,9 @@ OWN = Op(
     derive=derive_own,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    trains=TRAINS,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **OWN_SAMPLE}},
 )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusion_attention.calls import Filled, room
+from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import row_view
 from fusion_attention.ops.sparse_checks import keys_in
-from fusion_attention.ops.sparse_lower import covered, extents_of, key_view
+from fusion_attention.ops.sparse_lower import covered, extents_of, key_view, unpaged
 from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 Tensor = torch.Tensor
-INPUTS = ("query", "key", "weights", "block_table")
+DIFFERENTIABLE = ("query", "key", "weights")
+INPUTS = (*DIFFERENTIABLE, "block_table")
 RESULTS = ("sparse_indices_out", "sparse_values_out")
 GRADIENTS = ("dquery", "dkey", "dweights")
 
@@ -62,21 +63,61 @@ class Indexer:
         )
 
 
-class Forward:
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a forward call with these arguments."""
+    q = n["query"]
+    shape = (*q.shape[:-2], 1, n["sparse_count"])
+    found = {RESULTS[0]: q.new_empty(shape, dtype=torch.int32)}
+    return found | ({RESULTS[1]: q.new_empty(shape)} if n["return_values"] else {})
+
+
+class _OfIndexer:
+    """What a call says to whoever plans it."""
+
+    def __init__(self, call: Indexer) -> None:
+        self.call, self.problem, self.extents = call, call.problem, call.extents
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.call.query.device
+
+
+class Forward(_OfIndexer):
     """A forward call; its results are sparse_indices_out and, where they are wanted, sparse_values_out."""
 
     verb = "indexer_topk"
 
-    def __init__(self, call: Indexer) -> None:
-        self.call = call
-        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+    @property
+    def inputs(self) -> Mapping[str, Tensor | None]:
+        """The tensors of the call."""
+        c = self.call
+        return dict(zip(INPUTS, (c.query, c.key, c.weights, c.table), strict=True))
+
+    def on(self, inputs: Mapping[str, Any]) -> Forward:
+        """The same call on other tensors."""
+        q, k, weights, table = (inputs[name] for name in INPUTS)
+        return Forward(replace(self.call, query=q, key=k, weights=weights, table=table))
+
+    def whole(self) -> Forward:
+        """The call as it is: without values there is no derivative."""
+        return self
+
+    def gradients(
+        self,
+        results: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        run: Callable[[Lowered], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The gradients of values."""
+        unpaged(self.problem.page_size)
+        found = run(Backward(self.call, upstream[RESULTS[1]], results[RESULTS[0]]))
+        return {name: found[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
-        q, p = self.call.query, self.call.problem
-        shape = (*q.shape[:-2], 1, p.top_k)
-        found = {RESULTS[0]: q.new_empty(shape, dtype=torch.int32)}
-        return found | ({RESULTS[1]: q.new_empty(shape)} if p.has_values else {})
+        p = self.problem
+        return fresh({"query": self.call.query, "sparse_count": p.top_k, "return_values": p.has_values})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
@@ -103,19 +144,23 @@ class _ForwardRun(Filled):
                 target.copy_(tensor)  # This output's rows are not of neighbouring elements.
 
 
-class Backward:
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the gradients."""
+    return {name: n[source].new_empty(n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
+
+
+class Backward(_OfIndexer):
     """A gradient call: of the values, from the indices that the forward chose."""
 
     verb = "indexer_backward"
 
     def __init__(self, call: Indexer, dvalues: Tensor, indices: Tensor) -> None:
-        self.call, self.dvalues, self.indices = call, dvalues, indices
-        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+        super().__init__(call)
+        self.dvalues, self.indices = dvalues, indices
 
     def results(self) -> dict[str, Tensor]:
         """The gradients."""
-        given = (self.call.query, self.call.key, self.call.weights)
-        return {name: t.new_empty(t.shape) for name, t in zip(GRADIENTS, given, strict=True)}
+        return fresh_gradients({name: getattr(self.call, name) for name in DIFFERENTIABLE})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
-from fusion_attention.ops.sparse_lower import lower
+from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.sparse_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.sparse_rules import (
     IN_PAGES,
     LENGTHS,
@@ -238,16 +239,17 @@ FORWARD = (
         spoil={"softmax_max": "B N2 S1 3"},
     ),
 )
+SAVED = Rule(
+    "N2 * G == N1",
+    "softmax_max",
+    "statistics have the query heads of a key head on their last axis",
+    text="a last axis of N1 / N2",
+    when="N2 > 0 and N1 % N2 == 0",
+    code=INVALID,
+    spoil={"G": 3},
+)
 BACKWARD = (
-    Rule(
-        "N2 * G == N1",
-        "softmax_max",
-        "statistics have the query heads of a key head on their last axis",
-        text="a last axis of N1 / N2",
-        when="N2 > 0 and N1 % N2 == 0",
-        code=INVALID,
-        spoil={"G": 3},
-    ),
+    SAVED,
     Rule(
         "value is not None or Dv == D",
         "dy",
@@ -299,6 +301,7 @@ FORWARD_SAMPLES = {
     "TND": {**SAMPLE, "attention_mode": 2, "layout_kv": "TND", **PACKED_SAMPLE},
 }
 BACKWARD_SAMPLES = {"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED_SAMPLE}}
+TRAINS = {RESULTS[0]: DIFFERENTIABLE}
 RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + SHAPES + SELECTION
 
 
@@ -337,6 +340,9 @@ V1 = Op(
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    trains=TRAINS,
     sizes=SIZES,
     samples=FORWARD_SAMPLES,
 )
@@ -355,6 +361,9 @@ GRAD_V1 = replace(
     formula=BACKWARD_FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25),
     derive=derive,
+    results=GRADIENT_NAMES[:5],
+    fresh=fresh_gradients,
+    trains={},
     samples=BACKWARD_SAMPLES,
 )
 TORCH = replace(
@@ -454,6 +463,9 @@ OWN = Op(
     derive=derive_own,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    trains=TRAINS,
     sizes=SIZES,
     samples={"BSND": {"value": True}, "TND": {"value": True, **OWN_SAMPLE}},
 )

@@ -6,14 +6,14 @@ Statistics leave as CANN has them, and return as kernels keep them. Refuses to k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.calls import Filled, room
+from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import LAYOUTS, row_view
@@ -80,16 +80,20 @@ class Sparse:
             indices=self.rows(indices.to(torch.int32), p.heads_kv),
         )
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Room for statistics as kernels keep them: [B, S1, N1] or [T1, N1]."""
-        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        shape = self.query.shape[:-1]
-        return self.query.new_empty(shape, dtype=dtype), self.query.new_empty(shape, dtype=dtype)
-
     def grouped(self, stats: Tensor) -> Tensor:
-        """A view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
-        p = self.problem
-        return stats.unflatten(-1, (p.heads_kv, p.group)).movedim(-2, 0 if self.layout == "TND" else 1)
+        """grouped() of the call's statistics."""
+        return grouped(stats, self.problem.heads_kv, self.layout)
+
+
+def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for statistics of query rows as kernels keep them: [B, S1, N1] or [T1, N1]."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape[:-1], dtype=dtype), query.new_empty(query.shape[:-1], dtype=dtype)
+
+
+def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
+    """A view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
+    return stats.unflatten(-1, (heads_kv, stats.shape[-1] // heads_kv)).movedim(-2, 0 if layout == "TND" else 1)
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
@@ -118,24 +122,66 @@ def covered(lengths: np.ndarray, tensor: Tensor, layout: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
-class Forward:
+RESULTS = ("attention_out", *STATISTICS)
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for every result of a forward call with these arguments."""
+    q, k, v = (n[name] for name in ("query", "key", "value"))
+    heads = k.shape[-2]
+    out = q.new_empty((*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
+    rows = (heads, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], heads, q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    stats = (q.new_empty((*rows, q.shape[-2] // heads), dtype=dtype) for _ in STATISTICS)
+    return dict(zip(RESULTS, (out, *stats), strict=True))
+
+
+class _OfSparse:
+    """What a call says to whoever plans it."""
+
+    def __init__(self, call: Sparse) -> None:
+        self.call, self.problem, self.extents = call, call.problem, call.extents
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.call.query.device
+
+
+class Forward(_OfSparse):
     """A forward call; its results are attention_out and, where they are wanted, softmax_max and softmax_sum."""
 
     verb = "attention_forward"
 
-    def __init__(self, call: Sparse) -> None:
-        self.call = call
-        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+    @property
+    def inputs(self) -> Mapping[str, Tensor | None]:
+        """The tensors of the call."""
+        return self.call.tensors
+
+    def on(self, inputs: Mapping[str, Tensor | None]) -> Forward:
+        """The same call on other tensors."""
+        return Forward(dataclasses.replace(self.call, tensors=inputs))
+
+    def whole(self) -> Forward:
+        """The same call with statistics."""
+        return Forward(dataclasses.replace(self.call, stats=True))
+
+    def gradients(
+        self,
+        results: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        run: Callable[[Lowered], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The gradients of a call with statistics."""
+        unpaged(self.problem.page_size)
+        found = run(Backward(self.call, upstream["attention_out"], *(results[name] for name in RESULTS)))
+        return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
-        call, q = self.call, self.call.query
-        found = {"attention_out": q.new_empty((*q.shape[:-1], call.problem.dim_v))}
-        if call.stats:
-            shapes = [call.grouped(stats).shape for stats in call.statistics()]
-            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            found |= {n: q.new_empty(shape, dtype=dtype) for n, shape in zip(STATISTICS, shapes, strict=True)}
-        return found
+        call = self.call
+        found = fresh({**call.tensors, "layout": call.layout, "dim_v": call.problem.dim_v})
+        return found if call.stats else {RESULTS[0]: found[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors; kernels write statistics in their own order."""
@@ -147,7 +193,7 @@ class _ForwardRun(Filled):
 
     def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
         self.call, self.outputs = call, outputs
-        written = (room(outputs["attention_out"]), *call.statistics())
+        written = (room(outputs["attention_out"]), *statistics(call.query))
         self.clears = not covered(call.extents.q_len, call.query, call.layout)
         super().__init__((call.operands(*written),), written)
 
@@ -174,19 +220,30 @@ class _ForwardRun(Filled):
 # ------------------------------------------------------------------------------------------------------------ backward
 
 
-class Backward:
+def unpaged(page_size: int) -> None:
+    """Raises for keys in pages."""
+    if page_size:
+        raise NotImplementedError("fusion_attention: keys in pages have no gradient: pass them padded or packed")
+
+
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the gradients of all tensors that are given."""
+    given = ((name, n[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+    return {name: t.new_empty(t.shape) for name, t in given if t is not None}
+
+
+class Backward(_OfSparse):
     """A gradient call, from the saved output and the saved statistics in CANN's order."""
 
     verb = "attention_backward"
 
     def __init__(self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
-        self.call, self.saved = call, (dout, out, max_, sum_)
-        self.problem, self.extents, self.device = call.problem, call.extents, call.query.device
+        super().__init__(call)
+        self.saved = dout, out, max_, sum_
 
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
-        given = ((name, self.call.tensors[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
-        return {name: t.new_empty(t.shape) for name, t in given if t is not None}
+        return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
@@ -198,7 +255,7 @@ class _BackwardRun(Filled):
 
     def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
         dout, out, *self.saved = saved
-        self.call, self.outputs, self.stats = call, outputs, call.statistics()
+        self.call, self.outputs, self.stats = call, outputs, statistics(call.query)
         self.gradients = {name: room(tensor) for name, tensor in outputs.items()}
         g, heads = self.gradients, call.problem.heads_q
 

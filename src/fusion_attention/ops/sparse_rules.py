@@ -226,3 +226,35 @@ SELECTION = (
         spoil={"sparse_indices": lists(0, 5)},
     ),
 )
+
+
+def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
+    """The rules of an indexer's scores, by the names of its query and of its axes; the first asks for heads.
+
+    like: the tensor whose dtype all have, where that is another one, and its sample shape.
+    """
+    like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
+    return (
+        Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", spoil={heads: 0}),
+        Rule(
+            f"same_dtype(weights, {like}) or float32(weights)",
+            "weights",
+            f"convert them with .to({like}.dtype)",
+            text=f"the dtype of {like}, or float32",
+            when="floating(weights)",
+            stage="dtype",
+            code=INVALID,
+            spoil={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
+        ),
+        Rule(
+            f"weights.shape[-1] == {query}.shape[-2]",
+            "weights",
+            "a score is a sum over heads",
+            text=f"one weight for every head of {query}",
+            when=f"weights.dim() == {query}.dim() - 1 and weights.dim() >= 2",
+            stage="dtype",
+            code=INVALID,
+            spoil={"weights": "B S1 7"},
+        ),
+        Rule(f"1 <= {dim} <= 768", query, "elements per head", code=INVALID, spoil={dim: 769}),
+    )

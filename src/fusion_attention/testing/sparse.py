@@ -27,8 +27,8 @@ WILD = 1 << 30  # a page that is not there
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What both kinds of case say of their rows.
+class Rows:
+    """What every kind of case says of its rows.
 
     Args:
         layout: "BSND" or "TND"; page: tokens of a page of keys, 0 without pages (then forward only).
@@ -73,7 +73,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class SparseCase(_Rows):
+class SparseCase(Rows):
     """One call of sparse attention, forward and backward.
 
     Args:
@@ -101,7 +101,7 @@ class SparseCase(_Rows):
 
 
 @dataclass(frozen=True)
-class IndexerCase(_Rows):
+class IndexerCase(Rows):
     """One call of the indexer, forward and backward.
 
     Args:
@@ -119,7 +119,7 @@ class IndexerCase(_Rows):
 # ------------------------------------------------------------------------------------------------------------ operands
 
 
-def part(case: _Rows, tensor: Tensor, side: str, b: int) -> Tensor:
+def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
     """Sequence b of a tensor of rows, as a view [tokens, ..]."""
     length = case.lengths(side)[b]
     if not case.packed:
@@ -128,10 +128,10 @@ def part(case: _Rows, tensor: Tensor, side: str, b: int) -> Tensor:
     return tensor[start : start + length]
 
 
-class _Maker:
+class Maker:
     """Draws tensors whose memory holds NaN (or 255) wherever no sequence lies."""
 
-    def __init__(self, case: _Rows) -> None:
+    def __init__(self, case: Rows) -> None:
         self.case, self.generator = case, torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -178,20 +178,21 @@ class _Maker:
         return table
 
 
-def lengths_of(case: _Rows) -> dict[str, Any]:
+def lengths_of(case: Rows) -> dict[str, Any]:
     """The lengths of a case in CANN's words."""
     q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
     kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
 
 
-def _layouts(case: _Rows) -> dict[str, Any]:
+def layouts_of(case: Rows) -> dict[str, Any]:
+    """How the tensors of a case lie, and what its rows see, in CANN's words."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
     """npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in poisoned memory."""
-    make = _Maker(case)
+    make = Maker(case)
     table = make.table() if case.page else None
 
     def keys(dim: int) -> Tensor:
@@ -203,7 +204,7 @@ def arguments(case: SparseCase) -> dict[str, Any]:
         "key": keys(case.dim_qk),
         "value": None if case.shares_kv else keys(case.dim_v),
         "dy": make.rows("q", case.heads_q, case.dim_v),
-        "sparse_indices": _lists(case, make),
+        "sparse_indices": lists_of(case, make, case.heads_kv),
         "query_rope": make.rows("q", case.heads_q, case.dim_rope) if case.dim_rope else None,
         "key_rope": keys(case.dim_rope) if case.dim_rope else None,
         "sinks": hostile(make.draw(case.heads_q)) if case.sink else None,
@@ -214,17 +215,18 @@ def arguments(case: SparseCase) -> dict[str, Any]:
         "return_softmax_lse": True,
         "dim_v": case.dim_v if case.shares_kv and case.dim_v < case.dim_qk else 0,
         **lengths_of(case),
-        **_layouts(case),
+        **layouts_of(case),
     }
 
 
-def _lists(case: SparseCase, make: _Maker) -> Tensor:
+def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
+    """A list for every row and head."""
     dtype = torch.int64 if case.wide else torch.int32
-    tensor = make.empty("q", case.heads_kv, case.count, dtype=dtype)
+    tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
         own = part(case, tensor, "q", b)
         own.fill_(-1)
-        for row, head in np.ndindex(rows, case.heads_kv):
+        for row, head in np.ndindex(rows, heads):
             found = _list(case, b, row, make.generator)[: case.count]
             own[row, head, : len(found)] = found.to(dtype)
     return tensor
@@ -245,7 +247,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
     """npu_lightning_indexer's arguments by canonical name, with dy: strided views in poisoned memory."""
-    make = _Maker(case)
+    make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
     weights: torch.dtype = getattr(torch, case.weights)
@@ -258,7 +260,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
         "sparse_count": case.top_k,
         "return_values": True,
         **lengths_of(case),
-        **_layouts(case),
+        **layouts_of(case),
     }
 
 
@@ -328,7 +330,7 @@ def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int
     return tokens
 
 
-def keys_of(case: _Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
+def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
     """Sequence b's rows [tokens, heads, dim] of a tensor of the key side."""
     tensor, table = args[name], args["block_table"]
     if table is None:

@@ -11,13 +11,22 @@ import torch
 from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.indexer import plan_indexer, run_indexer, run_indexer_backward
+from fusion_attention.backends.cpu.indexer_loss import (
+    plan_indexer_loss,
+    plan_indexer_lse,
+    run_indexer_loss,
+    run_indexer_lse,
+)
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.problem import (
+    AnyProblem,
     Extents,
     Grads,
     IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
     IndexerOperands,
     IndexerProblem,
     Operands,
@@ -31,13 +40,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule
 
 
-def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
     ]
-    if isinstance(problem, IndexerProblem):
+    if not isinstance(problem, Problem):
         table.append(("weights_dtype", problem.weights_dtype, DTYPES))
     elif problem.select_count:
         table += [
@@ -58,14 +67,18 @@ def reasons_against(problem: Problem | IndexerProblem, device: torch.device | st
     return listed
 
 
-def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
+def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
     """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
     backward = verb.endswith("_backward")
+    if isinstance(problem, IndexerLossProblem):
+        return plan_indexer_loss(problem, extents, variant)
     if isinstance(problem, IndexerProblem):
+        if verb == "indexer_lse":
+            return plan_indexer_lse(problem, extents, variant)
         return plan_indexer(problem, extents, backward, variant)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
@@ -80,7 +93,7 @@ def reschedule(problem: Problem, extents: Extents, verb: str, planned: Schedule)
     return schedule(problem, extents, verb)
 
 
-def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, with torch's present number of threads."""
     return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
 
@@ -129,3 +142,23 @@ def indexer_backward(
     """Writes dq, dk and dweights from the chosen indices; entries that are not read give nothing."""
     if len(extents):
         run_indexer_backward(schedule, problem, operands, grads)
+
+
+def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
+    if len(extents):
+        run_indexer_lse(schedule, problem, operands)
+
+
+def indexer_loss(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    schedule: SparsePlan,
+    operands: IndexerLossOperands,
+    grads: IndexerGrads,
+) -> None:
+    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights."""
+    if len(extents):
+        run_indexer_loss(schedule, problem, operands, grads)
+    else:
+        operands.loss.zero_()

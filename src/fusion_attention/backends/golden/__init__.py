@@ -9,13 +9,16 @@ import torch
 
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
-from fusion_attention.problem import Extents, IndexerProblem, Problem
+from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
+from fusion_attention.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
 
 __all__ = [
     "NAME",
     "attention_backward",
     "attention_forward",
     "indexer_backward",
+    "indexer_loss",
+    "indexer_lse",
     "indexer_topk",
     "reasons_against",
     "schedule",
@@ -24,20 +27,32 @@ __all__ = [
 
 NAME = "golden"
 # Buffers of heads * q_len * kv_len doubles that are alive at once (measured on the plain formula, rounded up).
-_BUFFERS = {"attention_forward": 6, "attention_backward": 10, "indexer_topk": 4, "indexer_backward": 6}
+_BUFFERS = {
+    "attention_forward": 6,
+    "attention_backward": 10,
+    "indexer_topk": 4,
+    "indexer_backward": 6,
+    "indexer_lse": 4,
+    "indexer_loss": 8,
+}
 
 
-def reasons_against(problem: Problem | IndexerProblem, device: torch.device) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
     """Why this back end cannot compute the problem: never."""
     return []
 
 
-def schedule(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> None:
+def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
     """Nothing is planned: one sequence after the other, each as a whole."""
 
 
-def workspace_bytes(problem: Problem | IndexerProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """About what the score matrices of the largest sequence take."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
-    heads = problem.heads if isinstance(problem, IndexerProblem) else problem.heads_q
+    if isinstance(problem, IndexerProblem):
+        heads = problem.heads
+    elif isinstance(problem, IndexerLossProblem):
+        heads = max(problem.heads_q, problem.heads_index)
+    else:
+        heads = problem.heads_q
     return 8 * heads * pairs * _BUFFERS[verb]

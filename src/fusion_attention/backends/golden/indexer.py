@@ -15,12 +15,12 @@ from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, Ind
 _INF = float("inf")
 
 
-def _load(
-    problem: IndexerProblem, extents: Extents, operands: IndexerOperands, b: int
+def dots_of(
+    heads: int, extents: Extents, operands: IndexerOperands, b: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q [heads, q_len, dim], k [1, kv_len, dim], weights [heads, q_len, 1], dots [heads, q_len, kv_len])."""
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
-    q = operands.q.sequence(b, problem.heads, q_len).double()
+    q = operands.q.sequence(b, heads, q_len).double()
     k = operands.k.sequence(b, 1, kv_len).double()
     weights = operands.weights.sequence(b, 1, q_len).double()[0].T.unsqueeze(-1)
     return q, k, weights, q @ k.mT
@@ -32,8 +32,9 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
 
     Scores descend, equal ones by ascending index; a NaN stands before all numbers. A score of -inf is a key not seen.
     """
+    assert operands.indices is not None
     for b in range(len(extents)):
-        _, _, weights, dots = _load(problem, extents, operands, b)
+        _, _, weights, dots = dots_of(problem.heads, extents, operands, b)
         q_len, kv_len = dots.shape[1:]
         edges = extents.row_interval(b, np.arange(q_len))
         first, end = (torch.from_numpy(edge).to(dots.device)[:, None] for edge in edges)
@@ -58,8 +59,10 @@ def indexer_backward(
 
     dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q,  S = q . k
     """
+    assert operands.indices is not None
+    assert grads.dvalues is not None
     for b in range(len(extents)):
-        q, k, weights, dots = _load(problem, extents, operands, b)
+        q, k, weights, dots = dots_of(problem.heads, extents, operands, b)
         heads, q_len, kv_len = dots.shape
         entries, read = scanned(operands.indices, extents, b, 1, 1)
         _, end = extents.row_interval(b, np.arange(q_len))

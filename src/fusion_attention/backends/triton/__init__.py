@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_attention.backends.triton import shapes
-from fusion_attention.problem import Extents, Grads, IndexerProblem, Operands, Problem
+from fusion_attention.problem import AnyProblem, Extents, Grads, IndexerLossProblem, IndexerProblem, Operands, Problem
 
 if TYPE_CHECKING:
     from fusion_attention.backends.triton.launch import Schedule
@@ -87,10 +87,10 @@ def against_cache(problem: Problem) -> list[str]:
     return reasons
 
 
-def reasons_against(problem: Problem | IndexerProblem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     p, where = problem, torch.device(device)
-    if isinstance(p, IndexerProblem):
+    if isinstance(p, IndexerProblem | IndexerLossProblem):
         return [*against_device(where), "the triton back end computes no indexer."]
     table = (
         ("dtype", p.dtype, DTYPES),

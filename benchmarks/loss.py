@@ -1,0 +1,185 @@
+"""The indexer's loss with its gradients beside eager torch: autograd through the loss, the attention's part without a
+graph, as many rows at a time as are fastest. Our calls go straight to the CPU back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.dense import DTYPES, PEAKS
+from benchmarks.features import with_threads
+from benchmarks.pair import Pair
+from benchmarks.sparse import CHOSEN, DIM, HEADS, INDEX_DIM, INDEX_HEADS, KEYS, ROPE, TWO_THREADS, goals, lengths, one
+from fusion_attention.backends import cpu
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import (
+    Extents,
+    IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
+    IndexerOperands,
+    IndexerProblem,
+    Stats,
+)
+
+# (ratio to eager torch, share of the bfloat16 peak)
+LISTS = {"bf16": (4.0, 0.60), "fp32": (3.0, 0.0)}
+BANDS = {"bf16": (4.0, 0.0), "fp32": (4.0, 0.0)}
+WARM_DIM, WARM_LENGTH = 128, 4096  # of the attention that keys are not selected for: every head has keys of its own
+LEAST = 1e-8
+
+
+@dataclass(eq=False)
+class Loss:
+    """What a loss reads, [tokens, heads, elements]; indices [rows, 1, slots] or None, the attention's log of sums."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    qi: torch.Tensor
+    ki: torch.Tensor
+    w: torch.Tensor
+    lse: torch.Tensor  # float32 [rows, HEADS, 1]
+    scale: float
+    indices: torch.Tensor | None = None
+
+    @property
+    def problem(self) -> IndexerLossProblem:
+        dtype, slots = str(self.q.dtype).removeprefix("torch."), 0 if self.indices is None else self.indices.shape[2]
+        sizes = HEADS, self.k.shape[1], self.q.shape[2] - ROPE, INDEX_HEADS, INDEX_DIM, ROPE
+        return IndexerLossProblem(*sizes, dtype, dtype, self.scale, select_count=slots)  # type: ignore[arg-type]
+
+    def ours(self, extents: Extents) -> Callable[[], None]:
+        """Our loss, without a selection after its statistics, as a call without arguments."""
+        p, dim = self.problem, self.q.shape[2] - ROPE
+        own = Stats(*(one(torch.empty(len(self.q), 1, 1)) for _ in range(2)))
+        listed = None if self.indices is None else one(self.indices)
+        index = IndexerOperands(one(self.qi), one(self.ki), one(self.w), listed, stats=None if listed else own)
+        stats, heads = Stats(one(self.lse), one(torch.ones_like(self.lse))), one(self.q, 0, dim)
+        ropes = one(self.q, dim, ROPE), one(self.k, dim, ROPE)
+        operands = IndexerLossOperands(heads, one(self.k, 0, dim), stats, index, torch.empty(1), *ropes)
+        grads = IndexerGrads(*(one(torch.empty_like(t)) for t in (self.qi, self.ki, self.w)))
+        plan = cpu.schedule(p, extents, "indexer_loss")
+        before = IndexerProblem(INDEX_HEADS, INDEX_DIM, p.dtype, p.weights_dtype, top_k=0)
+        before_plan = None if listed else cpu.schedule(before, extents, "indexer_lse")
+
+        def run() -> None:
+            if before_plan:
+                cpu.indexer_lse(before, extents, before_plan, index)  # type: ignore[arg-type]
+            cpu.indexer_loss(p, extents, plan, operands, grads)  # type: ignore[arg-type]
+
+        return run
+
+
+def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The loss of rows; without a selection scores of keys not seen are -inf."""
+    log_y = torch.log_softmax(scores, -1).clamp(min=float(np.log(LEAST)))
+    return (target * (target.clamp(min=LEAST).log() - log_y)).sum()
+
+
+def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
+    """Gather and batched products, `chunk` rows at a time, and backward through each."""
+    qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
+    assert s.indices is not None
+    listed = s.indices[:, 0].long()
+
+    def run() -> None:
+        for t in (qi, ki, w):
+            t.grad = None
+        for i in range(0, len(s.q), chunk):
+            at = listed[i : i + chunk]
+            with torch.no_grad():
+                products = (s.q[i : i + chunk] @ s.k[:, 0][at].mT).float()
+                target = (products.mul_(s.scale).sub_(s.lse[i : i + chunk])).exp_().mean(1)
+            keys = ki[:, 0].index_select(0, at.flatten()).view(*at.shape, INDEX_DIM)
+            dots = (qi[i : i + chunk] @ keys.mT).relu()
+            scores = (w[i : i + chunk] @ dots)[:, 0].float()
+            divergence(target, scores).backward()
+
+    return run
+
+
+def eager_bands(s: Loss, chunk: int) -> Callable[[], None]:
+    """Products of `chunk` rows with all keys that one of them sees, head by head for the target, and backward."""
+    qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
+    q, k = s.q.transpose(0, 1).contiguous(), s.k.transpose(0, 1).contiguous()
+    rows = len(s.q)
+
+    def run() -> None:
+        for t in (qi, ki, w):
+            t.grad = None
+        for i in range(0, rows, chunk):
+            end = min(i + chunk, rows)
+            unseen = torch.arange(end) > torch.arange(i, end)[:, None]
+            with torch.no_grad():
+                target = torch.zeros(end - i, end)
+                for h in range(0, HEADS, 8):
+                    products = (q[h : h + 8, i:end] @ k[h : h + 8, :end].mT).float()
+                    shift = s.lse[i:end, h : h + 8].transpose(0, 1)
+                    target += products.mul_(s.scale).sub_(shift).exp_().sum(0)
+                target.masked_fill_(unseen, 0).div_(HEADS)
+            dots = (qi[i:end].flatten(0, 1) @ ki[:end, 0].mT).view(end - i, INDEX_HEADS, end).relu()
+            scores = (w[i:end] @ dots)[:, 0].float().masked_fill(unseen, -torch.inf)
+            divergence(target, scores).backward()
+
+    return run
+
+
+def lists_of(dtype: torch.dtype, rows: int) -> Loss:
+    """A loss over random unique keys; the statistics are those of the lists."""
+    torch.manual_seed(0)
+    shapes = (rows, HEADS, DIM + ROPE), (KEYS, 1, DIM + ROPE), (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM)
+    q, k, qi, ki = (torch.randn(shape).to(dtype) for shape in shapes)
+    w = (torch.randn(rows, 1, INDEX_HEADS) / (INDEX_HEADS * INDEX_DIM) ** 0.5).to(dtype)
+    indices = torch.stack([torch.randperm(KEYS)[:CHOSEN] for _ in range(rows)]).int()[:, None]
+    scale = (DIM + ROPE) ** -0.5
+    sums = [(q[i].float() @ k[indices[i, 0].long(), 0].float().mT * scale).logsumexp(-1) for i in range(rows)]
+    return Loss(q, k, qi, ki, w, torch.stack(sums)[..., None], scale, indices)
+
+
+def bands_of(dtype: torch.dtype, length: int) -> Loss:
+    """A causal loss over all keys."""
+    torch.manual_seed(0)
+    shapes = ((length, heads, WARM_DIM + ROPE) for heads in (HEADS, HEADS))
+    q, k = (torch.randn(shape).to(dtype) for shape in shapes)
+    qi, ki = (torch.randn(length, heads, INDEX_DIM).to(dtype) for heads in (INDEX_HEADS, 1))
+    w = (torch.randn(length, 1, INDEX_HEADS) / (INDEX_HEADS * INDEX_DIM) ** 0.5).to(dtype)
+    scale, unseen = (WARM_DIM + ROPE) ** -0.5, torch.ones(length, length, dtype=torch.bool).triu(1)
+    products = ((q[:, h].float() @ k[:, h].float().mT * scale).masked_fill(unseen, -torch.inf) for h in range(HEADS))
+    return Loss(q, k, qi, ki, w, torch.stack([t.logsumexp(-1) for t in products], 1)[..., None], scale)
+
+
+def causal(length: int) -> Extents:
+    """One sequence whose rows see the keys up to their own."""
+    n = np.array([length])
+    return Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
+
+
+def losses(quick: bool) -> Iterator[Pair]:
+    """Both forms; the dense one with the statistics that it needs."""
+    rows, length = (32, 512) if quick else (256, WARM_LENGTH)
+    per_key = 2 * HEADS * (DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM
+    per_pair = 2 * HEADS * (WARM_DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM
+    for label, dtype in DTYPES.items():
+        if dtype is torch.float16:
+            continue
+        s, wanted = lists_of(dtype, rows), goals(LISTS, label, quick)
+        ours, theirs, flops = s.ours(lengths(rows, KEYS)), eager_lists(s, 16), rows * CHOSEN * per_key
+        yield Pair("indexer's loss", f"{label} {rows} rows", "autograd", ours, theirs, flops, PEAKS[label], **wanted)
+        if label == "bf16":
+            goal = 0.0 if quick or torch.get_num_threads() == 1 else TWO_THREADS / 2 * torch.get_num_threads()
+            name = f"{label} {rows} rows, all threads"
+            yield Pair("indexer's loss", name, "one thread", ours, with_threads(1, ours), flops, goal=goal)
+    for label, dtype in DTYPES.items():
+        if dtype is torch.float16:
+            continue
+        s, wanted = bands_of(dtype, length), goals(BANDS, label, quick)
+        ours, flops = s.ours(causal(length)), length * (length + 1) // 2 * per_pair
+        name = f"{label} causal {length}, with statistics"
+        yield Pair("indexer's loss", name, "autograd", ours, eager_bands(s, 128), flops, PEAKS[label], **wanted)
+        if label == "bf16":
+            goal = 0.0 if quick or torch.get_num_threads() == 1 else TWO_THREADS / 2 * torch.get_num_threads()
+            name = f"{label} causal {length}, all threads"
+            yield Pair("indexer's loss", name, "one thread", ours, with_threads(1, ours), flops, goal=goal)

@@ -1,0 +1,148 @@
+"""The specification in float64: the indexer's softmax statistics, and how far its distribution is from attention's.
+
+Builds whole score matrices. A token that a list names several times is one key of that weight: the sums are those over
+the entries of the list. What a row does not see, or does not select, never reaches a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.golden.attention import weighted_sum
+from fusion_attention.backends.golden.indexer import dots_of
+from fusion_attention.backends.golden.selection import added_up, scanned
+from fusion_attention.kv import PagedView, RowView
+from fusion_attention.problem import (
+    Extents,
+    IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
+    IndexerOperands,
+    IndexerProblem,
+)
+
+_INF = float("inf")
+_LEAST = 1e-8  # below it probabilities enter the logarithms as this
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """The indexer's scores of one sequence."""
+
+    q: torch.Tensor  # [heads, q_len, dim]
+    k: torch.Tensor  # [1, kv_len, dim]
+    weights: torch.Tensor  # [heads, q_len, 1]
+    dots: torch.Tensor  # [heads, q_len, kv_len]
+    total: torch.Tensor  # [q_len, kv_len]: I
+
+
+def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> _Scores:
+    q, k, weights, dots = dots_of(heads, extents, operands, b)
+    return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
+
+
+def _shown(extents: Extents, b: int, device: torch.device) -> torch.Tensor:
+    """[q_len, kv_len]: 1.0 where the band shows the row a key."""
+    edges = extents.row_interval(b, np.arange(extents.q_len[b]))
+    first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
+    key = torch.arange(int(extents.kv_len[b]), device=device)
+    return ((key >= first) & (key < end)).double()
+
+
+def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max, sum), [q_len, 1], of keys weighed `times`; -inf and 0 where there are none."""
+    seen = scores.where(times > 0, -_INF)
+    row_max = torch.cat((seen, seen.new_full((len(seen), 1), -_INF)), -1).amax(-1, keepdim=True)
+    row_sum = (times * (seen - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
+    return row_max, row_sum.where(row_max != -_INF, 0)
+
+
+@torch.no_grad()
+def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
+    """Writes max_j I_j and sum_j exp(I_j - max) over the keys that the band shows; -inf and 0 where it shows none."""
+    assert operands.stats is not None
+    for b in range(len(extents)):
+        scores = _scores(operands, extents, b, problem.heads).total
+        found = _statistics(scores, _shown(extents, b, scores.device))
+        for view, values in zip((operands.stats.max, operands.stats.sum), found, strict=True):
+            view.sequence(b, 1, len(scores)).copy_(values)
+
+
+def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> torch.Tensor:
+    """[q_len, kv_len]: how often a row weighs each key; a listed key that its band hides, never."""
+    shown = _shown(extents, b, operands.loss.device)
+    if not problem.select_count:
+        return shown
+    assert operands.index.indices is not None
+    entries, read = scanned(operands.index.indices, extents, b, 1, 1)
+    return added_up(read.double(), entries, read, shown.shape[1])[0] * shown
+
+
+def _target(
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: torch.Tensor
+) -> torch.Tensor:
+    """[q_len, kv_len]: p, the mean over heads of the attention's probabilities, from its saved statistics."""
+    p, (q_len, kv_len) = problem, times.shape
+
+    def query(view: RowView) -> torch.Tensor:
+        return view.sequence(b, p.heads_q, q_len).double()
+
+    def key(view: RowView | PagedView) -> torch.Tensor:
+        return view.sequence(b, p.heads_kv, kv_len).double().repeat_interleave(p.heads_q // p.heads_kv, 0)
+
+    scores = query(operands.q) @ key(operands.k).mT
+    if p.dim_rope:
+        assert operands.q_rope is not None
+        assert operands.k_rope is not None
+        scores = scores + query(operands.q_rope) @ key(operands.k_rope).mT
+    row_max, row_sum = query(operands.stats.max), query(operands.stats.sum)
+    probabilities = ((p.scale * scores - row_max).exp() / row_sum).where(times > 0, 0)
+    heads = torch.full_like(row_max[0], p.heads_q)
+    if p.has_sink:
+        assert operands.sink is not None
+        heads = heads - ((operands.sink.double()[:, None, None] - row_max).exp() / row_sum).sum(0)
+    return probabilities.sum(0) / heads
+
+
+@torch.no_grad()
+def indexer_loss(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    schedule: None,
+    operands: IndexerLossOperands,
+    grads: IndexerGrads,
+) -> None:
+    """Writes the loss, summed over all rows, and its gradients in the indexer's q, k and weights.
+
+    dI = y - p,  dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q
+    """
+    total = torch.zeros((), dtype=torch.float64, device=operands.loss.device)
+    for b in range(len(extents)):
+        s = _scores(operands.index, extents, b, problem.heads_index)
+        times = _times(problem, extents, operands, b)
+        seen = times > 0
+        q_len, kv_len = times.shape
+        if problem.select_count:
+            row_max, row_sum = _statistics(s.total, times)
+        else:
+            saved = operands.index.stats
+            assert saved is not None
+            row_max, row_sum = (view.sequence(b, 1, q_len)[0].double() for view in (saved.max, saved.sum))
+        y = ((s.total - row_max).exp() / row_sum).where(seen, 0)
+        p = _target(problem, extents, operands, b, times).where(seen, 0)
+        factor = p.clamp(min=_LEAST) if problem.select_count else p
+        losses = factor * (p.clamp(min=_LEAST).log() - y.clamp(min=_LEAST).log())
+        total += (times * losses).where(seen, 0).sum()
+        dscores = times * (y - p)
+        live = seen & (s.dots > 0)
+        ddots = (dscores * s.weights).where(live, 0)
+        dweights = (dscores * s.dots.clamp(min=0)).where(seen, 0).sum(-1)
+        grads.dweights.sequence(b, 1, q_len).copy_(dweights.T[None])
+        dq = weighted_sum(ddots, live, s.k.expand(problem.heads_index, -1, -1))
+        grads.dq.sequence(b, problem.heads_index, q_len).copy_(dq)
+        dk = weighted_sum(ddots.mT, live.mT, s.q).sum(0, keepdim=True)
+        grads.dk.sequence(b, 1, kv_len).copy_(dk)
+    operands.loss.copy_(total.expand(1))

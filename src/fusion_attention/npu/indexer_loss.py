@@ -1,0 +1,182 @@
+"""torch_npu's losses of the lightning indexer by their own names, signatures, defaults and returns.
+
+Each function binds its record, lowers and runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_attention import sparse_operators
+from fusion_attention.ops import indexer_loss
+from fusion_attention.ops.indexer_loss_lower import RESULTS, STATISTICS
+from fusion_attention.ops.sparse import UNLIMITED
+from fusion_attention.record import Op
+
+__all__ = [
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
+]
+
+Tensor = torch.Tensor
+Lengths = Sequence[int] | Tensor | None
+
+
+def _results(op: Op, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The results of a function with these arguments (by its own names)."""
+    return sparse_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
+
+
+def npu_sparse_lightning_indexer_grad_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    *,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Lengths = None,
+    actual_seq_klen: Lengths = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The indexer's loss over the selected keys, and its gradients.
+
+    p = mean over heads of the attention's probabilities;  y = softmax(sum_h w_h * max(0, query_index_h . key_index))
+    loss = sum p * (ln max(p, 1e-8) - ln max(y, 1e-8));  dI = y - p
+
+    Args:
+        query, key: of the attention, [B, S1, N1, D] and [B, S2, N2, D], TND [T1, N1, D] and [T2, N2, D].
+        query_index, key_index: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di] (TND alike), in query's dtype.
+        weights: [B, S1, Ni] or [T1, Ni], in query's dtype or float32.
+        sparse_indices: int32 or int64 [B, S1, 1, K] or [T1, 1, K], packed to the front; -1 ends a list.
+        softmax_max, softmax_sum: the sparse attention's, float32 [B, N2, S1, N1/N2] or [N2, T1, N1/N2].
+        scale_value: factor on the attention's scores.
+        query_rope, key_rope: rope parts of the attention, [.., N1, Dr] and [.., N2, Dr].
+        actual_seq_qlen, actual_seq_klen: tokens of every sequence; TND: cumulative ends, needed.
+        layout: "BSND" or "TND".
+        sparse_mode: 0: rows see all keys; 3: causal, the last row sees the last key.
+        pre_tokens, next_tokens: without effect.
+        sinks: float32 [N1], the attention's.
+
+    Returns:
+        (d_query_index, d_key_index, d_weights, loss): gradients of the sum over all rows, and that sum, float32 [1].
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_sparse_lightning_indexer_grad_kl_loss.md does not allow; an
+            index out of range is named by batch, row and slot.
+        BackendError: no back end computes it.
+
+    Source: Ascend op-plugin, npu_sparse_lightning_indexer_grad_kl_loss.
+
+    Example:
+        >>> from inspect import signature
+        >>> list(signature(npu_sparse_lightning_indexer_grad_kl_loss).parameters)[5:9]
+        ['sparse_indices', 'softmax_max', 'softmax_sum', 'scale_value']
+    """
+    found = _results(indexer_loss.TORCH, locals())
+    dq, dk, dweights, loss = (found[name] for name in RESULTS)
+    return dq, dk, dweights, loss
+
+
+def npu_dense_lightning_indexer_softmax_lse(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_qlen: Lengths = None,
+    actual_seq_klen: Lengths = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+) -> tuple[Tensor, Tensor]:
+    """The softmax statistics of the indexer's scores over all keys of a row.
+
+    I_j = sum_h w_h * max(0, query_index_h . key_index_j);  max = max_j I_j;  sum = sum_j exp(I_j - max)
+
+    Args:
+        query_index, key_index: [B, S1, Ni, Di] and [B, S2, 1, Di], TND [T1, Ni, Di] and [T2, 1, Di].
+        weights: [B, S1, Ni] or [T1, Ni], in query_index's dtype or float32.
+        actual_seq_qlen, actual_seq_klen: tokens of every sequence; TND: cumulative ends, needed.
+        layout: "BSND" or "TND".
+        sparse_mode: 0: rows see all keys; 3: causal, the last row sees the last key.
+        pre_tokens, next_tokens: without effect.
+
+    Returns:
+        (softmax_max, softmax_sum): float32 [B, 1, S1] or [1, T1]; 0 and 0 where a row sees no key.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_dense_lightning_indexer_softmax_lse.md does not allow.
+        BackendError: no back end computes it.
+
+    Source: Ascend op-plugin, npu_dense_lightning_indexer_softmax_lse.
+
+    Example:
+        >>> from inspect import signature
+        >>> list(signature(npu_dense_lightning_indexer_softmax_lse).parameters)[:3]
+        ['query_index', 'key_index', 'weights']
+    """
+    found = _results(indexer_loss.TORCH_LSE, locals())
+    max_, sum_ = (found[name] for name in STATISTICS)
+    return max_, sum_
+
+
+def npu_dense_lightning_indexer_grad_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    softmax_max_index: Tensor,
+    softmax_sum_index: Tensor,
+    scale_value: float,
+    *,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Lengths = None,
+    actual_seq_klen: Lengths = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The indexer's loss over all keys that a row sees, and its gradients.
+
+    As npu_sparse_lightning_indexer_grad_kl_loss, with y = exp(I - softmax_max_index) / softmax_sum_index.
+
+    Args:
+        softmax_max, softmax_sum: of a dense attention, float32 [B, N2, S1, N1/N2] or [N2, T1, N1/N2].
+        softmax_max_index, softmax_sum_index: as npu_dense_lightning_indexer_softmax_lse returned them.
+        all others: as npu_sparse_lightning_indexer_grad_kl_loss.
+
+    Returns:
+        (d_query_index, d_key_index, d_weights, loss): as there.
+
+    Raises:
+        ContractError, BackendError: as there.
+
+    Source: Ascend op-plugin, npu_dense_lightning_indexer_grad_kl_loss.
+
+    Example:
+        >>> from inspect import signature
+        >>> list(signature(npu_dense_lightning_indexer_grad_kl_loss).parameters)[5:9]
+        ['softmax_max', 'softmax_sum', 'softmax_max_index', 'softmax_sum_index']
+    """
+    found = _results(indexer_loss.TORCH_DENSE, locals())
+    dq, dk, dweights, loss = (found[name] for name in RESULTS)
+    return dq, dk, dweights, loss

@@ -1,0 +1,369 @@
+"""CANN's losses of the lightning indexer with their gradients, the statistics they need, and this library's own
+`indexer_loss`: their records.
+
+Rules stand in sparse_rules.py, the way down to an IndexerLossProblem in indexer_loss_lower.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.ops.indexer_loss_lower import (
+    DIFFERENTIABLE,
+    RESULTS,
+    STATISTICS,
+    fresh,
+    fresh_statistics,
+    lower,
+)
+from fusion_attention.ops.sparse import (
+    DETERMINISTIC,
+    KEY,
+    KEY_ROPE,
+    KV_LENGTHS,
+    LAYOUT,
+    LAYOUTS,
+    MAX_IN,
+    MODE,
+    NEXT,
+    OWN_CAUSAL,
+    OWN_FLOATS,
+    OWN_KEY_LENGTHS,
+    OWN_KV_LENGTHS,
+    OWN_Q_LENGTHS,
+    OWN_SAMPLE,
+    PACKED_SAMPLE,
+    PRE,
+    Q_LENGTHS,
+    QUERY,
+    QUERY_ROPE,
+    SAVED,
+    SCALE,
+    SINKS,
+    SUM_IN,
+    output,
+    rows,
+    spelled,
+)
+from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
+from fusion_attention.ops.sparse_rules import (
+    LENGTHS,
+    NEEDS_KEY_LENGTHS,
+    ROPE,
+    SELECTION,
+    SHAPES,
+    SIZES,
+    first_block,
+    scores,
+)
+from fusion_attention.record import INVALID, Op, Rule, Tensor
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+
+def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The indexer's query, key and weights, whose heads and elements are these axes; like: whose dtype the key has."""
+    return (
+        Tensor("query_index", "Query rows of the indexer.", dtypes=dtypes, shape=rows("1", heads, dim)),
+        Tensor(
+            "key_index",
+            "Key rows of the indexer, one head for all of its query heads.",
+            dtypes=f"={like}",
+            shape=rows("2", "1", dim),
+        ),
+        Tensor(
+            "weights",
+            "Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.",
+            dtypes="float16 bfloat16 float32",
+            shape={"BSND": f"B S1 {heads}", "TND": f"T1 {heads}"},
+        ),
+    )
+
+
+QUERY_INDEX, KEY_INDEX, WEIGHTS = of_index("Ni", "Di", "=query", "query")
+INDICES = Tensor(
+    "sparse_indices",
+    "The keys that every row selects, for all heads; -1 ends a list.",
+    dtypes="int32 int64",
+    shape=rows("1", "1", "K"),
+    make=first_block,
+)
+INDEX_STATISTICS = {"BSND": "B 1 S1", "TND": "1 T1"}
+MAX_INDEX = Tensor(
+    "softmax_max_index",
+    "Row maxima of the indexer's scores.",
+    dtypes="float32",
+    shape=INDEX_STATISTICS,
+    make=torch.zeros,
+)
+SUM_INDEX = Tensor(
+    "softmax_sum_index",
+    "Row sums of exp(score - max) of the indexer.",
+    dtypes="float32",
+    shape=INDEX_STATISTICS,
+    make=torch.ones,
+)
+Q_ENDS, KV_ENDS = (
+    spelled(p, name) for p, name in ((Q_LENGTHS, "actual_seq_lengths_query"), (KV_LENGTHS, "actual_seq_lengths_key"))
+)
+KLEN = spelled(KV_LENGTHS, "actual_seq_klen")
+RESULT = (
+    output("dquery_index", "Gradient of query_index.", QUERY_INDEX.shape, "=query_index"),
+    output("dkey_index", "Gradient of key_index.", KEY_INDEX.shape, "=query_index"),
+    output("dweights", "Gradient of weights.", WEIGHTS.shape, "=weights"),
+    output("loss", "The loss, summed over all rows.", "1", "float32"),
+)
+WINDOW = (MODE, PRE, NEXT)
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+def limit(check: str, param: str, advice: str, text: str = "", **changes: Any) -> Rule:
+    """A limit of the chip."""
+    return Rule(check, param, advice, text, level="limit", **changes)
+
+
+NO_OTHER = "the chip takes no other dim"
+NO_OTHERS = "the chip takes no other head counts"
+MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", spoil={"sparse_mode": 0})
+NO_FLOAT32 = limit(
+    "not float32(query)",
+    "query",
+    "the chip computes no float32 here",
+    text="float16 or bfloat16",
+    code=INVALID,
+    spoil={"query": ("B S1 N1 D", "float32"), "weights": ("B S1 Ni", "float32")},
+)
+ROWS_AND_KEYS = (
+    limit(
+        "all(q_len <= kv_len)",
+        "query",
+        "the chip takes no row without keys",
+        text="no more rows than keys in a sequence",
+        only=("BSND",),
+        spoil={"S1": 7, "sparse_indices": torch.full((2, 7, 1, 2048), -1, dtype=torch.int32)},
+    ),
+    limit(
+        "all(actual_seq_qlen <= actual_seq_kvlen)",
+        "actual_seq_qlen",
+        "the chip takes no row without keys",
+        text="no end of rows behind the end of the keys",
+        only=("TND",),
+        spoil={"actual_seq_kvlen": [2, 12], "sparse_indices": torch.full((8, 1, 2048), -1, dtype=torch.int32)},
+    ),
+)
+INDEX_LIMITS = (
+    limit("Ni in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="Ni >= 1", spoil={"Ni": 4}),
+    limit("Di == 128", "query_index", NO_OTHER, when="1 <= Di <= 768", code=INVALID, spoil={"Di": 64}),
+    limit(
+        "Dr == 64",
+        "query_rope",
+        NO_OTHER,
+        when="query_rope is not None and 1 <= Dr <= 768",
+        code=INVALID,
+        given=ROPE,
+        spoil={"Dr": 32},
+    ),
+)
+LIMITS = (
+    *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
+    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 4}),
+    limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
+    limit("D == 512", "query", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+    limit(
+        "K % 1024 == 0 and K <= 8192",
+        "sparse_indices",
+        "the chip takes lists of no other length",
+        text="lists of 1024, 2048, ... 8192 entries",
+        when="K >= 1",
+        spoil={"K": 64},
+    ),
+)
+DENSE_LIMITS = (
+    *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
+    limit(
+        "N2 == N1",
+        "key",
+        "the chip takes a key head for every query head",
+        when="N2 > 0 and N1 % N2 == 0",
+        spoil={"N2": 16, "G": 2},
+    ),
+    limit("N1 in (32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 16, "N2": 16}),
+    limit("D == 128", "query", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+)
+LSE_LIMITS = (
+    limit(
+        "not float32(query_index)",
+        "query_index",
+        "the chip computes no float32 here",
+        text="float16 or bfloat16",
+        code=INVALID,
+        spoil={"query_index": ("B S1 N1 D", "float32"), "weights": ("B S1 N1", "float32")},
+    ),
+    MODE_3,
+    *(replace(rule, param="query_index") if rule.param == "query" else rule for rule in ROWS_AND_KEYS),
+    limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", spoil={"N1": 4}),
+    limit("D == 128", "query_index", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+)
+SCORES = scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
+MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, *SCORES, SAVED)
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+FORMULA = """p_j = (1 / N) sum_h exp(s_hj - max_h) / sum_h,   s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
+I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = softmax(I)      over the keys of a row
+loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y - p
+dweights_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dquery_index = dS k,   dkey_index = sum_h dS^T q"""
+SPARSE_SIZES = {**SIZES, "N1": 8, "G": 8, "Ni": 8, "Di": 128}
+DENSE_SIZES = {**SPARSE_SIZES, "N1": 32, "N2": 32, "G": 1, "D": 128}
+NEUTRAL: dict[str, Any] = {
+    "cumulative": True,
+    "sparse_block_size": 1,
+    **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "sparse_indices", "lse")),
+    **dict.fromkeys(("softmax_max", "softmax_sum", "softmax_max_index", "softmax_sum_index")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal")),
+    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Ps", "N1", "N2", "D", "Dr", "G", "K", "Ni", "Di")),
+}
+OF_ATTENTION = (QUERY, replace(KEY, form=None))
+OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
+
+V1 = Op(
+    "aclnnSparseLightningIndexerGradKLLoss",
+    "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
+    "CANN, aclnnSparseLightningIndexerGradKLLoss",
+    (
+        *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, Q_ENDS, KV_ENDS),
+        *(SCALE, LAYOUT, *WINDOW, DETERMINISTIC, *RESULT),
+    ),
+    (*MEANING, *SELECTION, *LIMITS),
+    formula=FORMULA,
+    rulings=(6, 12, 14, 17, 18, 20, 23, 24),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral=NEUTRAL,
+    blank_is_absent=True,
+    derive=lengths,
+    functions=FUNCTIONS,
+    lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    sizes=SPARSE_SIZES,
+    samples={"BSND": {"scale_value": 0.05}, "TND": {"scale_value": 0.05, **PACKED_SAMPLE}},
+)
+DENSE_V1 = replace(
+    V1,
+    name="aclnnDenseLightningIndexerGradKLLoss",
+    summary="How far the indexer's distribution over all keys is from the attention's, and the gradients.",
+    source="CANN, aclnnDenseLightningIndexerGradKLLoss",
+    params=(
+        *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, Q_ENDS, KV_ENDS),
+        *(SCALE, LAYOUT, *WINDOW, *RESULT),
+    ),
+    rules=(*MEANING, *DENSE_LIMITS),
+    rulings=(6, 14, 17, 20, 23, 24),
+    sizes=DENSE_SIZES,
+)
+LSE_PARAMS = of_index("N1", "D", str(QUERY.dtypes), "query_index")
+LSE_V1 = replace(
+    V1,
+    name="aclnnDenseLightningIndexerSoftmaxLse",
+    summary="The softmax statistics of an indexer's scores over all keys of a row.",
+    source="CANN, aclnnDenseLightningIndexerSoftmaxLse",
+    params=(
+        *(*LSE_PARAMS[:2], spelled(LSE_PARAMS[2], "weight"), Q_ENDS, KV_ENDS, LAYOUT, *WINDOW),
+        output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32"),
+        output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32"),
+    ),
+    rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *scores("query_index", "N1", "D"), *LSE_LIMITS),
+    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
+max = max_j I_j,  sum = sum_j exp(I_j - max)""",
+    rulings=(6, 17, 20, 23),
+    results=STATISTICS,
+    fresh=fresh_statistics,
+    sizes={**SIZES, "N1": 8, "D": 128},
+    samples={"TND": PACKED_SAMPLE},
+)
+TORCH = replace(
+    V1,
+    name="npu_sparse_lightning_indexer_grad_kl_loss",
+    summary="torch_npu's loss over selected keys: (d_query_index, d_key_index, d_weights, loss).",
+    source="Ascend op-plugin, npu_sparse_lightning_indexer_grad_kl_loss",
+    params=(
+        *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, SCALE, QUERY_ROPE, KEY_ROPE, Q_LENGTHS, KLEN),
+        *(LAYOUT, *WINDOW, SINKS, *RESULT),
+    ),
+)
+TORCH_DENSE = replace(
+    DENSE_V1,
+    name="npu_dense_lightning_indexer_grad_kl_loss",
+    summary="torch_npu's loss over all keys: (d_query_index, d_key_index, d_weights, loss).",
+    source="Ascend op-plugin, npu_dense_lightning_indexer_grad_kl_loss",
+    params=(
+        *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, SCALE, QUERY_ROPE, KEY_ROPE),
+        *(Q_LENGTHS, KLEN, LAYOUT, *WINDOW, *RESULT),
+    ),
+)
+TORCH_LSE = replace(
+    LSE_V1,
+    name="npu_dense_lightning_indexer_softmax_lse",
+    summary="torch_npu's statistics of an indexer's scores: (softmax_max, softmax_sum).",
+    source="Ascend op-plugin, npu_dense_lightning_indexer_softmax_lse",
+    params=(*LSE_PARAMS, Q_LENGTHS, KLEN, *LSE_V1.params[5:]),
+)
+
+
+def derive_own(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes, and the mode that `causal` stands for."""
+    return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
+
+
+OWN = Op(
+    "indexer_loss",
+    "How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
+    "this library",
+    (
+        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),
+        Tensor(
+            "lse",
+            "The attention's log-sum-exp of every row and head, sinks included; -inf where a row sees no key.",
+            dtypes="float32 float64",
+            shape={"BSND": "B N1 S1", "TND": "T1 N1"},
+        ),
+        *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS)),
+        spelled(
+            INDICES,
+            "indices",
+            text="The keys that every row selects, for all heads, -1 behind the last; None: all that the row sees.",
+            optional=True,
+        ),
+        *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
+        spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None),
+        *(OWN_CAUSAL, spelled(SINKS, "sink")),
+    ),
+    (
+        *(*LENGTHS, *OWN_KEY_LENGTHS[1:], *SHAPES, *SCORES),
+        *(
+            replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
+            for rule in SELECTION
+        ),
+    ),
+    formula=FORMULA,
+    rulings=(2, 6, 12, 14, 17, 18, 23, 24),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    derive=derive_own,
+    functions=FUNCTIONS,
+    lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    trains={"loss": DIFFERENTIABLE},
+    sizes=SPARSE_SIZES,
+    samples={"TND": OWN_SAMPLE},
+)
+
+ACLNN = (V1, DENSE_V1, LSE_V1)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_DENSE, TORCH_LSE, OWN)

@@ -1,0 +1,199 @@
+"""Cases of the indexer's loss: hostile operands, golden's answer, and a plain program's, row by row with gathers.
+
+A case is one of sparse attention that says, besides, what its indexer is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import bind
+from fusion_attention.ops import indexer_loss
+from fusion_attention.ops.indexer_loss_lower import DIFFERENTIABLE, Loss, lower
+from fusion_attention.ops.sparse_lower import grouped
+from fusion_attention.sparse_autograd import run
+from fusion_attention.testing.cases import Results, Tensor, hostile
+from fusion_attention.testing.sparse import Maker, SparseCase, keys_of, layouts_of, lengths_of, lists_of, part, selected
+
+LEAST = 1e-8
+
+
+@dataclass(frozen=True)
+class LossCase(SparseCase):
+    """One loss with its gradients.
+
+    Args:
+        heads, dim: of the indexer; weights: the dtype of its weights.
+        count: entries of a list; 0: no selection.
+    """
+
+    heads: int = 3
+    dim: int = 8
+    weights: str = "float32"
+
+
+def arguments(case: LossCase) -> dict[str, Any]:
+    """The arguments of torch_npu's functions by canonical name: strided views in poisoned memory."""
+    make = Maker(case)
+    args = {
+        "query": make.rows("q", case.heads_q, case.dim_qk),
+        "key": make.rows("kv", case.heads_kv, case.dim_qk),
+        "query_index": make.rows("q", case.heads, case.dim),
+        "key_index": make.rows("kv", 1, case.dim),
+        "weights": make.rows("q", case.heads, dtype=getattr(torch, case.weights)),
+        "query_rope": make.rows("q", case.heads_q, case.dim_rope) if case.dim_rope else None,
+        "key_rope": make.rows("kv", case.heads_kv, case.dim_rope) if case.dim_rope else None,
+        "sparse_indices": lists_of(case, make, 1) if case.count else None,
+        "sinks": hostile(make.draw(case.heads_q)) if case.sink else None,
+        "block_table": None,
+        "scale_value": case.scale,
+        **lengths_of(case),
+        **layouts_of(case),
+    }
+    stats = {name: make.empty("q", case.heads_q, dtype=torch.float32) for name in ("max", "sum")}
+    index = {name: make.empty("q", 1, dtype=torch.float32) for name in ("max", "sum")}
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            tokens = tokens_of(case, args, b, row)
+            found = (_scores(case, args, b, row, tokens, torch.float64), _index(case, args, b, row, tokens)[0][None])
+            sinks = args["sinks"] if case.sink else None
+            for store, scores, sink in zip((stats, index), found, (sinks, None), strict=True):
+                for name, value in zip(("max", "sum"), _statistics(scores, sink), strict=True):
+                    part(case, store[name], "q", b)[row] = value
+    for name in ("max", "sum"):
+        args[f"softmax_{name}"] = grouped(stats[name], case.heads_kv, case.layout)
+        args[f"softmax_{name}_index"] = index[name].transpose(-1, -2)
+    return args
+
+
+def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
+    """The keys of a row, in the order of its list, each as often as it is listed."""
+    if not case.count:
+        return list(range(case.seen(b, row)))
+    return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
+
+
+def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype) -> Tensor:
+    """[heads_q, tokens]: the attention's scaled scores."""
+    total = torch.zeros(case.heads_q, len(tokens), dtype=wide)
+    for q, k in (("query", "key"), ("query_rope", "key_rope")):
+        if args[q] is not None:
+            keys = keys_of(case, args, k, b)[tokens].to(wide)  # [tokens, heads_kv, dim]
+            keys = keys.repeat_interleave(case.heads_q // case.heads_kv, 1)
+            total += torch.einsum("hd,khd->hk", part(case, args[q], "q", b)[row].to(wide), keys)
+    return case.scale * total
+
+
+def _index(
+    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(scores [tokens], dots [heads, tokens], q, k, weights) of the indexer."""
+    q, w = (part(case, args[name], "q", b)[row].to(wide) for name in ("query_index", "weights"))
+    k = keys_of(case, args, "key_index", b)[tokens, 0].to(wide)
+    dots = q @ k.mT
+    return (w[:, None] * dots.relu()).sum(0), dots, q, k, w
+
+
+def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(max, sum) of every head; 0 and 0 where there is nothing."""
+    extra = torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].double()
+    every = torch.cat((scores, extra), -1)
+    top = every.amax(-1)
+    empty = top == -math.inf
+    return top.masked_fill(empty, 0), (every - top[:, None]).exp().sum(-1).masked_fill(empty, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
+    """The call that the npu face makes; the pythonic one's, where torch_npu knows no sinks."""
+    if by_python(case):
+        call = lower(bind(indexer_loss.OWN, own(case, args)))
+    else:
+        call = lower(bind(indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE, args))
+    assert isinstance(call, Loss)
+    return call
+
+
+def by_python(case: LossCase) -> bool:
+    """Whether the pythonic face alone can say the case."""
+    return case.sink and not case.count
+
+
+def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of indexer_loss() by canonical name."""
+    given = {p.name: args[p.name] for p in indexer_loss.OWN.params if p.name in args}
+    lse = args["softmax_max"] + args["softmax_sum"].log()
+    lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
+    lengths = {"actual_seq_qlen": list(case.q_len), "actual_seq_kvlen": list(case.kv_len)}
+    return {**given, "lse": lse, "causal": case.mode == 3, **lengths}
+
+
+def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
+    """The results in float64 by golden; the loss is rounded to float32."""
+    call = lowered(case, args)
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
+    problem = replace(call.problem, dtype="float64", weights_dtype="float64")
+    return run(replace(call, problem=problem, tensors=tensors), "golden")
+
+
+def plain(case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
+    """The formulas row by row: what a straightforward program in `wide` would give.
+
+    With wide=float32 it is the measure of error: dS is rounded once for bfloat16, results once.
+    """
+    own: torch.dtype = getattr(torch, case.dtype)
+    low = own if wide == torch.float32 else wide
+    found = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in DIFFERENTIABLE}
+    found["loss"] = torch.zeros(1, dtype=wide)
+    for b, row, tokens in each_row(case, args):
+        p, y = distributions(case, args, b, row, tokens, wide)
+        _, dots, q, k, w = _index(case, args, b, row, tokens, wide)
+        clamped = p.clamp(min=LEAST)
+        found["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
+        ds = (y - p) * w[:, None] * (dots > 0)
+        ds = ds.to(low).to(wide) if low == torch.bfloat16 else ds
+        part(case, found["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
+        part(case, found["dquery_index"], "q", b)[row] = ds @ k
+        part(case, found["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
+    weights = getattr(torch, case.weights) if wide == torch.float32 else wide
+    dtypes = {"dweights": weights, "loss": torch.float32}
+    return {name: t.to(dtypes.get(name, low)) for name, t in found.items()}
+
+
+def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
+    """(b, row, tokens) of every row with tokens."""
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            if tokens := tokens_of(case, args, b, row):
+                yield b, row, tokens
+
+
+def distributions(
+    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(p, y) of a row."""
+
+    def statistic(name: str) -> Tensor:
+        stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)
+        return stats[sum(case.q_len[:b]) + row if case.packed else row].reshape(-1, 1)
+
+    top, total = statistic("softmax_max"), statistic("softmax_sum")
+    if by_python(case):
+        top, total = top + total.log(), torch.ones_like(total)
+    top, total = top.to(wide), total.to(wide)
+    heads: Any = case.heads_q
+    if case.sink:
+        heads = heads - ((args["sinks"][:, None].to(wide) - top).exp() / total).sum()
+    p = ((_scores(case, args, b, row, tokens, wide) - top).exp() / total).sum(0) / heads
+    scores = _index(case, args, b, row, tokens, wide)[0]
+    if case.count or by_python(case):
+        return p, scores.softmax(-1)
+    top, total = (statistic(name)[0, 0].to(wide) for name in ("softmax_max_index", "softmax_sum_index"))
+    return p, (scores - top).exp() / total
