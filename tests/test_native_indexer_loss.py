@@ -146,7 +146,11 @@ def formulas(call: LossCall, wide: torch.dtype) -> Results:
                 continue
             top, total = (call.saved[n][b][:, i].to(wide) for n in ("max", "sum"))
             s, dots = scores_of(call, b, i, js, wide)
-            heads = p.heads_q if call.sink is None else p.heads_q - ((call.sink.to(wide) - top[:, 0]).exp() / total[:, 0]).sum()
+            heads = (
+                p.heads_q
+                if call.sink is None
+                else p.heads_q - ((call.sink.to(wide) - top[:, 0]).exp() / total[:, 0]).sum()
+            )
             target = ((s - top).exp() / total).sum(0) / heads
             w, k = call.w[b][0, i].to(wide), call.ki[b][0, js].to(wide)
             scores = (w[:, None] * dots.relu()).sum(0)
@@ -355,5 +359,8 @@ def test_memory_stays_under_a_gigabyte(select_count: int) -> None:
 
 
 def test_what_this_back_end_does_not_compute_is_said() -> None:
-    assert len(cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64"), "cpu")) == 2
+    assert (
+        len(cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64"), "cpu"))
+        == 2
+    )
     assert not cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="bfloat16"), "cpu")

@@ -79,14 +79,9 @@ def test_levels_and_codes(op: Op) -> None:
 # --------------------------------------------------------------------------------------------------- the two-phase face
 
 
-def backend_of(op: Op | None) -> str:
-    return "golden" if op in indexer_loss.RECORDS else "auto"
-
-
 @pytest.fixture
-def runtime(request: pytest.FixtureRequest) -> Iterator[None]:
-    op = getattr(request.node, "callspec", None) and request.node.callspec.params.get("op")
-    assert acl.init(backend=backend_of(op)) == acl.rt.set_device(0) == 0
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
     yield
     acl.finalize()
     acl.get_recent_err_msg()
@@ -153,7 +148,7 @@ def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) ->
     assert two_phase(op, args, outputs, strict=variant in ("plain", "shared", "rope")) == (0, 0), (
         acl.get_recent_err_msg()
     )
-    want = run(op.lower(bind(op, args)), backend_of(op))  # type: ignore[misc]
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
     assert outputs.keys() == want.keys() & op.by_name.keys()
     for name, tensor in outputs.items():
         same_bits(tensor, want[name], name)
