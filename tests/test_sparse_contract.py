@@ -40,6 +40,7 @@ LIMITS = {
     ),
     *(("query_index", t) for t in ("float16 or bfloat16", "Ni in (8, 16, 32, 64)", "N1 in (8, 16, 32, 64)")),
     *(("query_index", t) for t in ("D == 128", "Di == 128", "no more rows than keys in a sequence")),
+    *((t, "up to 256 sequences") for t in ("query", "query_index")),
     *(("key", "N2 == N1"), ("sparse_mode", "sparse_mode == 3")),
     ("actual_seq_qlen", "no end of rows behind the end of the keys"),
     ("sparse_indices", "lists of 1024, 2048, ... 8192 entries"),

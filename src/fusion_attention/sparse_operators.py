@@ -96,7 +96,9 @@ class _Differentiable(_SingleLevelFunction):
             found = torch.ops.fusion_attention.lowered(list(tensors), *rest)
         arrays, *ctx.rest = rest
         op = read(rest[-1]).op
-        ctx.smooth = [name in op.trains and t.numel() > 0 for name, t in zip(op.results, found, strict=True)]
+        ctx.smooth = [
+            name in op.trains and (t.dim() > 1 or t.numel() > 0) for name, t in zip(op.results, found, strict=True)
+        ]
         ctx.save_for_backward(*found, *tensors, *arrays)
         ctx.counts = len(found), len(tensors)
         ctx.trained = [name in _trained(op) for name in names_of(op.name)[0]]
