@@ -80,6 +80,54 @@ def test_a_call_is_recorded_and_replayed(call: Callable[..., Any], given: dict[s
     assert torch.equal(first, want if isinstance(want, torch.Tensor) else want[0])
 
 
+def selecting(q: torch.Tensor) -> tuple[list[str], Any]:
+    """Every function of torch_npu that selects keys, or learns to: (their names, what the last returned)."""
+    keys, index, weights = (rows(2, 7, 1, 16, seed=1), rows(2, 7, 1, 8, seed=2), rows(2, 5, 3, seed=3))
+    index_q, ends = rows(2, 5, 3, 8, seed=4), {"actual_seq_qlen": [5, 4], "actual_seq_klen": [7, 6]}
+    lengths = {"actual_seq_lengths_query": torch.tensor([5, 4]), "actual_seq_lengths_key": [7, 6]}
+    lists, values = npu.npu_lightning_indexer(index_q, index, weights, **lengths, sparse_count=3, return_value=True)
+    npu.npu_lightning_indexer_grad(index_q, index, values, lists, weights)
+    out, *stats = npu.npu_sparse_flash_attention(q, keys, keys, lists, 0.3, attention_mode=2, return_softmax_lse=True)
+    npu.npu_sparse_flash_attention_grad(q, keys, None, lists, out, out, *stats, 0.3, 1)
+    of_index = (index_q, index, weights)
+    npu.npu_sparse_lightning_indexer_grad_kl_loss(q, keys, *of_index, lists, *stats, 0.3, **ends)
+    own = npu.npu_dense_lightning_indexer_softmax_lse(*of_index, **ends)
+    last = npu.npu_dense_lightning_indexer_grad_kl_loss(q, keys, *of_index, *stats, *own, 0.3, **ends)
+    family = ("lightning_indexer", "sparse_flash")
+    return [name for name in npu.__all__ if any(word in name for word in family)], last
+
+
+def test_selections_are_recorded_and_replayed(tmp_path: Path) -> None:
+    q = hostile(rows(2, 5, 4, 16))
+    with fa.capture(tmp_path) as recorded:
+        names, (*_, loss) = selecting(q)
+    assert sorted(file.stem[5:] for file in recorded.files) == sorted(names)
+    for file in recorded.files:
+        again = fa.replay(file)
+        assert again.worst == 0.0, file
+        assert fa.replay(file, backend="golden").worst < 1e-4, file
+    assert torch.equal(fa.replay(recorded.files[-1]).recorded["loss"], loss)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_training_an_indexer_is_recorded_and_replayed(train: bool, tmp_path: Path) -> None:
+    q, k, index_k = rows(2, 5, 4, 16), rows(2, 5, 1, 16, seed=1), rows(2, 5, 1, 8, seed=2)
+    index_q, weights = rows(2, 5, 3, 8, seed=4).requires_grad_(train), rows(2, 5, 3, seed=3)
+    with fa.capture(tmp_path) as recorded:
+        lists, _ = fa.lightning_indexer(index_q, index_k, weights, 3)
+        _, lse = fa.sparse_attention(q, k, None, lists, return_lse=True)
+        sparse = fa.indexer_loss(q, k, lse, index_q, index_k, weights, lists)
+        dense = fa.indexer_loss(q, k, lse, index_q, index_k, weights)
+        if train:
+            (sparse + dense).backward()
+    replayed = [fa.replay(file) for file in recorded.files]
+    assert [again.operator for again in replayed] == [
+        *("lightning_indexer", "sparse_attention", "indexer_loss", "indexer_loss")
+    ]
+    assert all(again.worst == 0.0 for again in replayed)
+    assert torch.equal(replayed[3].recorded["loss"], dense.detach().reshape(1))
+
+
 @pytest.mark.parametrize("stored", ["", "int8"])
 def test_decoding_from_pages_is_recorded_and_replayed(stored: str, tmp_path: Path) -> None:
     cache = fa.PagedKVCache(2, 16, 6, page_size=4, stored=stored)
@@ -168,16 +216,20 @@ def test_around_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     real.npu_fusion_attention = npu_fusion_attention  # type: ignore[attr-defined]
     real.npu_fusion_attention_grad = npu_fusion_attention_grad  # type: ignore[attr-defined]
+    real.npu_lightning_indexer = npu.npu_lightning_indexer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_npu", real)
     q = rows(1, 4, 4, 8)
     with fa.capture(tmp_path) as recorded:
         out, top, total, *_ = real.npu_fusion_attention(q, q, q, 4, input_layout="BSND", scale=0.5)
         saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
         real.npu_fusion_attention_grad(q, q, q, q, 4, "BSND", scale_value=0.5, **saved)
+        real.npu_lightning_indexer(q, q[:, :, :1], q[..., 0], sparse_count=2)
     assert real.npu_fusion_attention is npu_fusion_attention
     # The stand-in computes by our functions, which are recorded too.
     chip = [fa.replay(f) for f in recorded.files if metadata(f)["backend"] == "torch_npu"]
-    assert [call.operator for call in chip] == ["npu_fusion_attention", "npu_fusion_attention_grad"]
+    assert [call.operator for call in chip] == [
+        *("npu_fusion_attention", "npu_fusion_attention_grad", "npu_lightning_indexer")
+    ]
     assert chip[0].differences["attention_out"] == pytest.approx(1e-3, rel=1e-3)
     assert chip[0].differences["softmax_max"] == 0
     assert chip[1].recorded.keys() == {"dq", "dk", "dv"}

@@ -24,6 +24,7 @@ DOCUMENTED = (
     "npu.training",
     "npu.inference",
     "npu.sparse",
+    "npu.indexer_loss",
     "npu.install",
     "capture",
     "mask",

@@ -146,7 +146,11 @@ def formulas(call: LossCall, wide: torch.dtype) -> Results:
                 continue
             top, total = (call.saved[n][b][:, i].to(wide) for n in ("max", "sum"))
             s, dots = scores_of(call, b, i, js, wide)
-            heads = p.heads_q if call.sink is None else p.heads_q - ((call.sink.to(wide) - top[:, 0]).exp() / total[:, 0]).sum()
+            heads = (
+                p.heads_q
+                if call.sink is None
+                else p.heads_q - ((call.sink.to(wide) - top[:, 0]).exp() / total[:, 0]).sum()
+            )
             target = ((s - top).exp() / total).sum(0) / heads
             w, k = call.w[b][0, i].to(wide), call.ki[b][0, js].to(wide)
             scores = (w[:, None] * dots.relu()).sum(0)
@@ -203,34 +207,35 @@ def run(call: LossCall, variant: str | None = None, threads: int = 2, packed: bo
     return results | {"loss": [operands.loss]}
 
 
+def compare_losses(call: LossCall, ours: float, golden: float, plain: float) -> None:
+    """A row's terms cancel, so its loss is known as well as its probabilities, which add up to 1 twice."""
+    alive = sum(bool(keys_of(call, b, i)) for b in range(len(call.extents)) for i in range(int(call.extents.q_len[b])))
+    slack = 2**-23 * math.sqrt(int(call.extents.kv_len.max())) * alive
+    assert abs(ours - golden) <= 2 * abs(plain - golden) + slack, (call.problem, ours, golden, plain)
+
+
 def draw(seed: int, selected: bool) -> LossCall:
+    """The first sequence has rows and keys enough for errors to be measured by, the others may have any number."""
     rng = random.Random(seed)
     dtype, heads_kv = rng.choice(["float32", "float16", "bfloat16"]), rng.choice([1, 1, 2, 4])
     problem = IndexerLossProblem(
         heads_q=heads_kv * rng.choice([1, 3, 8, 17]),
         heads_kv=heads_kv,
         dim_qk=rng.choice([1, 16, 33, 64, 129]),
-        heads_index=rng.choice([1, 2, 5, 8, 13, 32, 64]),
+        heads_index=rng.choice([2, 5, 8, 13, 32, 64]),
         dim_index=rng.choice([1, 8, 20, 33, 64]),
         dim_rope=rng.choice([0, 7, 16]),
         dtype=dtype,
         weights_dtype=rng.choice([dtype, "float32"]),
         scale=rng.choice([0.1, 0.25]),
         has_sink=rng.random() < 0.3,
-        select_count=rng.choice([1, 3, 17, 64, 130, 300]) if selected else 0,
+        select_count=rng.choice([17, 64, 130, 300]) if selected else 0,
     )
-    count = rng.choice([1, 2, 3])
-    q_len = tuple(rng.choice([0, 1, 2, 5, 19] if selected else [0, 1, 7, 19, 99, 130]) for _ in range(count))
-    kv_len = tuple(rng.choice([0, 1, 9, 60, 300]) for _ in range(count))
+    count = rng.choice([0, 1, 2])
+    q_len = 19 if selected else 107, *(rng.choice([0, 1, 7]) for _ in range(count))
+    kv_len = rng.choice([120, 300]), *(rng.choice([0, 1, 9, 60]) for _ in range(count))
     window = rng.choice([None, None, 5, 70]) if not selected else None
     return make_loss(problem, q_len, kv_len, rng.random() < 0.6, seed, rng.random() < 0.3, window)
-
-
-def compare_losses(call: LossCall, ours: float, golden: float, plain: float) -> None:
-    """A row's terms cancel, so its loss is known as well as its probabilities, which add up to 1 twice."""
-    alive = sum(bool(keys_of(call, b, i)) for b in range(len(call.extents)) for i in range(int(call.extents.q_len[b])))
-    slack = 2**-23 * math.sqrt(int(call.extents.kv_len.max())) * alive
-    assert abs(ours - golden) <= 2 * abs(plain - golden) + slack, (call.problem, ours, golden, plain)
 
 
 def check(call: LossCall, seed: int) -> None:
@@ -239,19 +244,28 @@ def check(call: LossCall, seed: int) -> None:
         got = run(call, variant, 1 + seed % 3, seed % 2 == 0)
         compare_losses(call, *(float(results["loss"][0]) for results in (got, wanted, plain)))
         for name in ("dq", "dk", "dweights"):
-            for b, tensor in enumerate(got[name]):
-                at = f"{variant} {call.problem} {name}[{b}]"
-                compare(at, tensor, wanted[name][b], plain[name][b], int(call.extents.kv_len.max()))
+            three = (torch.cat([t.flatten(0, 1) for t in results[name]]) for results in (got, wanted, plain))
+            compare(f"{variant} {call.problem} {name}", *three, int(call.extents.kv_len.max()))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_selected_keys_against_the_formulas(seed: int) -> None:
     check(draw(seed, selected=True), seed)
 
 
-@pytest.mark.parametrize("seed", range(30, 54))
+@pytest.mark.parametrize("seed", range(30, 42))
 def test_bands_against_the_formulas(seed: int) -> None:
     check(draw(seed, selected=False), seed)
+
+
+@pytest.mark.parametrize("select_count", [0, 1, 3])
+def test_rows_of_one_key_give_nothing(select_count: int) -> None:
+    for dtype in ("float32", "float16", "bfloat16"):
+        problem = IndexerLossProblem(3, 1, 1, 1, 1, dtype=dtype, select_count=select_count)
+        call = make_loss(problem, (1, 1, 2), (1, 1, 0), True, 5)
+        for variant in VARIANTS:
+            for tensors in run(call, variant).values():
+                assert all(t.abs().max() < 2**-20 for t in tensors if t.numel())
 
 
 def lse(call: LossCall, variant: str | None = None, threads: int = 2) -> Results:
@@ -283,10 +297,11 @@ def test_statistics_against_the_formulas(seed: int) -> None:
 def test_threads_change_no_bit(selected: bool) -> None:
     problem = IndexerLossProblem(6, 2, 40, 9, 33, 8, "bfloat16", scale=0.2, select_count=150 if selected else 0)
     call = make_loss(problem, (130, 0, 33), (300, 5, 70), True, 4)
-    want, stats = run(call, threads=1), lse(call, threads=1)
-    for threads in (2, 3, 7):
-        for found, wanted in ((run(call, threads=threads), want), (lse(call, threads=threads), stats)):
-            assert all(torch.equal(a, b) for n in wanted for a, b in zip(found[n], wanted[n], strict=True))
+    for compute in (run,) if selected else (run, lse):
+        want = compute(call, threads=1)
+        for threads in (2, 3, 7):
+            got = compute(call, threads=threads)
+            assert all(torch.equal(a, b) for n in want for a, b in zip(got[n], want[n], strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -300,7 +315,7 @@ def test_a_key_that_is_no_number_reaches_only_rows_that_see_it(dtype: str) -> No
     before = at - 20  # the first row that sees the key
     for name in ("dq", "dweights"):
         assert torch.equal(dirty[name][0][:, :before], clean[name][0][:, :before])
-        assert dirty[name][0][:, before:].isnan().any()
+    assert dirty["dweights"][0][:, before:].isnan().all()
     assert dirty["loss"][0].isnan()
 
 
@@ -355,5 +370,8 @@ def test_memory_stays_under_a_gigabyte(select_count: int) -> None:
 
 
 def test_what_this_back_end_does_not_compute_is_said() -> None:
-    assert len(cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64"), "cpu")) == 2
+    assert (
+        len(cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64"), "cpu"))
+        == 2
+    )
     assert not cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="bfloat16"), "cpu")

@@ -1,5 +1,5 @@
 """The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2,
-aclnnIncreFlashAttentionV4 and aclnnSparseFlashAttentionGrad, call for call.
+aclnnIncreFlashAttentionV4, aclnnSparseFlashAttentionGrad and aclnnSparseLightningIndexerGradKLLoss, call for call.
 
 What they should print comes from golden and from a few lines of arithmetic.
 
@@ -345,6 +345,123 @@ def test_sparse_flash_attention_grad() -> None:
     assert all(not got[name].any() for name in ("dq", "dk", "dqRope", "dkRope"))
     judge = sparse_flash_attention_grad(device_id=7, backend="golden")
     assert all(torch.equal(got[name], torch.from_numpy(judge[name]).view(torch.float16)) for name in got)
+
+
+# ------------------------------------------------------------------------------------ SparseLightningIndexerGradKLLoss
+
+PRINTED = {"weight": [4, 64], "sparseIndices": [1, 2048], "softmaxMax": [4, 64], "softmaxSum": [4, 64]}
+CORRECTED = {"weight": [4, 32], "sparseIndices": [4, 1, 2048], "softmaxMax": [1, 4, 64], "softmaxSum": [1, 4, 64]}
+
+
+def loss_memory(shapes: dict[str, list[int]]) -> dict[str, tuple[int, acl.Tensor]]:
+    """Step 2: inputs and outputs, with host data of the tensors' own types; a row of indices names the eight keys."""
+    row = np.full(2048, -1, np.int32)
+    row[:8] = np.arange(8)
+    halves = {
+        "q": ([4, 64, 512], 1),
+        "k": ([8, 1, 512], 2),
+        "qRope": ([4, 64, 64], 3),
+        "kRope": ([8, 1, 64], 4),
+        "qIndex": ([4, 32, 128], 5),
+        "kIndex": ([8, 1, 128], 6),
+        "weight": (shapes["weight"], 1),
+        "dQIndex": ([4, 32, 128], 1),
+        "dKIndex": ([8, 1, 128], 1),
+        "dWeight": (shapes["weight"], 1),
+    }
+    found = {
+        name: create_acl_tensor(np.full(math.prod(shape), value, np.int16), shape, acl.ACL_FLOAT16)
+        for name, (shape, value) in halves.items()
+    }
+    shape = shapes["sparseIndices"]
+    found["sparseIndices"] = create_acl_tensor(np.tile(row, math.prod(shape) // 2048), shape, acl.ACL_INT32)
+    for name in ("softmaxMax", "softmaxSum"):
+        shape = shapes[name]
+        found[name] = create_acl_tensor(np.ones(math.prod(shape), np.float32), shape, acl.ACL_FLOAT)
+    return found | {"loss": create_acl_tensor(np.ones(1, np.float32), [1], acl.ACL_FLOAT)}
+
+
+LOSS_OUTPUTS = {"dQIndex": [4, 32, 128], "dKIndex": [8, 1, 128], "dWeight": [4, 32], "loss": [1]}
+
+
+def sparse_lightning_indexer_grad_kl_loss(
+    shapes: dict[str, list[int]], backend: str = "auto"
+) -> tuple[int, str, dict[str, np.ndarray]]:
+    """(the code of phase 1, its text, the outputs)."""
+    stream = start(3, backend)
+    memory = loss_memory(shapes)
+    t = {name: tensor for name, (_, tensor) in memory.items()}
+    q_ends, kv_ends = acl.create_int_array([4]), acl.create_int_array([8])
+    scale, pre, following, sparse_mode, deterministic, layout = 1.0, 65536, 65536, 3, False, "TND"
+    first, size, executor = aclnn.aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
+        *(t["q"], t["k"], t["qIndex"], t["kIndex"], t["weight"], t["sparseIndices"], t["softmaxMax"], t["softmaxSum"]),
+        *(t["qRope"], t["kRope"], q_ends, kv_ends, scale, layout, sparse_mode, pre, following, deterministic),
+        *(t["dQIndex"], t["dKIndex"], t["dWeight"], t["loss"]),
+    )
+    text, workspace = acl.get_recent_err_msg(), None
+    if first == acl.ACL_SUCCESS:
+        if size > 0:
+            workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+            check(ret)
+        check(aclnn.aclnnSparseLightningIndexerGradKLLoss(workspace, size, executor, stream))
+        check(acl.rt.synchronize_stream(stream))
+    types = {"loss": np.float32}
+    sizes = {**LOSS_OUTPUTS, "dWeight": shapes["weight"]}
+    printed = {n: print_out_result(shape, memory[n][0], types.get(n, np.int16)) for n, shape in sizes.items()}
+    # As printed, the rope parts' addresses are never freed, nor those of the outputs: finalize() takes them back.
+    for name, (address, tensor) in memory.items():
+        check(acl.destroy_tensor(tensor))
+        if name not in ("qRope", "kRope", *LOSS_OUTPUTS):
+            check(acl.rt.free(address))
+    if workspace:
+        check(acl.rt.free(workspace))
+    check(acl.rt.destroy_stream(stream))
+    check(acl.rt.reset_device(3))
+    check(acl.finalize())
+    return first, text, printed
+
+
+def test_sparse_lightning_indexer_grad_kl_loss_as_printed() -> None:
+    """64 weights for 32 heads: refused, and nothing is written."""
+    ret, text, printed = sparse_lightning_indexer_grad_kl_loss(PRINTED)
+    assert ret == 161002
+    assert text == (
+        "aclnnSparseLightningIndexerGradKLLoss: weights: expected one weight for every head of query_index, got "
+        "weights=float16 [4, 64], query_index=float16 [4, 32, 128] (a score is a sum over heads)"
+    )
+    assert all((values == 1).all() for values in printed.values())
+    # The program's 16-bit host data are half of what its tensors of 32 bits need.
+    check(acl.init(None))
+    check(acl.rt.set_device(3))
+    address, ret = acl.rt.malloc(2 * 2048, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+    check(ret)
+    shape = [1, 2048]
+    assert acl.create_tensor(shape, acl.ACL_INT32, [2048, 1], 0, acl.ACL_FORMAT_ND, shape, address) is None
+    assert acl.get_recent_err_msg() == "data: the view ends at byte 8192 of an allocation of 4096"
+
+
+@pytest.mark.parametrize("wrong", ["sparseIndices", "softmaxMax", "softmaxSum"])
+def test_its_other_shapes_are_refused_too(wrong: str) -> None:
+    names = {"sparseIndices": "sparse_indices", "softmaxMax": "softmax_max", "softmaxSum": "softmax_sum"}
+    ret, text, printed = sparse_lightning_indexer_grad_kl_loss({**CORRECTED, wrong: PRINTED[wrong]})
+    assert ret == 161002
+    assert f"{names[wrong]}: expected 3 dimensions" in text
+    assert all((values == 1).all() for values in printed.values())
+
+
+def test_sparse_lightning_indexer_grad_kl_loss_corrected() -> None:
+    ret, _, got = sparse_lightning_indexer_grad_kl_loss(CORRECTED)
+    check(ret)
+    # The shorts are 2**-24 and its multiples: all scores vanish, so that y is uniform over the n keys that a row sees,
+    # and p is exp(0 - 1) / 1 for every key, as the saved statistics say.
+    p = math.exp(-1)
+    loss = sum(n * p * (math.log(p) + math.log(n)) for n in (5, 6, 7, 8))
+    np.testing.assert_allclose(got["loss"], loss, rtol=1e-6)
+    # dS carries a weight of 2**-24, dweights a score of 128 * 30 * 2**-48: both are below what float16 holds.
+    assert all(not got[name].any() for name in ("dQIndex", "dKIndex", "dWeight"))
+    judge = sparse_lightning_indexer_grad_kl_loss(CORRECTED, "golden")[2]
+    for name, values in judge.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-6)
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -11,6 +11,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 
 LISTS = torch.tensor([3, 0, 5, 1]).expand(2, 6, 1, 4)
+ROWS, KEYS = torch.linspace(-1, 1, 2 * 6 * 4 * 8).reshape(2, 6, 4, 8), torch.linspace(1, -1, 112).reshape(2, 7, 1, 8)
 TND = {"layout_query": "TND", "layout_kv": "TND"}
 
 
@@ -37,6 +38,12 @@ def choose_npu(q: Any, k: Any, w: Any) -> torch.Tensor:
     return npu.npu_lightning_indexer(q, k, w, sparse_count=3, sparse_mode=0, return_value=True)[1]
 
 
+def teach(index_q: Any, index_k: Any, w: Any) -> torch.Tensor:
+    lse = torch.full((2, 4, 6), 4.0)
+    chosen = fa.indexer_loss(ROWS, KEYS, lse, index_q, index_k, w, LISTS[..., :3].int(), scale=0.3, causal=False)
+    return chosen + 2 * fa.indexer_loss(ROWS, KEYS, lse, index_q, index_k, w, q_rope=ROWS, k_rope=KEYS)
+
+
 def leaves_of(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     (q,) = draw(2, 6, 4, 16, count=1)
     k, v = draw(2, 7, 1, 16, count=2, seed=1)
@@ -47,7 +54,7 @@ def leaves_of(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     return q, k, *draw(2, 6, 4, count=1)
 
 
-@pytest.mark.parametrize("function", [shared, apart, choose, choose_npu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
 def test_one_graph_with_the_same_bits(function: Callable[..., Any]) -> None:
     fast, made = compiled(function)
     same(function, fast, leaves_of(function))
@@ -78,6 +85,34 @@ def test_gradients_by_name() -> None:
     fast, _ = compiled(backward)
     for got, want in zip(fast(*leaves), backward(*leaves), strict=True):
         assert torch.equal(got, want)
+
+
+def test_losses_by_name() -> None:
+    def losses(q: Any, k: Any, w: Any) -> Any:
+        lists, top, total = (
+            torch.arange(3).expand(2, 6, 1, 3),
+            torch.full((2, 1, 6, 4), 3.0),
+            torch.full((2, 1, 6, 4), 2.0),
+        )
+        own = npu.npu_dense_lightning_indexer_softmax_lse(q, k, w)
+        dense = npu.npu_dense_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, top, total, *own, 0.3)
+        return *own, *dense, *npu.npu_sparse_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, lists, top, total, 0.3)
+
+    leaves = [t.detach() for t in leaves_of(choose)]
+    fast, _ = compiled(losses)
+    for got, want in zip(fast(*leaves), losses(*leaves), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("function", [shared, choose, teach], ids=lambda f: f.__name__)
+def test_function_transforms(function: Callable[..., Any]) -> None:
+    leaves = leaves_of(function)
+    want = torch.autograd.grad(function(*leaves).sum(), leaves[0])[0]
+    plain = [t.detach() for t in leaves]
+    got = torch.func.grad(lambda first: function(first, *plain[1:]).sum())(plain[0])
+    assert torch.equal(got, want)
+    with pytest.raises(NotImplementedError, match="vmap is not supported"):
+        torch.vmap(lambda first: function(first, *plain[1:]))(plain[0][None])
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -40,6 +40,7 @@ LIMITS = {
     ),
     *(("query_index", t) for t in ("float16 or bfloat16", "Ni in (8, 16, 32, 64)", "N1 in (8, 16, 32, 64)")),
     *(("query_index", t) for t in ("D == 128", "Di == 128", "no more rows than keys in a sequence")),
+    *((t, "up to 256 sequences") for t in ("query", "query_index")),
     *(("key", "N2 == N1"), ("sparse_mode", "sparse_mode == 3")),
     ("actual_seq_qlen", "no end of rows behind the end of the keys"),
     ("sparse_indices", "lists of 1024, 2048, ... 8192 entries"),
@@ -79,14 +80,9 @@ def test_levels_and_codes(op: Op) -> None:
 # --------------------------------------------------------------------------------------------------- the two-phase face
 
 
-def backend_of(op: Op | None) -> str:
-    return "golden" if op in indexer_loss.RECORDS else "auto"
-
-
 @pytest.fixture
-def runtime(request: pytest.FixtureRequest) -> Iterator[None]:
-    op = getattr(request.node, "callspec", None) and request.node.callspec.params.get("op")
-    assert acl.init(backend=backend_of(op)) == acl.rt.set_device(0) == 0
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
     yield
     acl.finalize()
     acl.get_recent_err_msg()
@@ -153,7 +149,7 @@ def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) ->
     assert two_phase(op, args, outputs, strict=variant in ("plain", "shared", "rope")) == (0, 0), (
         acl.get_recent_err_msg()
     )
-    want = run(op.lower(bind(op, args)), backend_of(op))  # type: ignore[misc]
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
     assert outputs.keys() == want.keys() & op.by_name.keys()
     for name, tensor in outputs.items():
         same_bits(tensor, want[name], name)

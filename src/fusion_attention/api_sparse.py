@@ -209,7 +209,7 @@ def indexer_loss(
         >>> index_q, weights = torch.randn(1, 6, 2, 8, requires_grad=True), torch.rand(1, 6, 2)
         >>> indices, _ = lightning_indexer(index_q, index_k, weights, 3)
         >>> _, lse = sparse_attention(q, k, None, indices, return_lse=True)
-        >>> loss = indexer_loss(q, k, lse, index_q, index_k, weights, indices, backend="golden")
+        >>> loss = indexer_loss(q, k, lse, index_q, index_k, weights, indices)
         >>> loss.backward()
         >>> index_q.grad.shape
         torch.Size([1, 6, 2, 8])

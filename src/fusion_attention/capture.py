@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention import api, decode, operators
+from fusion_attention import api, decode, operators, sparse_operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
 from fusion_attention.dropout import draw_seed
-from fusion_attention.npu import inference, training
+from fusion_attention.npu import indexer_loss, inference, sparse, training
 from fusion_attention.ops import RECORDS, attention, decode_attention
 from fusion_attention.plan import compute
 
@@ -35,6 +35,7 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
     "npu_incre_flash_attention": ("attention_out",),
 }
+_FACES = (training, inference, sparse, indexer_loss)
 _OUTPUT = "output."
 _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
 
@@ -49,9 +50,9 @@ class CaptureError(ValueError):
 class capture(ContextDecorator):
     """Records every attention call inside a block or a function, each as one file in a folder.
 
-    Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`), attention and
-    decode_attention of fusion_attention, in every thread and however they were imported; and those of a real torch_npu,
-    as attributes of its module. What torch.compile has compiled, and a call that fails, is not recorded.
+    Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and of
+    fusion_attention, in every thread and however they were imported; and those of a real torch_npu, as attributes of
+    its module. What torch.compile has compiled, and a call that fails, is not recorded.
 
     Args:
         path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
@@ -184,11 +185,13 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (training, "_backward", backward),
         (api, "_attention", own),
         (decode, "_attention", lambda function: _decoded(recorder, function)),
+        (sparse_operators, "results", lambda function: _lowered(recorder, function)),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        names = [name for name in (*training.__all__, *inference.__all__) if hasattr(real, name)]
-        places += [(real, name, _foreign(recorder, name)) for name in names]
+        functions = {name: getattr(module, name) for module in _FACES for name in module.__all__}
+        here = [(name, function) for name, function in functions.items() if hasattr(real, name)]
+        places += [(real, name, _foreign(recorder, name, function)) for name, function in here]
     return places
 
 
@@ -201,12 +204,24 @@ def _decoded(recorder: capture, function: Any) -> Any:
     return recorded
 
 
-def _foreign(recorder: capture, name: str) -> Callable[[Any], Any]:
+def _lowered(recorder: capture, function: Any) -> Any:
+    """What wraps the one way of all records that name their results."""
+
+    def recorded(op: Op, args: dict[str, Any], backend: str = "auto", *, whole: bool = False) -> Any:
+        results = function(op, args, backend, whole=whole)
+        if not operators.needed(args.values()):
+            recorder.write(op, args, results, 0, backend)
+        return results
+
+    return recorded
+
+
+def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Any], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
-    signature = inspect.signature(getattr(training if name in training.__all__ else inference, name))
+    signature = inspect.signature(ours)
     names = [p.name for p in op.params]
-    returns = _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
+    returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
 
     def wrap(function: Any) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -289,6 +304,8 @@ def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str,
     """Every output of a call, by name."""
     assert op.lower is not None
     call = op.lower(bind(op, args), seed=seed, offset=int(args.get("offset") or 0))
+    if op.trains:
+        call = call.whole()  # A call that trains gives more than it asks for.
     results: dict[str, torch.Tensor] = call.results()
     compute(call, results, backend)
     return results

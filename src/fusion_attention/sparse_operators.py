@@ -96,9 +96,12 @@ class _Differentiable(_SingleLevelFunction):
             found = torch.ops.fusion_attention.lowered(list(tensors), *rest)
         arrays, *ctx.rest = rest
         op = read(rest[-1]).op
-        ctx.smooth = [name in op.trains and t.numel() > 0 for name, t in zip(op.results, found, strict=True)]
+        ctx.smooth = [
+            name in op.trains and (t.dim() > 1 or t.numel() > 0) for name, t in zip(op.results, found, strict=True)
+        ]
         ctx.save_for_backward(*found, *tensors, *arrays)
         ctx.counts = len(found), len(tensors)
+        ctx.trained = [name in _trained(op) for name in names_of(op.name)[0]]
         ctx.mark_non_differentiable(*(t for t, smooth in zip(found, ctx.smooth, strict=True) if not smooth))
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -114,7 +117,8 @@ class _Differentiable(_SingleLevelFunction):
         saved = ctx.saved_tensors
         found, inputs, arrays = saved[:results], saved[results : results + tensors], saved[results + tensors :]
         grads = torch.ops.fusion_attention.lowered_grad(given, list(found), list(inputs), list(arrays), *ctx.rest)
-        return None, *(g if need else None for g, need in zip(grads, wanted, strict=True))
+        needed = zip(grads, wanted, ctx.trained, strict=True)
+        return None, *(g if need and trained else None for g, need, trained in needed)
 
 
 def _forward_autograd(tensors: Any, *rest: Any) -> Any:

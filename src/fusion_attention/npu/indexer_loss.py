@@ -82,9 +82,13 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     Source: Ascend op-plugin, npu_sparse_lightning_indexer_grad_kl_loss.
 
     Example:
-        >>> from inspect import signature
-        >>> list(signature(npu_sparse_lightning_indexer_grad_kl_loss).parameters)[5:9]
-        ['sparse_indices', 'softmax_max', 'softmax_sum', 'scale_value']
+        >>> q, k, index_q, index_k = (torch.randn(1, 6, heads, 16) for heads in (4, 1, 2, 1))
+        >>> lists, statistics = torch.arange(6).expand(1, 6, 1, 6), torch.full((2, 1, 1, 6, 4), 3.0)
+        >>> *gradients, loss = npu_sparse_lightning_indexer_grad_kl_loss(
+        ...     q, k, index_q, index_k, torch.rand(1, 6, 2), lists, *statistics, 0.25
+        ... )
+        >>> [list(gradient.shape) for gradient in gradients], list(loss.shape)
+        ([[1, 6, 2, 16], [1, 6, 1, 16], [1, 6, 2]], [1])
     """
     found = _results(indexer_loss.TORCH, locals())
     dq, dk, dweights, loss = (found[name] for name in RESULTS)
@@ -125,9 +129,10 @@ def npu_dense_lightning_indexer_softmax_lse(
     Source: Ascend op-plugin, npu_dense_lightning_indexer_softmax_lse.
 
     Example:
-        >>> from inspect import signature
-        >>> list(signature(npu_dense_lightning_indexer_softmax_lse).parameters)[:3]
-        ['query_index', 'key_index', 'weights']
+        >>> index_q, index_k = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16)
+        >>> top, total = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, torch.rand(1, 6, 2))
+        >>> list(top.shape), float(total[0, 0, 0])
+        ([1, 1, 6], 1.0)
     """
     found = _results(indexer_loss.TORCH_LSE, locals())
     max_, sum_ = (found[name] for name in STATISTICS)
@@ -173,9 +178,14 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     Source: Ascend op-plugin, npu_dense_lightning_indexer_grad_kl_loss.
 
     Example:
-        >>> from inspect import signature
-        >>> list(signature(npu_dense_lightning_indexer_grad_kl_loss).parameters)[5:9]
-        ['softmax_max', 'softmax_sum', 'softmax_max_index', 'softmax_sum_index']
+        >>> q, k, index_q, index_k = (torch.randn(1, 6, heads, 16) for heads in (4, 4, 2, 1))
+        >>> statistics, weights = torch.full((2, 1, 4, 6, 1), 3.0), torch.rand(1, 6, 2)
+        >>> own = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, weights)
+        >>> *gradients, loss = npu_dense_lightning_indexer_grad_kl_loss(
+        ...     q, k, index_q, index_k, weights, *statistics, *own, 0.25
+        ... )
+        >>> list(loss.shape)
+        [1]
     """
     found = _results(indexer_loss.TORCH_DENSE, locals())
     dq, dk, dweights, loss = (found[name] for name in RESULTS)

@@ -138,6 +138,7 @@ NO_FLOAT32 = limit(
     spoil={"query": ("B S1 N1 D", "float32"), "weights": ("B S1 Ni", "float32")},
 )
 ROWS_AND_KEYS = (
+    limit("B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257}),
     limit(
         "all(q_len <= kv_len)",
         "query",
