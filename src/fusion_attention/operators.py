@@ -298,7 +298,8 @@ def _forward_autograd(
         return torch.ops.fusion_attention.attn_fwd(tensors, *rest)
 
 
-def _no_vmap(*args: Any) -> Any:
+def no_vmap(*args: Any) -> Any:
+    """What every operator is under vmap."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )
@@ -311,7 +312,7 @@ torch.library.register_fake("fusion_attention::attn_fwd", _forward_fake, lib=_LI
 torch.library.register_fake("fusion_attention::attn_bwd", _backward_fake, lib=_LIBRARY)
 _LIBRARY.impl("attn_fwd", _forward_autograd, "Autograd")
 for _name in ("attn_fwd", "attn_bwd"):
-    _LIBRARY.impl(_name, _no_vmap, "FuncTorchBatched")
+    _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 
 
 # --------------------------------------------------------------------------------------------------------------- faces

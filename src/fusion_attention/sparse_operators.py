@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from fusion_attention import sparse_autograd
 from fusion_attention.contract import Attr, Op, bind
+from fusion_attention.operators import no_vmap
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer_lower import Forward as IndexerForward
@@ -115,7 +118,7 @@ def _sparse_backward_fake(dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor,
     return [dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given]
 
 
-class _Sparse(torch.autograd.Function):
+class _Sparse(_SingleLevelFunction):  # torch.func brings the level itself
     @staticmethod
     def forward(ctx: Any, *values: Any) -> Tensors:
         with torch._C._AutoDispatchBelowAutograd():
@@ -127,7 +130,7 @@ class _Sparse(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Any, *_: Any) -> Any:
         wanted = ctx.needs_input_grad
         gradients: list[Any] = [None] * len(wanted)
@@ -169,7 +172,7 @@ def _indexer_backward_fake(dvalues: Tensor, indices: Tensor, *values: Any) -> li
     return [t.new_empty(t.shape) for t in values[:3]]
 
 
-class _Indexer(torch.autograd.Function):
+class _Indexer(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, *values: Any) -> Tensors:
         with torch._C._AutoDispatchBelowAutograd():
@@ -181,7 +184,7 @@ class _Indexer(torch.autograd.Function):
         return indices, scores
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, _: Any, dvalues: Any) -> Any:
         wanted = ctx.needs_input_grad
         gradients: list[Any] = [None] * len(wanted)
@@ -197,7 +200,8 @@ def _with_derivative(function: Any, plain: str) -> Any:
 
     def run(*values: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in values):
-            return function.apply(*values)
+            with enable_single_level_autograd_function():
+                return function.apply(*values)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.fusion_attention, plain)(*values)
 
@@ -216,6 +220,7 @@ for _name, _fake in (
     ("indexer_bwd", _indexer_backward_fake),
 ):
     torch.library.register_fake(f"fusion_attention::{_name}", _fake, lib=_LIBRARY)
+    _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 _LIBRARY.impl("sparse_fwd", _with_derivative(_Sparse, "sparse_fwd"), "Autograd")
 _LIBRARY.impl("indexer_fwd", _with_derivative(_Indexer, "indexer_fwd"), "Autograd")
 
