@@ -110,6 +110,16 @@ def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int =
     return torch.cat(parts)
 
 
+def row_by_row(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 1) -> torch.Tensor:
+    """index_select and plain products, one row at a time: what a row gathers stays in a cache."""
+    parts = []
+    for i in range(0, len(q), chunk):
+        gathered = kv[:, 0].index_select(0, indices[i, 0])
+        scores = (q[i] @ gathered.mT).float() * (DIM + ROPE) ** -0.5
+        parts.append(torch.softmax(scores, -1).to(q.dtype) @ gathered[:, :DIM])
+    return torch.stack(parts)
+
+
 def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
     """Gather, then SDPA with the heads of a row as its queries."""
     parts = []
@@ -128,11 +138,11 @@ def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
     return torch.no_grad()(lambda: sdpa(q, k, k[..., :DIM], attn_mask=mask, scale=scale))
 
 
-def autograd(s: Selection, chunk: int = 4) -> Callable[[], None]:
-    """Autograd through eager(), chunk by chunk, from graphs that are kept; forward is not timed."""
+def autograd(s: Selection, forward: Callable[..., torch.Tensor], chunk: int) -> Callable[[], None]:
+    """Autograd through an eager form, chunk by chunk, from graphs that are kept; forward is not timed."""
     q, kv = s.q.clone().requires_grad_(), s.kv.clone().requires_grad_()
     graphs = [
-        (eager(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
+        (forward(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
         for i in range(0, len(q), chunk)
     ]
 
@@ -157,7 +167,8 @@ def attention(quick: bool) -> Iterator[Pair]:
             kind, peak, wanted = "local" if local else "random", PEAKS[label], goals(FORWARD, label, quick)
             s = select(dtype, rows, local)
             forward, tensors = s.forward(lengths(rows, KEYS)), (s.q, s.kv, s.indices)
-            for peer, call in (("gather + bmm", eager), ("gather + SDPA", gathered_sdpa)):
+            peers = ("index_select + mm", row_by_row), ("gather + bmm", eager), ("gather + SDPA", gathered_sdpa)
+            for peer, call in peers:
                 if dtype is torch.float16 and call is eager:
                     continue  # torch multiplies batches of float16 a hundred times slower
                 theirs = torch.no_grad()(lambda c=call, t=tensors: c(*t))
@@ -169,7 +180,7 @@ def attention(quick: bool) -> Iterator[Pair]:
 
 
 def gradients(quick: bool) -> Iterator[Pair]:
-    """The backward beside autograd through gather + bmm, whose graph is kept for as many rows as memory allows."""
+    """The backward beside autograd through both eager forms, whose graphs are kept."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (3 * (DIM + ROPE) + 2 * DIM)
     for label, dtype in DTYPES.items():
         if dtype is torch.float16:
@@ -177,7 +188,9 @@ def gradients(quick: bool) -> Iterator[Pair]:
         for local in (False, True):
             s, name = select(dtype, rows, local), f"{label} {rows} rows {'local' if local else 'random'}"
             backward, wanted = s.backward(lengths(rows, KEYS)), goals(BACKWARD, label, quick)
-            yield Pair("sparse backward", name, "autograd", backward, autograd(s), rows * work, PEAKS[label], **wanted)
+            for peer, call, chunk in (("autograd, row by row", row_by_row, 1), ("autograd", eager, 4)):
+                theirs = autograd(s, call, chunk)
+                yield Pair("sparse backward", name, peer, backward, theirs, rows * work, PEAKS[label], **wanted)
 
 
 def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], None]:

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "gather.h"
+#include "stream.h"
 
 namespace fusion {
 namespace {
@@ -24,7 +24,7 @@ template <class Format> struct SparseScratch {
     using Word = typename Format::Word;
     std::int64_t chunk, padded_heads, deep;
     std::int32_t *keys;
-    Word *q, *rows, *values, *weights;  // rows of a block of keys; weights [head][deep]
+    Word *q, *rows, *values, *weights;  // rows of two blocks of keys; weights [head][deep]
     float *scores, *out;                // [key][padded_heads], [head][value_columns]
     float *sum, *peak, *shift, *fade;   // [head]
     std::size_t bytes;
@@ -35,7 +35,7 @@ template <class Format> struct SparseScratch {
         const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
-        carver.take(rows, block_rows * sizes.words);
+        carver.take(rows, 2 * block_rows * sizes.words);
         carver.take(values, deep * sizes.value_columns);
         carver.take(weights, rounded * deep);
         carver.take(scores, chunk * padded_heads);
@@ -59,11 +59,14 @@ template <class Format> struct Selected {  // an item and all that it needs
     const bool dressed;   // scores are scaled in a pass of their own: the largest product is not the largest score's
     const float natural;  // what a score is then multiplied by
     const float factor;   // and to be a power of two
+    const bool streams;   // blocks are gathered while others are multiplied
 
     Selected(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), dressed(!(p.scale > 1e-30)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e),
+          streams(suits_stream<Format>(p) && p.dim_v <= p.dim_qk && p.dim_v % (lanes * Format::depth) == 0 &&
+                  same_rows(o.k, o.v, item.seq, item.head_kv)) {}
 };
 
 // Raises the heads' peaks and gives the factors by which what was summed before shrinks.
@@ -118,11 +121,15 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const Selecte
 
 // Gathers a chunk, block by block, and scores each while its rows are near.
 template <class Format, class T>
-void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
+void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
     const auto &s = w.s;
     const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
     for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
         const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+        if (w.streams && here == block_rows) {
+            stream.multiply(chunk.keys - s.keys + at, at, s.q, s.scores + at * s.padded_heads, s.padded_heads, s.padded_heads);
+            continue;
+        }
         for (std::int64_t i = at; i < at + here; i += Format::depth) {
             auto *const rows = s.rows + (i - at) * words;
             gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, nullptr, 0);
@@ -138,10 +145,11 @@ void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead)
     }
 }
 
-template <class Format, class T> void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
+template <class Format, class T>
+void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
     const auto &s = w.s;
     const std::int64_t count = chunk.count, padded = round_up<std::int64_t>(count, lanes * Format::depth);
-    score_chunk<Format, T>(w, chunk, ahead);
+    score_chunk<Format, T>(w, chunk, ahead, stream);
     if (w.dressed) {
         const float scale = static_cast<float>(w.p.scale);
         for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes) store(s.scores + i, load<Floats>(s.scores + i) * scale);
@@ -246,9 +254,10 @@ template <class Format, class T> std::int64_t select_attend(const SparseJob &job
         }
     }
     const std::int64_t cost = s.padded_heads * w.sizes.words + item.heads * w.sizes.value_columns / Format::depth;
-    Ahead<T> ahead(job, item, s.keys, count, s.chunk, cost);
+    Ahead<T> ahead(job, item, s.keys, w.streams ? 0 : count, s.chunk, cost);
+    Stream<Format, T> stream(job, item, w.sizes, s.keys, count, s.rows, s.values, s.deep, w.p.dim_v);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, ahead);
+        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, ahead, stream);
     }
     store_heads<Format, T>(w, count);
     return count == 0;

@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "gather.h"
+#include "stream.h"
 
 namespace fusion {
 namespace {
@@ -24,7 +24,7 @@ template <class Format> struct GradientScratch {
     std::int32_t *keys;
     std::uint32_t *histogram;
     Word *q, *dout, *q_rows, *dout_rows;  // heads, as gather.h says
-    Word *rows, *value_rows, *across;     // keys: a block of them, all of a chunk
+    Word *rows, *value_rows, *across;     // keys: two blocks of them, one block, all of a chunk
     Word *probs, *dscores;                // [key][head_words]
     Word *dscore_heads;                   // [head][deep]
     float *scores, *dprobs;               // [key][pitch]
@@ -46,7 +46,7 @@ template <class Format> struct GradientScratch {
         carver.take(dout, padded_heads * sizes.value_words);
         carver.take(q_rows, padded_heads / Format::depth * sizes.columns);
         carver.take(dout_rows, padded_heads / Format::depth * sizes.value_columns);
-        carver.take(rows, block_rows * sizes.words);
+        carver.take(rows, 2 * block_rows * sizes.words);
         carver.take(value_rows, apart ? block_rows * sizes.value_words : 0);
         carver.take(across, deep * sizes.columns);
         carver.take(probs, chunk * head_words);
@@ -77,13 +77,15 @@ template <class Format> struct Descent {  // an item of the backward and all tha
     const SparseItem &item;
     const SparseSizes<Format> sizes;
     const GradientScratch<Format> s;
-    const bool beside;  // values are the first words of keys' rows: they need no rows of their own
+    const bool beside;   // values are the first words of keys' rows: they need no rows of their own
+    const bool streams;  // blocks are gathered while others are multiplied
 
     Descent(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch),
           beside(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
-                 (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))) {}
+                 (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
+          streams(suits_stream<Format>(p) && (beside || p.indexes)) {}
 };
 
 // Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
@@ -208,12 +210,21 @@ FUSION_INLINE void add_to_sums(const typename Format::Word *a, std::int64_t a_st
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
     }
+    std::int64_t k = 0;
+    for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
+        for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
+            for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + d + j, 1);
+        }
+        const std::int64_t stop = depth * (third + 1) / 3;
 #pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += N * lanes) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+        for (; k < stop; ++k, b += N * lanes) {
+            Words right[N];
+            FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
+            FUSION_UNROLL for (int i = 0; i < M; ++i) {
+                FUSION_UNROLL for (int j = 0; j < N; ++j) {
+                    sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+                }
+            }
         }
     }
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
@@ -221,9 +232,6 @@ FUSION_INLINE void add_to_sums(const typename Format::Word *a, std::int64_t a_st
         FUSION_UNROLL for (int j = 0; j < N; ++j) {
             store(to + j * lanes, load<Floats>(to + j * lanes) + sum[i][j] * factor);
         }
-    }
-    for (int i = 0; i < M; ++i) {
-        for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + d + j, 1);
     }
 }
 
@@ -272,32 +280,47 @@ template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chu
 
 // ------------------------------------------------------------------------------------------------------ from end to end
 
-// Gathers a chunk, block by block, and multiplies each while its rows are near: scores and dP.
 template <class Format, class T>
-void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead) {
+void gather_block(const Descent<Format> &w, const Chunk &chunk, std::int64_t at, std::int64_t here) {
     const auto &s = w.s;
     const std::int64_t words = w.sizes.words, main = w.sizes.main_words, value_words = w.sizes.value_words;
     const bool apart = !w.beside && !w.p.indexes;
+    for (std::int64_t i = at; i < at + here; i += Format::depth) {
+        auto *const rows = s.rows + (i - at) * words;
+        gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, s.across, s.deep);
+        if (w.p.dim_rope) {
+            gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main,
+                              s.across + w.sizes.main_columns * s.deep, s.deep);
+        }
+        if (!apart) continue;
+        gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, value_words, value_words,
+                          s.value_rows + (i - at) * value_words, nullptr, 0);
+    }
+    clear_rows(here, words, s.rows);
+    if (apart) clear_rows(here, value_words, s.value_rows);
+}
+
+// Gathers a chunk, block by block, and multiplies each while its rows are near: scores and dP.
+template <class Format, class T>
+void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
+    const auto &s = w.s;
+    const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
+    const bool apart = !w.beside && !w.p.indexes;
     for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
         const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-        for (std::int64_t i = at; i < at + here; i += Format::depth) {
-            auto *const rows = s.rows + (i - at) * words;
-            gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, s.across, s.deep);
-            if (w.p.dim_rope) {
-                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main,
-                                  s.across + w.sizes.main_columns * s.deep, s.deep);
-            }
-            if (!apart) continue;
-            gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, value_words, value_words,
-                              s.value_rows + (i - at) * value_words, nullptr, 0);
+        const auto *rows = s.rows;
+        if (w.streams && here == block_rows) {
+            const std::int64_t i = chunk.keys - s.keys + at;
+            stream.multiply(i, at, s.q, s.scores + at * s.pitch, s.pitch, s.padded_heads);
+            rows = stream.rows(i);
+        } else {
+            gather_block<Format, T>(w, chunk, at, here);
+            ahead.gathered(here);
+            by_panels<Format, block_rows, false>(rows, words, s.q, words, words, s.scores + at * s.pitch, s.pitch,
+                                                 s.padded_heads, nullptr, ahead);
         }
-        clear_rows(here, words, s.rows);
-        ahead.gathered(here);
-        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, s.scores + at * s.pitch, s.pitch,
-                                             s.padded_heads, nullptr, ahead);
         if (w.p.indexes) continue;
-        if (apart) clear_rows(here, value_words, s.value_rows);
-        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout, value_words,
+        by_panels<Format, block_rows, false>(apart ? s.value_rows : rows, apart ? value_words : words, s.dout, value_words,
                                              value_words, s.dprobs + at * s.pitch, s.pitch, s.padded_heads, nullptr, ahead);
     }
 }
@@ -376,10 +399,11 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
     const std::int64_t last = count ? s.keys[count - 1] : -1;
     const std::int64_t cost =
         s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
-    Ahead<T> ahead(job, item, s.keys, count, s.chunk, cost);
+    Ahead<T> ahead(job, item, s.keys, w.streams ? 0 : count, s.chunk, cost);
+    Stream<Format, T> stream(job, item, w.sizes, s.keys, count, s.rows, s.across, s.deep, w.p.dim_qk + w.p.dim_rope);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        multiply_keys<Format, T>(w, chunk, ahead);
+        multiply_keys<Format, T>(w, chunk, ahead, stream);
         if (w.p.indexes) {
             const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
             for (std::int64_t i = 0; i < chunk.count; ++i) {

@@ -165,6 +165,30 @@ def test_a_row_alone_uses_all_threads_and_the_same_bits(dtype: str) -> None:
     judge(call, want, formulas(call, torch.float64), formulas(call, torch.float32))
 
 
+@pytest.mark.parametrize("heads", [5, 40, 64])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
+    """Rows that are whole vectors are gathered while others are multiplied; the rest, and values apart, are not."""
+    lengths = [0, 1, 11, 12, 13, 23, 24, 25, 36, 47, 48, 49, 95, 96, 97, 108, 192, 205]
+    problem = Problem(heads, 1, 96, 64, 32, dtype, 0.08, has_sink=heads == 5, shares_kv=True, select_count=256)
+    call = make_sparse(problem, (len(lengths),), (600,), False, heads)
+    call.k[0], call.k_rope[0] = (torch.randn(1, 600, dim).to(problem.torch_dtype) for dim in (96, 32))
+    for row, length in enumerate(lengths):
+        call.indices[0][0, row] = torch.randperm(600)[:256]
+        call.indices[0][0, row, length:] = -1
+    call.v[0] = call.k[0][..., :64]
+    wanted, plain = formulas(call, torch.float64), formulas(call, torch.float32)
+    saved = {n: [t.to(problem.torch_dtype) if n == "out" else t.float() for t in wanted[n]] for n in wanted}
+    exact, measure = formulas(call, torch.float64, saved), formulas(call, torch.float32, saved)
+    apart = replace(call, problem=replace(problem, shares_kv=False), v=[call.v[0].clone()])
+    for variant in VARIANTS:
+        ours = forward(call, variant)
+        judge(call, ours, wanted, plain)
+        same(forward(apart, variant), ours)
+        same(forward(call, variant, page_size=16), ours)
+        judge(call, backward(call, saved, variant), exact, measure)
+
+
 def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     problem = Problem(16, 1, 64, 64, dtype="float32", scale=0.125, select_count=96)
     call = make_sparse(problem, (6,), (96,), False, 5)

@@ -104,15 +104,26 @@ def test_losses_by_name() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("function", [shared, choose, teach], ids=lambda f: f.__name__)
-def test_function_transforms(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
+def test_functional_gradient(function: Callable[..., Any]) -> None:
     leaves = leaves_of(function)
-    want = torch.autograd.grad(function(*leaves).sum(), leaves[0])[0]
+    want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    places = tuple(range(len(leaves)))
+    functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=places)
+    fast, _ = compiled(functional)
     plain = [t.detach() for t in leaves]
-    got = torch.func.grad(lambda first: function(first, *plain[1:]).sum())(plain[0])
-    assert torch.equal(got, want)
+    for found in (functional(*plain), fast(*plain)):
+        for a, b in zip(want, found, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
+def test_vmap_is_refused_in_one_sentence(function: Callable[..., Any]) -> None:
+    leaves = [torch.stack([t.detach()] * 3) for t in leaves_of(function)]
+    with pytest.raises(NotImplementedError, match="vmap is not supported: make the mapped axis part of the batch"):
+        torch.func.vmap(function)(*leaves)
     with pytest.raises(NotImplementedError, match="vmap is not supported"):
-        torch.vmap(lambda first: function(first, *plain[1:]))(plain[0][None])
+        torch.func.vmap(torch.func.grad(lambda *t: function(*t).sum()))(*leaves)
 
 
 def test_wrong_calls_are_refused() -> None:
