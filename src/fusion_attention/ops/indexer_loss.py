@@ -97,7 +97,7 @@ MAX_INDEX = Tensor(
     "Row maxima of the indexer's scores.",
     dtypes="float32",
     shape=INDEX_STATISTICS,
-    make=torch.zeros,
+    make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
 )
 SUM_INDEX = Tensor(
     "softmax_sum_index",
