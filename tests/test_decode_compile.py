@@ -1,6 +1,4 @@
-"""Decoding under torch.compile: the same bits, one graph, lengths as inputs, caches of pages beside the graph, and clear
-refusals.
-"""
+"""Decoding under torch.compile: the same bits, one graph, lengths as inputs, caches of pages beside it, clear refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +32,10 @@ def shared(q: Any, k: Any, v: Any) -> torch.Tensor:
 
 
 def integers(q: Any, k: Any, v: Any) -> torch.Tensor:
-    return fa.decode_attention(q, (STORED, STORED), k_scale=SCALES, v_scale=SCALES, out_scale=torch.ones(1)) + k[0, 0, 0, 0]
+    return (
+        fa.decode_attention(q, (STORED, STORED), k_scale=SCALES, v_scale=SCALES, out_scale=torch.ones(1))
+        + k[0, 0, 0, 0]
+    )
 
 
 def named(q: Any, k: Any, v: Any) -> torch.Tensor:
