@@ -114,11 +114,19 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
     const char *const *rows = w.s.value_rows;
     const bool fetches = ahead.rows && at % 64 == 0 && at < ahead.to;
     const std::int64_t skipped = ahead.from - at;
+    const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
         Words value[N];
         FUSION_UNROLL for (int j = 0; j < N; j += 2) {
             const std::int64_t from = at + F::bytes(j * lanes);
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
+        }
+        if (key < again) {
+            FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) {
+                    __builtin_prefetch(rows[key + again_values + k] + at + byte, 0, FUSION_NEAR);
+                }
+            }
         }
         if (fetches) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {

@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -101,15 +102,19 @@ std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *pa
         mine = (*taken)++;
         return mine < units_.size() ? &units_[mine] : nullptr;
     };
-    auto *const alone = reinterpret_cast<float *>(own);  // one unit's partial result
+    // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any thread.
+    auto *const rows = reinterpret_cast<float *>(own);
     char *const scratch = own + row_floats_ * decode_rows * sizeof(float);
     std::int64_t empty = 0;
     const DecodeUnit *unit = take();
     while (unit) {
         const DecodeUnit *const next = take();
-        variant_.decode.attend(job, *unit, next, scratch, unit->place < 0 ? alone : partials + unit->place);
+        variant_.decode.attend(job, *unit, next, scratch, rows);
         if (unit->place < 0) {
-            empty += variant_.decode.finish(job, {unit->seq, unit->head, unit->row0, unit->row1, 0, 0, 1}, alone);
+            empty += variant_.decode.finish(job, {unit->seq, unit->head, unit->row0, unit->row1, 0, 0, 1}, rows);
+        } else {
+            const auto floats = static_cast<std::size_t>(unit->row1 - unit->row0) * row_floats_;
+            std::memcpy(partials + unit->place, rows, floats * sizeof(float));
         }
         unit = next;
     }

@@ -261,6 +261,10 @@ template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
+// A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and once
+// more this many keys ahead, which costs little where they have come.
+constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
+
 // Bytes [from, to) of rows that will be read soon; rows null: nothing.
 struct Ahead {
     const char *const *rows = nullptr;
@@ -290,17 +294,18 @@ template <int P> FUSION_INLINE void fetch(const Ahead &ahead, std::int64_t row, 
 
 template <class F, int P>
 FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
-                                const Ahead &ahead, std::int64_t key) {
+                                const Ahead &ahead, const Ahead &again, std::int64_t key) {
     for (std::int64_t step = 0; step < steps; ++step) {
         const Words query = load<Words>(q + step);
         if (ahead.rows) fetch<P>(ahead, key, step);
+        if (again.rows) fetch<P>(again, key + again_keys, step);
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
     }
 }
 
 template <class F, int P>
 FUSION_INLINE void add_digits(Floats (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
-                              std::int64_t steps, const Ahead &ahead, std::int64_t key) {
+                              std::int64_t steps, const Ahead &ahead, const Ahead &again, std::int64_t key) {
     constexpr int half = lanes / 2;
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints high[half], low[half];
@@ -308,6 +313,7 @@ FUSION_INLINE void add_digits(Floats (&sum)[lanes], const Words *q, const Ints *
         for (std::int64_t step = 0; step < steps; ++step) {
             const Words *query = q + step * F::parts * 2;
             if (ahead.rows && from == 0) fetch<P>(ahead, key, step);
+            if (again.rows && from == 0) fetch<P>(again, key + again_keys, step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
                 F::split(repeat<P>(rows[from + i] + step * P * 4), part);
@@ -331,11 +337,13 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         Floats sum[lanes] = {};
+        const bool more = b.row == 0 && w.sizes.direct_keys && key + again_keys < t.count;
+        const Ahead again = {more ? w.s.key_rows : nullptr, 0, w.sizes.key_words * 4};
         if constexpr (F::integer) {
-            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, key);
+            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
         } else {
-            add_products<F, P>(sum, q, w.s.key_rows + key, steps, ahead, key);
-            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, key);
+            add_products<F, P>(sum, q, w.s.key_rows + key, steps, ahead, again, key);
+            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, {}, key);
         }
         gather_keys<P, rows>(sum);
         FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);

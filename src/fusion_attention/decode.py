@@ -6,6 +6,7 @@ Knows pages, their sharing and their scales. Refuses to know how attention is co
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import mmap
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention import infer_operators, operators
 from fusion_attention.contract import bind
 from fusion_attention.mask import Band
 from fusion_attention.ops import decode_attention as record
@@ -331,19 +333,37 @@ def decode_attention(
         >>> decode_attention(q, (k, v), kv_len=[100, 31]).shape
         torch.Size([2, 1, 8, 64])
     """
-    args = dict(locals())
-    for name in ("cache", "sequences", "return_lse", "backend"):
-        del args[name]
+    # The record's parameters in the signature's order; the cache stands for k and v.
+    args = dict(zip(_NAMES, locals().values(), strict=False))
+    del args["cache"], args["sequences"]
     if isinstance(cache, PagedKVCache):
+        if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
+            return _outside(cache, sequences, args, return_lse, backend)
         args |= cache.arguments(sequences)
     elif isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
         args["k"], args["v"] = cache, None
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        results = _attention(args, backend)
-    out = results["out"]
-    return (out, results["max"] + results["sum"].log()) if return_lse else out
+    return _attended(args, return_lse, backend)
+
+
+_NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
+
+
+def _attended(args: dict[str, Any], return_lse: bool, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    if operators.needed(args.values()):
+        out, max_, sum_ = infer_operators.forward(record.RECORD, args, backend)
+    else:
+        with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+            out, max_, sum_ = _attention(args, backend).values()
+    return (out, max_ + sum_.log()) if return_lse else out
+
+
+@torch.compiler.disable
+def _outside(
+    cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    return _attended(args | cache.arguments(sequences), return_lse, backend)
 
 
 def _attention(args: dict[str, Any], backend: str) -> dict[str, Tensor]:
