@@ -1,0 +1,170 @@
+"""DeepSeek-V3.2 as transformers has it, tiny, with random weights: our modules take its weights and do what it does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusion_attention as fa
+from fusion_attention.nn import SparseLatentAttention, set_stage
+
+deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+
+TOP_K = 6
+SIZES = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "index_n_heads": 5,
+    "index_head_dim": 16,
+    "index_topk": TOP_K,
+}
+
+
+@pytest.fixture
+def model() -> Any:
+    """Two layers, one of them with experts, in float32 on the eager path."""
+    config = deepseek.DeepseekV32Config(
+        **SIZES,
+        vocab_size=50,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=64,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    found = deepseek.DeepseekV32Model(config).eval()
+    for name, parameter in found.named_parameters():
+        if "self_attn" in name and parameter.dim() == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # scores that differ, sharp attention
+    return found
+
+
+class Ours(nn.Module):
+    """Stands where a layer's self_attn stood."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        s = SIZES
+        self.attention = SparseLatentAttention(
+            s["hidden_size"],
+            s["num_attention_heads"],
+            q_rank=s["q_lora_rank"],
+            kv_rank=s["kv_lora_rank"],
+            nope_dim=s["qk_nope_head_dim"],
+            rope_dim=s["qk_rope_head_dim"],
+            v_dim=s["v_head_dim"],
+            index_heads=s["index_n_heads"],
+            index_dim=s["index_head_dim"],
+            top_k=s["index_topk"],
+        )
+        self.attention.load_state_dict(theirs.state_dict(), strict=True)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **_: Any) -> tuple[Tensor, None]:
+        return self.attention(hidden_states, rope=halves(position_embeddings))[0], None
+
+
+def halves(position_embeddings: Any) -> tuple[Tensor, Tensor]:
+    """transformers' tables say every angle twice."""
+    cos, sin = (t[..., : t.shape[-1] // 2] for t in position_embeddings)
+    return cos, sin
+
+
+def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
+    """What their indexer chooses, with all that it is given."""
+    hidden, where, mask = (inputs[name] for name in ("hidden_states", "position_embeddings", "attention_mask"))
+    latent = attention.q_a_layernorm(attention.q_a_proj(hidden))
+    found: Tensor = attention.indexer(hidden, latent, where, mask[:, 0], None)
+    return found
+
+
+def test_selection_and_attention(model: Any) -> None:
+    """Layer by layer on the inputs that the model really gives it: the same keys, the same output."""
+    calls: list[tuple[dict[str, Any], Tensor]] = []
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda module, args, given, out: calls.append((given, out[0])), with_kwargs=True
+        )
+    with torch.no_grad():
+        model(torch.randint(50, (2, 31)))
+    assert len(calls) == len(model.layers)
+    for layer, (given, expected) in zip(model.layers, calls, strict=True):
+        own = Ours(layer.self_attn).attention
+        hidden, rope = given["hidden_states"], halves(given["position_embeddings"])
+        latent = own.q_a_layernorm(own.q_a_proj(hidden))
+        indices = own.indexer(hidden, latent, rope=rope).indices[:, :, 0]
+        theirs = chosen_by(layer.self_attn, given)
+        for row in range(hidden.shape[1]):
+            seen = min(row + 1, TOP_K)  # behind these their list names keys that their mask removes
+            for mine, other in zip(indices[:, row], theirs[:, row], strict=True):
+                assert mine[:seen].tolist() == other[:seen].tolist()
+                assert (mine[seen:] == -1).all()
+        assert torch.allclose(own(hidden, rope=rope)[0], expected, atol=1e-5)
+
+
+def test_the_whole_model(model: Any) -> None:
+    """With our attention in every layer the model computes the same, and so do its gradients but the indexers'."""
+    tokens = torch.randint(50, (2, 31))
+    weights = torch.randn(2, 31, SIZES["hidden_size"])
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        out = model(tokens, use_cache=False).last_hidden_state
+        (out * weights).sum().backward()
+        grads = {name.replace("attention.", ""): p.grad for name, p in model.named_parameters()}
+        return out, {name: grad.clone() for name, grad in grads.items() if grad is not None}
+
+    expected, wanted = run()
+    for layer in model.layers:
+        layer.self_attn = Ours(layer.self_attn).eval()
+    out, got = run()
+    assert torch.allclose(out, expected, atol=1e-4)
+    assert got.keys() == wanted.keys()
+    assert not any("indexer" in name for name in got)
+    for name, grad in got.items():
+        assert torch.allclose(grad, wanted[name], atol=1e-4 * (1 + wanted[name].abs().max())), name
+    set_stage(model, "dense")
+    assert not torch.allclose(run()[0], expected, atol=1e-2)  # the choice of keys matters here
+
+
+def test_bare_operators(model: Any) -> None:
+    """The same without our modules: lightning_indexer and sparse_attention on their rows, kv_b absorbed by hand."""
+    attention, given = model.layers[0].self_attn, {}
+    attention.register_forward_hook(lambda m, args, inputs, out: given.update(inputs, out=out[0]), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.randint(50, (1, 31)))
+        hidden, (cos, sin) = given["hidden_states"], given["position_embeddings"]
+        nope, rope, v_dim = SIZES["qk_nope_head_dim"], SIZES["qk_rope_head_dim"], SIZES["v_head_dim"]
+        latent_q = attention.q_a_layernorm(attention.q_a_proj(hidden))
+
+        indexer = attention.indexer
+        index_q = indexer.wq_b(latent_q).unflatten(-1, (SIZES["index_n_heads"], -1))
+        index_k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+        turned = deepseek.apply_rotary_pos_emb(index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2)
+        index_q, index_k = (torch.cat([a, b[..., rope:]], -1) for a, b in zip(turned, (index_q, index_k), strict=True))
+        w = indexer.weights_proj(hidden) * (SIZES["index_n_heads"] * SIZES["index_head_dim"]) ** -0.5
+        indices, _ = fa.lightning_indexer(index_q, index_k, w, TOP_K)
+
+        q, q_rope = attention.q_b_proj(latent_q).unflatten(-1, (4, -1)).split([nope, rope], -1)
+        latent, k_rope = attention.kv_a_proj_with_mqa(hidden).unsqueeze(2).split([SIZES["kv_lora_rank"], rope], -1)
+        q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
+        up_k, up_v = attention.kv_b_proj.weight.unflatten(0, (4, -1)).split([nope, v_dim], 1)
+        absorbed = torch.einsum("bshd,hdr->bshr", q, up_k)
+        ropes = {"q_rope": q_rope, "k_rope": k_rope}
+        mixed = fa.sparse_attention(
+            absorbed, attention.kv_a_layernorm(latent), None, indices, scale=(nope + rope) ** -0.5, **ropes
+        )
+        out = attention.o_proj(torch.einsum("bshr,hdr->bshd", mixed, up_v).flatten(2))
+    assert torch.allclose(out, given["out"], atol=1e-5)

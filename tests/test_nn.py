@@ -1,0 +1,292 @@
+"""The modules: outputs, losses and gradients beside layers written plainly, stages, state, compile, two processes."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eager_loss import chosen_keys, one_sequence
+from test_compile import compiled
+from torch import Tensor, nn
+
+from fusion_attention import nn as dsa
+
+DIM, HEADS, TOP_K, LENGTHS = 32, 4, 5, [19, 12]
+INDEX = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
+LATENT = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
+
+
+def make(form: str, stage: str = "sparse") -> dsa.SparseAttention:
+    torch.manual_seed(0)
+    if form == "latent":
+        layer: dsa.SparseAttention = dsa.SparseLatentAttention(DIM, HEADS, **LATENT, **INDEX)
+    else:
+        layer = dsa.SparseSelfAttention(DIM, HEADS, kv_heads=2 if form == "grouped" else None, **INDEX)
+    dsa.set_stage(layer, stage)
+    return layer
+
+
+def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False) -> Tensor:
+    """Rotary embedding by complex numbers: [S, heads, D]."""
+    pairs = rows[..., :width].unflatten(-1, (-1, 2) if neighbours else (2, -1))
+    pairs = pairs if neighbours else pairs.transpose(-1, -2)
+    rate = torch.tensor([10000.0 ** (-2 * i / width) for i in range(width // 2)])
+    angle = (positions[:, None] * rate)[:, None]
+    spun = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    spun = spun.flatten(-2) if neighbours else spun.transpose(-1, -2).flatten(-2)
+    return torch.cat([spun, rows[..., width:]], -1)
+
+
+def plain_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v [S, heads, D] and the indexer's query input, of one sequence; MLA is never absorbed here."""
+    at = torch.arange(len(x))
+    if isinstance(layer, dsa.SparseSelfAttention):
+        q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+        return turned(q, at, 8), turned(k, at, 8), v, x
+    nope, rope = LATENT["nope_dim"], LATENT["rope_dim"]
+    q_latent = layer.q_a_layernorm(layer.q_a_proj(x))
+    q = layer.q_b_proj(q_latent).unflatten(-1, (HEADS, -1))
+    latent, k_rope = layer.kv_a_proj_with_mqa(x).split([LATENT["kv_rank"], rope], -1)
+    kv = layer.kv_b_proj(layer.kv_a_layernorm(latent)).unflatten(-1, (HEADS, -1))
+    k_rope = turned(k_rope[:, None], at, rope, neighbours=True).expand(-1, HEADS, -1)
+    q = torch.cat([q[..., :nope], turned(q[..., nope:], at, rope, neighbours=True)], -1)
+    return q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:], q_latent
+
+
+def plain(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence [S, DIM] through a layer in its stage, by masks and softmax: out, and the loss summed over rows."""
+    q, k, v, query = plain_rows(layer, x)
+    indexer, width = layer.indexer, LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
+    at = torch.arange(len(x))
+    index_q = turned(indexer.wq_b(query.detach()).unflatten(-1, (indexer.heads, -1)), at, width)
+    index_k = turned(indexer.k_norm(indexer.wk(x.detach()))[:, None], at, width)
+    weights = indexer.weights_proj(x.detach()) / (indexer.heads * indexer.head_dim) ** 0.5
+    scores = (torch.einsum("ihd,jd->ihj", index_q, index_k[:, 0]).relu() * weights[..., None]).sum(1)
+    keys = chosen_keys(None, len(x))
+    if layer.stage == "sparse":
+        order = scores.masked_fill(~keys, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :TOP_K]
+        keys = keys & torch.zeros_like(keys).scatter_(1, order, True)
+    loss = one_sequence(q, k, index_q, index_k, weights, keys, q.shape[-1] ** -0.5)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    p = (torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5).masked_fill(~keys, -torch.inf).softmax(-1)
+    out = layer.o_proj(torch.einsum("hij,jhd->ihd", p, v).flatten(1))
+    return out, loss if layer.stage != "dense" else loss.detach() * 0
+
+
+def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """The layer itself, with rope tables of 8 (MLA: 6) elements; packed where x is."""
+    width = LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
+    packed = x.dim() == 2
+    at = torch.cat([torch.arange(n) for n in LENGTHS]) if packed else torch.arange(x.shape[1])
+    out: tuple[Tensor, Tensor] = layer(x, rope=dsa.rope_table(at, width), **given)
+    return out
+
+
+def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Of a number that both results take part in; parameters without a gradient are left out."""
+    layer.zero_grad()
+    total = (out * torch.linspace(-1, 1, out.shape[-1])).sum() + 3 * loss
+    if total.requires_grad:
+        total.backward()
+    return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_a_plain_layer(form: str, stage: str, packed: bool) -> None:
+    layer = make(form, stage)
+    sequences = [torch.randn(n, DIM) for n in LENGTHS]
+    expected = [plain(layer, x) for x in sequences]
+    want = torch.cat([out for out, _ in expected])
+    want_loss = sum(loss for _, loss in expected) / sum(LENGTHS)
+    wanted = gradients(layer, want, want_loss)
+    if packed:
+        out, loss = run(layer, torch.cat(sequences), lengths=LENGTHS)
+        real = out
+    else:
+        x = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=7.0)
+        out, loss = run(layer, x, lengths=torch.tensor(LENGTHS))
+        assert not out[1, LENGTHS[1] :].any()
+        real = torch.cat([row[:n] for row, n in zip(out, LENGTHS, strict=True)])
+    assert torch.allclose(real, want, atol=1e-5)
+    assert loss.shape == ()
+    assert torch.allclose(loss, want_loss, atol=1e-5)
+    got = gradients(layer, out, loss)
+    assert got.keys() == wanted.keys()
+    for name, grad in got.items():
+        assert torch.allclose(grad, wanted[name], atol=1e-4 * (1 + wanted[name].abs().max())), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_who_learns(form: str) -> None:
+    """Each stage gives exactly its own parameters a gradient; the indexer's loss reaches nothing else."""
+    x = torch.randn(2, 16, DIM, requires_grad=True)
+    for stage in STAGES:
+        layer = make(form, stage)
+        out, loss = run(layer, x)
+        got = gradients(layer, out, loss)
+        indexer = {name for name, _ in layer.named_parameters() if name.startswith("indexer.")}
+        everything = {name for name, _ in layer.named_parameters()}
+        assert got.keys() == {"dense": everything - indexer, "warmup": indexer, "sparse": everything}[stage]
+        if stage == "dense":
+            assert not loss.requires_grad
+            continue
+        x.grad = None
+        layer.zero_grad()
+        run(layer, x)[1].backward()
+        assert x.grad is None
+        assert {name for name, p in layer.named_parameters() if p.grad is not None} == indexer
+
+
+def test_the_indexer_learns() -> None:
+    """Warm-up alone lets the selection find what the attention looks at."""
+    layer = make("grouped", "warmup")
+    with torch.no_grad():
+        layer.q_proj.weight *= 5  # an attention that looks at few keys
+    x = torch.randn(4, 32, DIM)
+    optimizer = torch.optim.Adam(layer.indexer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = run(layer, x)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_costs_no_loss(stage: str) -> None:
+    layer, x = make("latent", stage), torch.randn(2, 16, DIM)
+    out, _ = run(layer, x)
+    quiet, loss = run(layer.eval(), x)
+    assert torch.equal(out, quiet)
+    assert loss == 0
+    assert loss.dtype == torch.float32
+
+
+KEYS = {
+    "latent": "indexer.k_norm.bias indexer.k_norm.weight indexer.weights_proj.weight indexer.wk.weight "
+    "indexer.wq_b.weight kv_a_layernorm.weight kv_a_proj_with_mqa.weight kv_b_proj.weight o_proj.weight "
+    "q_a_layernorm.weight q_a_proj.weight q_b_proj.weight",
+    "grouped": "indexer.k_norm.bias indexer.k_norm.weight indexer.weights_proj.weight indexer.wk.weight "
+    "indexer.wq_b.weight k_proj.weight o_proj.weight q_proj.weight v_proj.weight",
+}
+
+
+@pytest.mark.parametrize("form", KEYS)
+def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
+    saved = make(form, "dense").state_dict()
+    assert sorted(saved) == KEYS[form].split()
+    x = torch.randn(2, 16, DIM)
+    expected = run(make(form, "sparse"), x)[0]
+    for stage in STAGES:
+        layer = make(form, stage)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        layer.load_state_dict(saved, strict=True)
+        dsa.set_stage(layer, "sparse")
+        assert torch.equal(run(layer, x)[0], expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", ["latent", "grouped"])
+def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
+    torch._dynamo.reset()
+    layer = make(form, stage)
+    for packed in (False, True):
+        x = torch.randn(sum(LENGTHS), DIM) if packed else torch.randn(2, 16, DIM)
+        given = {"lengths": torch.tensor(LENGTHS)} if packed else {}
+        fast, made = compiled(lambda x, given=given: run(layer, x, **given))
+        expected, got = run(layer, x, **given), fast(x)
+        assert len(made) == 1
+        for one, two in zip(expected, got, strict=True):
+            assert torch.equal(one, two)
+        wanted, grads = gradients(layer, *expected), gradients(layer, *got)
+        assert grads.keys() == wanted.keys()
+        assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16(stage: str) -> None:
+    """A model in bfloat16, the indexer's weights in it or kept in float32, and autocast: near the float32 layer."""
+    layer, x = make("latent", stage), torch.randn(2, 16, DIM)
+    layer.indexer.top_k = 16  # every key, so that rounding changes no choice
+    out, loss = run(layer, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [run(layer, x)]
+    layer.bfloat16()
+    results.append(run(layer, x.bfloat16()))
+    layer.indexer.weights_proj.float()
+    results.append(run(layer, x.bfloat16()))
+    for other, other_loss in results:
+        assert other.dtype == torch.bfloat16
+        assert torch.allclose(other.float(), out, atol=0.05)
+        assert torch.allclose(other_loss.float(), loss, atol=0.02)
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(ValueError, match="stage: expected one of dense, warmup, sparse, got 'warm'"):
+        dsa.set_stage(make("heads"), "warm")
+    with pytest.raises(ValueError, match="stage: expected one of"):
+        dsa.SparseAttention(dsa.LightningIndexer(8, 2, 4, 3), stage="")
+    with pytest.raises(ValueError, match="set_stage: model: expected a SparseAttention among its modules, got none"):
+        dsa.set_stage(nn.Linear(2, 2), "dense")
+    with pytest.raises(ValueError, match=r"rope: expected at most 4 columns, got 5 \(rows have 8 elements"):
+        dsa.apply_rope(torch.zeros(1, 2, 8), dsa.rope_table(torch.arange(1), 10))
+
+
+# -------------------------------------------------------------------------------------------------------- two processes
+
+
+def half_of_a_step(stage: str, rank: int) -> None:
+    """Gradients of this process's half of a batch, meant over both, are those of the whole batch."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 16, DIM)
+    alone, layer = make("latent", stage), make("latent", stage)
+    wanted = gradients(alone, *run(alone, x))
+    shared = nn.parallel.DistributedDataParallel(layer)
+    for _ in range(2):  # a parameter that got no gradient would be noticed by the second step
+        out, loss = shared(x[2 * rank : 2 * rank + 2], rope=dsa.rope_table(torch.arange(16), LATENT["rope_dim"]))
+        got = gradients(layer, 2 * out, loss)  # DDP means over processes; the sum over rows is not a mean
+    assert got.keys() == wanted.keys()
+    for name, grad in got.items():
+        assert torch.allclose(grad, wanted[name], atol=1e-4 * (1 + wanted[name].abs().max())), (stage, name)
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    """A process that sees half of the batch, in every stage."""
+    torch.set_num_threads(1)
+    meet, patience = f"file://{folder}/meet", timedelta(seconds=30)
+    torch.distributed.init_process_group("gloo", meet, rank=rank, world_size=2, timeout=patience)
+    for stage in STAGES:
+        half_of_a_step(stage, rank)
+        Path(f"{folder}/{stage}{rank}").touch()
+    os._exit(0)  # gloo's threads may wait for Python's lock for ever while their group is taken down
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    code = "import sys, test_nn; test_nn.one_of_two(int(sys.argv[1]), sys.argv[2])"
+    command = [sys.executable, "-c", code]
+    pair = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [0, 0], errors
+    assert {f"{stage}{rank}" for stage in STAGES for rank in (0, 1)} <= {path.name for path in tmp_path.iterdir()}
