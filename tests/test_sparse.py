@@ -12,10 +12,10 @@ from cases import all_same_bits, same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
+from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import sparse
 from fusion_attention.ops.sparse_lower import Backward, Forward
 from fusion_attention.record import Op
-from fusion_attention.sparse_autograd import run
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_operators
+from fusion_attention import lowered_operators, operators
 from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops import indexer_loss as loss_records
 
@@ -74,7 +74,7 @@ def lightning_indexer(
     """
     args = _canonical("lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
-    found = sparse_operators.results(indexer.OWN, args, backend)
+    found = lowered_operators.results(indexer.OWN, args, backend)
     return found["sparse_indices_out"], found["sparse_values_out"]
 
 
@@ -143,7 +143,7 @@ def sparse_attention(
     """
     args = _canonical("sparse_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = sparse_operators.results(sparse.OWN, args, backend, whole=return_lse)
+    found = lowered_operators.results(sparse.OWN, args, backend, whole=return_lse)
     out = found["attention_out"]
     return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
 
@@ -216,7 +216,7 @@ def indexer_loss(
     """
     args = _canonical("indexer_loss", locals())
     operators.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
-    return sparse_operators.results(loss_records.OWN, args, backend)["loss"].reshape(())
+    return lowered_operators.results(loss_records.OWN, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention import api, decode, operators, sparse_operators
+from fusion_attention import api, lowered_operators, operators
 from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
 from fusion_attention.dropout import draw_seed
 from fusion_attention.npu import indexer_loss, inference, sparse, training
-from fusion_attention.ops import RECORDS, attention, decode_attention
+from fusion_attention.ops import RECORDS, attention
 from fusion_attention.plan import compute
 
 FORMAT, VERSION = "fusion_attention.capture", 1
@@ -171,21 +171,11 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return recorded
 
-    def inferred(function: Any) -> Any:
-        def recorded(op: Op, args: dict[str, Any]) -> Any:
-            results = function(op, args)
-            recorder.write(op, args, results, 0, "auto")
-            return results
-
-        return recorded
-
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (inference, "_forward", inferred),
         (training, "_forward", forward),
         (training, "_backward", backward),
         (api, "_attention", own),
-        (decode, "_attention", lambda function: _decoded(recorder, function)),
-        (sparse_operators, "results", lambda function: _lowered(recorder, function)),
+        (lowered_operators, "results", lambda function: _lowered(recorder, function)),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
@@ -193,15 +183,6 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         here = [(name, function) for name, function in functions.items() if hasattr(real, name)]
         places += [(real, name, _foreign(recorder, name, function)) for name, function in here]
     return places
-
-
-def _decoded(recorder: capture, function: Any) -> Any:
-    def recorded(args: dict[str, Any], backend: str) -> Any:
-        results = function(args, backend)
-        recorder.write(decode_attention.RECORD, args, results, 0, backend)
-        return results
-
-    return recorded
 
 
 def _lowered(recorder: capture, function: Any) -> Any:

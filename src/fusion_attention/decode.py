@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention import infer_operators, operators
-from fusion_attention.contract import bind
+from fusion_attention import lowered_operators
 from fusion_attention.mask import Band
 from fusion_attention.ops import decode_attention as record
-from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
@@ -351,11 +349,7 @@ _NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
 
 
 def _attended(args: dict[str, Any], return_lse: bool, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    if operators.needed(args.values()):
-        out, max_, sum_ = infer_operators.forward(record.RECORD, args, backend)
-    else:
-        with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-            out, max_, sum_ = _attention(args, backend).values()
+    out, max_, sum_ = lowered_operators.results(record.RECORD, args, backend).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 
@@ -364,10 +358,3 @@ def _outside(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     return _attended(args | cache.arguments(sequences), return_lse, backend)
-
-
-def _attention(args: dict[str, Any], backend: str) -> dict[str, Tensor]:
-    call = record.lower(bind(record.RECORD, args))
-    results = call.results()
-    compute(call, results, backend)
-    return results

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from fusion_attention import autograd
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
+from fusion_attention.contract import Tensors as Listed
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.ops import RECORDS, attention, flash_lower
 
@@ -78,6 +80,12 @@ def names_of(op: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]
     )
 
 
+@torch.compiler.assume_constant_result
+def _listed(op: str) -> tuple[str, ...]:
+    """The canonical names of a record's lists of tensors."""
+    return tuple(p.name for p in RECORDS[op].params if isinstance(p, Listed))
+
+
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
     """The arguments of _CALL, from a record's name and arguments by canonical name.
 
@@ -100,11 +108,18 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
             floats[name] = value
         else:
             words[name] = tuple(getattr(value, f.name) for f in fields(value))
-    text = f"{op};{backend};{','.join(ints)};{','.join(floats)};{words!r}"
-    given = [args.get(name) for name in tensors]
-    for name, value in zip(tensors, given, strict=True):
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{op}: {name}: expected a tensor, got {type(value)}")
+    given: list[Any] = []
+    lists: dict[str, int] = {}
+    for name in tensors:
+        value = args.get(name)
+        several = list(value) if name in _listed(op) and isinstance(value, (list, tuple)) else [value]
+        for tensor in several:
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor)}")
+        if isinstance(value, (list, tuple)):
+            lists[name] = len(several)
+        given += several
+    text = f"{op};{backend};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
     lengths = [_as_tensor(args.get(name)) for name in arrays]
     return given, lengths, list(ints.values()), list(floats.values()), seed, text
 
@@ -117,33 +132,39 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class _Text:
-    """What the line of text says: the record, the back end, the names of the numbers, and the words themselves."""
+    """What the line of text says: record, back end, names of numbers, lengths of lists, and the words themselves."""
 
     op: Op
     backend: str
     ints: tuple[str, ...]
     floats: tuple[str, ...]
+    lists: dict[str, int]
     words: dict[str, Any]
 
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> _Text:
     """The line of text, read once."""
-    name, backend, ints, floats, words = text.split(";", 4)
+    name, backend, ints, floats, lists, words = text.split(";", 5)
     op = RECORDS[name]
     values = ast.literal_eval(words)
     for key, value in values.items():
         attr = op.by_name[key]
         if isinstance(value, tuple) and isinstance(attr, Attr):
             values[key] = attr.type(*value)
-    return _Text(op, backend, tuple(filter(None, ints.split(","))), tuple(filter(None, floats.split(","))), values)
+    numbers = (tuple(filter(None, names.split(","))) for names in (ints, floats))
+    return _Text(op, backend, *numbers, ast.literal_eval(lists), values)
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:
     """The arguments by canonical name."""
-    names = names_of(text.op.name)
+    names, lengths, _ = names_of(text.op.name)
     args = dict(text.words)
-    for keys, values in zip((*names[:2], text.ints, text.floats), (tensors, arrays, ints, floats), strict=True):
+    left = iter(tensors)
+    for name in names:
+        count = text.lists.get(name)
+        args[name] = next(left) if count is None else tuple(itertools.islice(left, count))
+    for keys, values in zip((lengths, text.ints, text.floats), (arrays, ints, floats), strict=True):
         args.update(zip(keys, values, strict=True))
     return args
 
@@ -222,7 +243,8 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
 
 def check(op: Op, args: dict[str, Any], arrays: Given) -> None:
     """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
-    tensors = [t for t in args.values() if isinstance(t, torch.Tensor)]
+    given = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values())
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
     known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
     if known and not any(t is not None for t in arrays):
         bind(op, args, reads=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention import sparse_operators
+from fusion_attention import lowered_operators
 from fusion_attention.ops import indexer_loss
 from fusion_attention.ops.indexer_loss_lower import RESULTS, STATISTICS
 from fusion_attention.ops.sparse import UNLIMITED
@@ -28,7 +28,7 @@ Lengths = Sequence[int] | Tensor | None
 
 def _results(op: Op, given: dict[str, Any]) -> dict[str, Tensor]:
     """The results of a function with these arguments (by its own names)."""
-    return sparse_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
+    return lowered_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(

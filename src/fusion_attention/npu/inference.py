@@ -6,32 +6,17 @@ Each function binds its record, lowers and runs; nothing is differentiable.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusion_attention import infer_operators, operators
-from fusion_attention.contract import Op, bind
+from fusion_attention import lowered_operators
 from fusion_attention.ops import infer
-from fusion_attention.plan import compute
 
 __all__ = ["npu_incre_flash_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 _NAMES = tuple(p.name for p in infer.TORCH.params)
-
-
-def _forward(op: Op, args: dict[str, Any]) -> dict[str, Tensor]:
-    """Every result of a call by canonical name."""
-    if operators.needed(args.values()):
-        return dict(zip(("attention_out",), infer_operators.forward(op, args), strict=True))
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        assert op.lower is not None
-        call = op.lower(bind(op, args))
-        results: dict[str, Tensor] = call.results()
-        compute(call, results)
-        return results
 
 
 def npu_incre_flash_attention(
@@ -101,4 +86,5 @@ def npu_incre_flash_attention(
         >>> list(out.shape)
         [2, 1, 256]
     """
-    return _forward(infer.TORCH, dict(zip(_NAMES, locals().values(), strict=False)))["attention_out"]
+    args = dict(zip(_NAMES, locals().values(), strict=False))
+    return lowered_operators.results(infer.TORCH, args)["attention_out"]

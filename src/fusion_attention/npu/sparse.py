@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators, sparse_operators
+from fusion_attention import lowered_operators, operators
 from fusion_attention.ops import indexer, sparse
 
 __all__ = [
@@ -90,7 +90,7 @@ def npu_lightning_indexer(
     """
     args = _canonical("npu_lightning_indexer", locals())
     operators.autocast(args, ("query", "key"))
-    indices, values = _every(sparse_operators.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    indices, values = _every(lowered_operators.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
 
 
@@ -134,7 +134,7 @@ def npu_lightning_indexer_grad(
         [1, 6, 4]
     """
     args = _canonical("npu_lightning_indexer_grad", locals())
-    dq, dk, dweights = sparse_operators.results(indexer.TORCH_GRAD, args).values()
+    dq, dk, dweights = lowered_operators.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
 
@@ -204,7 +204,7 @@ def npu_sparse_flash_attention(
     """
     args = _canonical("npu_sparse_flash_attention", locals())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = sparse_operators.results(sparse.TORCH, args)
+    found = lowered_operators.results(sparse.TORCH, args)
     out = found["attention_out"]
     if return_softmax_lse:
         return out, found["softmax_max"], found["softmax_sum"]
@@ -260,6 +260,6 @@ def npu_sparse_flash_attention_grad(
         [1, 9, 1, 16]
     """
     args = _canonical("npu_sparse_flash_attention_grad", locals())
-    found = sparse_operators.results(sparse.TORCH_GRAD, args)
+    found = lowered_operators.results(sparse.TORCH_GRAD, args)
     dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope

@@ -5,6 +5,7 @@ The second vocabulary of decoding beside CANN's: caches by layout, scales by sha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, store
 from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
 from fusion_attention.problem import Problem
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
+
+RESULTS = ("out", "max", "sum")
 
 FLOATS = "float16 bfloat16 float32 float64"
 _EVERYTHING = 1 << 40
@@ -304,6 +307,21 @@ def _scale_param(name: str, text: str) -> Tensor:
     return Tensor(name, text, True, dtypes="float32")
 
 
+def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Memory for the results of a call with these arguments."""
+    q, k, v = n["q"], n["k"], n["v"]
+    key, value = (side if side is None or isinstance(side, torch.Tensor) else side[0] for side in (k, v))
+    dim_v = n["dim_v"]
+    if value is not None:  # Two integers of a uint8 byte are two elements, as in keys.
+        dim_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
+        dim_v = q.shape[-1] if value.shape[-1] == key.shape[-1] else dim_v
+    out = q.new_empty((*q.shape[:-1], dim_v or q.shape[-1]), dtype=q.dtype if n["out_scale"] is None else torch.int8)
+    tokens, heads = (1, 2) if n["layout"] == "BSND" else (2, 1)
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    max_, sum_ = (q.new_empty((q.shape[0], q.shape[heads], q.shape[tokens]), dtype=stats) for _ in range(2))
+    return dict(zip(RESULTS, (out, max_, sum_), strict=True))
+
+
 RECORD = Op(
     "decode_attention",
     "Attention of the newest tokens of each sequence over its cache.",
@@ -355,6 +373,8 @@ out  = softmax(scale * q k^T + bias, keys seen) @ v""",
     functions=FUNCTIONS
     | {f.__name__: f for f in (groups, stored_fits, scales_fit, rows_within, broadcasts, band_fits)},
     lower=lambda bound, **_: lower(bound),
+    results=RESULTS,
+    fresh=fresh,
     sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
     samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
 )
@@ -371,7 +391,7 @@ def lower(bound: Bound) -> Decode:
         known = bound.memo["lowered"] = (_problem(n), extents, Cache(n["cache_layout"], n["page_size"]))
     problem, extents, cache = known
     call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
-    call.names = ("out", "max", "sum")
+    call.names = RESULTS
     call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
     call.out_quant = n["out_scale"], n["out_offset"]
     call.k_dequant = _scales(n, "k", n["D"])

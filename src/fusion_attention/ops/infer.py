@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion_attention.ops.infer_checks import FUNCTIONS
-from fusion_attention.ops.infer_lower import geometry, lower
+from fusion_attention.ops.infer_lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.infer_rules import EARLY, RULES
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor, Tensors
 
@@ -96,6 +96,8 @@ V1 = Op(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
     sizes=SIZES,
     samples=SAMPLES,
 )
@@ -149,6 +151,8 @@ TORCH = Op(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    results=RESULTS,
+    fresh=fresh,
     sizes=SIZES,
     samples=SAMPLES,
 )

@@ -5,6 +5,7 @@ What a record lacks has its neutral value. Loops over nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, store
 from fusion_attention.ops.infer_checks import page_layout, sizes
 from fusion_attention.problem import Extents, Problem
 
+RESULTS = ("attention_out",)
 _EVERYTHING = 1 << 40
 
 
@@ -50,6 +52,12 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "pads_left": pads_left,
         "cache_layout": layout,
     }
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Memory for the results of a call with these arguments."""
+    q = n["query"]
+    return {RESULTS[0]: q.new_empty(q.shape, dtype=q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:

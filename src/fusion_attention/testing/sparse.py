@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
+from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer_lower import Forward as IndexerForward
 from fusion_attention.ops.indexer_lower import Indexer, indexer_call
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
-from fusion_attention.sparse_autograd import run
 from fusion_attention.testing.cases import Results, Tensor, hostile, poisoned
 
 WILD = 1 << 30  # a page that is not there

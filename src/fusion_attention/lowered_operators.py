@@ -1,4 +1,4 @@
-"""The calls of sparse_autograd.py as operators that torch sees in a trace, as operators.py for the dense ones.
+"""The calls of lowered_autograd.py as operators that torch sees in a trace, as operators.py for the dense ones.
 
 One operator runs the call of any record that names its results, another its derivative. Refuses to know any family:
 what torch must know of one beforehand its record says.
@@ -13,7 +13,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
-from fusion_attention import sparse_autograd
+from fusion_attention import lowered_autograd
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.operators import check, names_of, needed, no_vmap, pack, read, unpack
@@ -57,7 +57,7 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
     op, backend, args = _arguments(tensors, *rest)
     call = _lowered(op, args)
-    found = sparse_autograd.run(call.whole() if op.trains else call, backend)
+    found = lowered_autograd.run(call.whole() if op.trains else call, backend)
     return _listed(found, op.results, tensors[0])
 
 
@@ -73,7 +73,7 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     call: Differentiable = _lowered(op, args).whole()
     known = dict(zip(op.results, results, strict=True))
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
-    found = call.gradients(known, wanted, lambda further: sparse_autograd.run(further, backend))
+    found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, backend))
     return _listed(found, names_of(op.name)[0], tensors[0])
 
 
@@ -122,8 +122,8 @@ class _Differentiable(_SingleLevelFunction):
 
 
 def _forward_autograd(tensors: Any, *rest: Any) -> Any:
-    if torch.is_grad_enabled():
-        op = read(rest[-1]).op
+    op = read(rest[-1]).op
+    if op.trains and torch.is_grad_enabled():
         named, trained = zip(names_of(op.name)[0], tensors, strict=True), _trained(op)
         if any(t is not None and t.requires_grad for name, t in named if name in trained):
             with enable_single_level_autograd_function():
@@ -143,10 +143,10 @@ for _name in ("lowered", "lowered_grad"):
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False) -> dict[str, Tensor]:
-    """The results of a call by canonical name, as sparse_autograd.results(); in a trace, those it has not are empty."""
+    """The results of a call by canonical name, as lowered_autograd.results(); in a trace, those it has not are empty."""
     if needed(args.values()):
         tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
         found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
         return dict(zip(_results_of(op.name), found, strict=True))
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        return sparse_autograd.results(bind(op, args), backend, whole=whole)
+        return lowered_autograd.results(bind(op, args), backend, whole=whole)
