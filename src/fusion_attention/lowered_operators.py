@@ -143,7 +143,7 @@ for _name in ("lowered", "lowered_grad"):
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False) -> dict[str, Tensor]:
-    """The results of a call by canonical name, as lowered_autograd.results(); in a trace, those it has not are empty."""
+    """The results of a call by canonical name, as lowered_autograd says; in a trace, those it has not are empty."""
     if needed(args.values()):
         tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
         found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
