@@ -102,7 +102,9 @@ FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
     for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
 }
 
-template <class Format> struct Next {  // asks for what the block behind this one reads, while this one's products run
+// Asks for what the block behind this one reads, while this one's products run. What does nothing else must be inlined into
+// what computes: a call of it has no effect in a compiler's eyes, and is left out.
+template <class Format> struct Next {
     const Meeting<Format> &w;
     const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
     const bool bias, dbias;
@@ -145,8 +147,8 @@ template <class Format> struct Next {  // asks for what the block behind this on
 
 // The block's rows times the keys that it sees; a panel that is cut goes vector by vector.
 template <class Format, class Before>
-void multiply_keys(const Meet &b, const typename Format::Word *rows, const typename Format::Word *panels, std::int64_t words,
-                   float *c, Before before) {
+FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *rows, const typename Format::Word *panels,
+                                 std::int64_t words, float *c, Before before) {
     constexpr std::int64_t keys = tile_keys<Format>;
     rows += b.row * words;
     std::int64_t at = b.from;
@@ -160,15 +162,17 @@ void multiply_keys(const Meet &b, const typename Format::Word *rows, const typen
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
     const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
     multiply_block<Format, false>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
-                                  [&](std::int64_t column) { before(first + column); });
+                                  [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
     at += whole;
     cut(b.to);
 }
 
 template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
     const Next<Format> next(w, b);
-    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores, [&](std::int64_t at) { next.queries(at); });
-    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs, [&](std::int64_t at) { next.gradients(at); });
+    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores,
+                          [&](std::int64_t at) __attribute__((always_inline)) { next.queries(at); });
+    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs,
+                          [&](std::int64_t at) __attribute__((always_inline)) { next.gradients(at); });
 }
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together.
@@ -181,7 +185,7 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     multiply_block<Format, true>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                                 columns, [&](std::int64_t at) { next.transposed(at, columns); });
+                                 columns, [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1, true>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
