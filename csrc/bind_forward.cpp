@@ -3,6 +3,10 @@
 #include "bind_arguments.h"
 #include "forward_plan.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
+#include <memory>
+
 namespace {
 
 void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
@@ -26,6 +30,36 @@ std::int64_t run(const fusion::ForwardPlan &self, int threads, const nb::tuple &
     return self.run(given.operands, threads);
 }
 
+// A plan with the views of its operands, which say how rows lie: a call brings only where they begin.
+struct LaidForward {
+    nb::object plan;
+    OperandsArgument given;
+
+    LaidForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands)
+        : plan(std::move(plan_)), given(operands, of.problem(), of.sequences()) {}
+};
+
+std::unique_ptr<LaidForward> lay(nb::object self, const nb::tuple &operands) {
+    const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
+    const fusion::Problem &p = plan.problem();
+    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink || p.dropout != fusion::Dropout::none) {
+        refuse("only q, k and v can be laid elsewhere");
+    }
+    return std::make_unique<LaidForward>(std::move(self), plan, operands);
+}
+
+std::int64_t run_laid(const LaidForward &self, int threads, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v,
+                      std::uintptr_t out, std::uintptr_t max, std::uintptr_t sum) {
+    require_threads(threads);
+    const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);
+    fusion::Operands operands = self.given.operands;
+    const auto begin = [](fusion::Rows &rows, std::uintptr_t at) { rows.base = reinterpret_cast<void *>(at); };
+    begin(operands.q, q), begin(operands.k, k), begin(operands.v, v);
+    begin(operands.out, out), begin(operands.max, max), begin(operands.sum, sum);
+    const nb::gil_scoped_release released;
+    return plan.run(operands, threads);
+}
+
 }  // namespace
 
 void bind_forward(nb::module_ &m) {
@@ -34,5 +68,7 @@ void bind_forward(nb::module_ &m) {
         .def("__init__", &construct, "problem"_a, "extents"_a, "tiles"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::ForwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
-        .def("run", &run, "threads"_a, "operands"_a);
+        .def("run", &run, "threads"_a, "operands"_a)
+        .def("lay", &lay, "operands"_a);
+    nb::class_<LaidForward>(m, "LaidForward", "A plan with the views of its operands.").def("run", &run_laid);
 }

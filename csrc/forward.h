@@ -7,6 +7,7 @@
 #pragma once
 
 #include "bias.h"
+#include "errands.h"
 #include "masks.h"
 #include "pack.h"
 
@@ -94,12 +95,13 @@ struct Block {
 
 // A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
-__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b) {
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, Errands &errands) {
     const std::int64_t words = w.sizes.words;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
     float *scores = w.s.scores;
     for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
+        errands.run();
         if (panel_vectors == 2 && b.some_begin >= c + lanes) {
             multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
                                                          nullptr);
@@ -133,11 +135,11 @@ __attribute__((noinline)) void value_rows(const Work<Format> &w, const Block &b,
 }
 
 // The last block of a tile may be short: a third or two thirds of the accumulators serve it.
-template <class Format> void score_block(const Work<Format> &w, const Block &b) {
+template <class Format> void score_block(const Work<Format> &w, const Block &b, Errands &errands) {
     constexpr int third = block_rows / 3;
-    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b);
-    if (b.rows > third) return score_rows<Format, 2 * third>(w, b);
-    score_rows<Format, third>(w, b);
+    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b, errands);
+    if (b.rows > third) return score_rows<Format, 2 * third>(w, b, errands);
+    score_rows<Format, third>(w, b, errands);
 }
 
 template <class Format> void value_block(const Work<Format> &w, const Block &b, const float *fade) {
@@ -329,9 +331,10 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
     return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
 }
 
-template <class Format, class T> void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild) {
+template <class Format, class T>
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, Errands &errands) {
     alignas(64) float fade[round_up(block_rows, lanes)];
-    score_block(w, b);
+    score_block(w, b, errands);
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
@@ -415,9 +418,29 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
     return empty;
 }
 
+// What is asked for during a tile: its own results' memory, and what the thread reads next.
 template <class Format, class T>
-std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, void *scratch) {
+Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0;
+    const auto written = [&](auto *first, const Rows &view, std::int64_t dim) __attribute__((always_inline)) {
+        return Ahead::Part{reinterpret_cast<const char *>(first), view.stride_token * static_cast<std::int64_t>(sizeof *first),
+                           rows, dim * static_cast<std::int64_t>(sizeof *first)};
+    };
+    Errands out;
+    out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
+    out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
+    out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+    for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
+    const std::int64_t blocks = (rows + block_rows - 1) / block_rows, panels = (w.tile.end - w.tile.begin) / panel;
+    out.spread(blocks * most<std::int64_t>(panels, 1));
+    return out;
+}
+
+template <class Format, class T>
+std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
+                    void *scratch) {
     const Work<Format> w(job, unit, head, tile, scratch);
+    Errands errands = errands_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
@@ -427,7 +450,7 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (!b.count) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild);
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, errands);
             met[row / block_rows] = true;
         }
     }

@@ -184,16 +184,65 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     return empty;
 }
 
+namespace {
+
+Ahead::Part part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from, std::int64_t to,
+                    std::int64_t dim) {
+    if (to <= from) return {};  // perhaps there is no memory at all
+    const std::int64_t size = p.dtype == Dtype::float32 ? 4 : 2;
+    const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
+    return {static_cast<const char *>(rows.base) + at * size, rows.stride_token * size, to - from, dim * size};
+}
+
+}  // namespace
+
+// Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
+// first keys during all tiles that need no more of this one's.
 std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &next, char *packed, void *scratch) const {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
+    const Operands &o = *job.operands;
+    const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
+        return tile.begin < tile.end ? up_to(tile.end - u.unit.key_begin, panel) / panel : 0;
+    };
+    const auto ask_keys = [&](Ahead &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
+        ahead.k = part_of(o.k, problem_, unit.seq, unit.head, from, to, problem_.dim_qk);
+        ahead.v = part_of(o.v, problem_, unit.seq, unit.head, from, to, problem_.dim_v);
+    };
     std::int64_t empty = 0;
-    for (std::size_t i = next++; i < units_.size(); i = next++) {
-        Unit unit = units_[i].unit;
+    for (std::size_t i = next++, after; i < units_.size(); i = after) {
+        after = next++;
+        const PlannedUnit &u = units_[i], *const then = after < units_.size() ? &units_[after] : nullptr;
+        const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
+        Unit unit = u.unit;
         unit.packed = packed;
-        kernels_.pack(job, unit, 0, (unit.key_end - unit.key_begin) / variant_.panel);
-        for (std::int64_t head = unit.head * group; head < (unit.head + 1) * group; ++head) {
-            for (std::size_t t = units_[i].first; t < units_[i].end; ++t) {
-                empty += kernels_.attend(job, unit, head, tiles_[t], scratch);
+        std::int64_t done = 0, turn = 0, turns = 0;  // panels; tiles since all are packed, and from then on
+        for (std::size_t t = u.first; t < u.end; ++t) {
+            const std::int64_t needed = panels_to(u, tiles_[t]);
+            if (done < needed) {
+                kernels_.pack(job, unit, done, needed);
+                done = needed;
+            }
+            if (done == all && turns == 0) turns = (u.end - t) * group;
+            for (std::int64_t h = 0; h < group; ++h) {
+                Ahead ahead;
+                const bool last = h + 1 == group, ends = last && t + 1 == u.end;
+                if (!ends) {
+                    const Tile &tile = tiles_[last ? t + 1 : t];
+                    const std::int64_t head = unit.head * group + (last ? 0 : h + 1);
+                    ahead.q = part_of(o.q, problem_, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk);
+                    if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
+                } else if (then) {
+                    const Tile &tile = tiles_[then->first];
+                    ahead.q = part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1, problem_.dim_qk);
+                }
+                if (turns && then) {
+                    const Tile &tile = tiles_[then->first];
+                    const std::int64_t keys = tile.begin < tile.end ? tile.end - then->unit.key_begin : 0;
+                    const std::int64_t from = then->unit.key_begin + keys * turn / turns;
+                    ask_keys(ahead, then->unit, from, then->unit.key_begin + keys * (turn + 1) / turns);
+                }
+                turn += turns > 0;
+                empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
     }
@@ -228,7 +277,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
             if (turn > 1000) std::this_thread::yield();
         }
     }
-    return kernels_.attend(job, unit, item.head, tiles_[item.at], scratch);
+    return kernels_.attend(job, unit, item.head, tiles_[item.at], Ahead{}, scratch);
 }
 
 }  // namespace fusion

@@ -77,6 +77,15 @@ struct Unit {  // keys and values [key_begin, key_end) of one sequence and key/v
     char *packed;
 };
 
+// Rows that a thread reads after a tile, which are asked for while it computes the tile: nothing depends on them.
+struct Ahead {
+    struct Part {
+        const char *first = nullptr;
+        std::int64_t stride = 0, rows = 0, bytes = 0;  // from row to row; how many; of each
+    };
+    Part q, k, v;
+};
+
 struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
     std::int64_t seq, head, row0, row1;
     void *memory;

@@ -29,11 +29,12 @@ void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int6
     }
 }
 
-std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, void *scratch) {
+std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
+                           void *scratch) {
     switch (job.problem->dtype) {
-    case Dtype::float16: return attend<Single, Half>(job, unit, head, tile, scratch);
-    case Dtype::bfloat16: return attend<Single, Brain>(job, unit, head, tile, scratch);
-    default: return attend<Single, float>(job, unit, head, tile, scratch);
+    case Dtype::float16: return attend<Single, Half>(job, unit, head, tile, ahead, scratch);
+    case Dtype::bfloat16: return attend<Single, Brain>(job, unit, head, tile, ahead, scratch);
+    default: return attend<Single, float>(job, unit, head, tile, ahead, scratch);
     }
 }
 

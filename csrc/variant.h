@@ -17,7 +17,7 @@ struct Kernels {
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
     // Computes one tile of one query head; returns how many of its rows are empty.
-    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, void *scratch);
+    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Ahead &, void *scratch);
 };
 
 // The same for the backward. A tile of keys belongs to one thread from load_keys to store_keys.

@@ -12,8 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
-from fusion_attention.ops.training import fresh
+from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
+from fusion_attention.problem import Operands
 
 Tensors = tuple[torch.Tensor, ...]
 _DBIAS = 5  # the place of the bias among gradients
@@ -70,9 +71,43 @@ def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tens
 
 
 def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    key = ("laid", backend)
+    laid: _Laid | None = None if call.memo is None else call.memo.get(key)
+    if laid is not None:
+        results = laid.results(call.q)
+        laid.run(call.q, call.k, call.v, *results)
+        return results
     results = fresh(call)
     run_forward(call, results, backend)
+    if call.memo is not None and len(call.extents) and not uncovered(call, "q"):
+        views = operands_of(call, *results)
+        if (rows := pattern(call, views, results)) is not None:
+            call.memo[key] = _Laid(call, results, views, rows, backend)
     return results
+
+
+class _Laid:
+    """What the calls of one memo share: plan, views and the shapes of results. Holds no tensor of a caller."""
+
+    __slots__ = ("_core", "_plan", "_rows", "_shapes")
+
+    def __init__(self, call: Call, results: Tensors, views: Operands, rows: Operands, backend: str) -> None:
+        self._shapes = tuple((t.shape, t.dtype) for t in results)
+        self._plan = plan(call.problem, call.extents, call.q.device, backend)
+        self._rows = rows
+        lay = getattr(self._plan.module, "lay_forward", None)
+        self._core = lay(self._plan.problem, self._plan.schedule, views) if lay else None
+
+    def results(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Memory for out, max and sum."""
+        out, max_, sum_ = [like.new_empty(shape, dtype=dtype) for shape, dtype in self._shapes]
+        return out, max_, sum_
+
+    def run(self, *given: torch.Tensor) -> None:
+        """Computes from (q, k, v) into (out, max, sum)."""
+        if self._core is None or not self._core(*given):
+            self._core = None  # Rows that only the back end itself can complete come back with every call.
+            self._plan.run(over(self._rows, given))
 
 
 class _Attention(torch.autograd.Function):

@@ -7,7 +7,7 @@ sequences where it must, never over tokens.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,13 @@ class Form:
         return LAYOUTS[self.layout][0] is None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
-    """A lowered call: everything that an operator of autograd.py takes. extras follow EXTRAS."""
+    """A lowered call: everything that an operator of autograd.py takes. extras follow EXTRAS.
+
+    memo is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that; a
+    copy with other fields has none.
+    """
 
     problem: Problem
     form: Form
@@ -70,6 +74,7 @@ class Call:
     extras: tuple[torch.Tensor | None, ...]
     seed: int = 0
     offset: int = 0
+    memo: dict[Any, Any] | None = field(default=None, init=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- lengths

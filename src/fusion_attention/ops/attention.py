@@ -349,7 +349,9 @@ def lower(bound: Bound, *, seed: int = 0) -> Call:
         lowered = bound.memo["lowered"] = (_problem(n), Form(n["layout"], *matrices), _extents(n))
     problem, form, extents = lowered
     extras = (n["q_rope"], n["k_rope"], n["bias"], n["alibi_slopes"], n["blocked"], n["drop_bits"], n["sink"])
-    return Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
+    call = Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
+    call.memo = bound.memo
+    return call
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -26,7 +26,9 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Call:
         lowered = bound.memo["lowered"] = _lowered(n)
     problem, form, extents, names = lowered
     extras = tuple([n[name] if name else None for name in names])
-    return Call(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
+    call = Call(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
+    call.memo = bound.memo
+    return call
 
 
 def lowered(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:

@@ -99,7 +99,20 @@ def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, q.new_empty(shape, dtype=dtype), q.new_empty(shape, dtype=dtype)
 
 
-def _over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
+def pattern(call: Call, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
+    """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all.
+
+    What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
+    """
+    given = (call.q, call.k, call.v, *results)
+    plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
+    own = {t.untyped_storage()._cdata for t in given}
+    if not plain or any(t.untyped_storage()._cdata not in own for t in tensors_in(views)):
+        return None
+    return over(views, (torch.empty(0, dtype=torch.float32),) * len(given))
+
+
+def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
     """The same rows of other tensors: q, k, v, out, max and sum."""
     q, k, v, out, max_, sum_ = tensors
     stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
@@ -131,16 +144,12 @@ class _ForwardRun(Filled):
         target = outputs["attention_out"]
         self.out = room(target)
         self.stats = blank.new_empty(shape), blank.new_empty(shape)
-        given = (call.q, call.k, call.v, self.out, *self.stats)
         if rows is None:
             operands = operands_of(call, self.out, *self.stats)
-            plain = all(t is None for t in call.extras) and call.problem.dropout == "none" and self.out is target
-            own = {t.untyped_storage()._cdata for t in given}
-            # Over no memory: what is kept must not keep a caller's. A copied tensor has strides of its own.
-            if plain and all(t.untyped_storage()._cdata in own for t in tensors_in(operands)):
-                known[3] = _over(operands, (blank,) * 6)
+            if self.out is target:
+                known[3] = pattern(call, operands, (self.out, *self.stats))
         else:
-            operands = _over(rows, given)
+            operands = over(rows, (call.q, call.k, call.v, self.out, *self.stats))
         super().__init__((operands,), self.stats if self.out is target else (self.out, *self.stats))
 
     def begin(self) -> None:

@@ -6,6 +6,8 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
@@ -18,7 +20,7 @@ from fusion_attention.backends.cpu.indexer_loss import (
     run_indexer_lse,
 )
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
-from fusion_attention.backends.cpu.native import plan_backward, run_backward, run_forward
+from fusion_attention.backends.cpu.native import lay, plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.problem import (
     AnyProblem,
@@ -113,6 +115,19 @@ def attention_forward(
         empty_rows = run_forward(schedule, problem, operands)
     if empty_rows and problem.empty_rows != "zero":
         add_means(problem, extents, operands)
+
+
+def lay_forward(
+    problem: Problem, schedule: ForwardPlan | SparsePlan | decode.Schedule, operands: Operands
+) -> Callable[..., bool] | None:
+    """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
+
+    The function takes (q, k, v, out, max, sum), and is false where empty rows still want their means.
+    """
+    if not isinstance(schedule, ForwardPlan):
+        return None
+    run, keeps_zeros = lay(schedule, problem, operands), problem.empty_rows == "zero"
+    return lambda *given: run(*given) == 0 or keeps_zeros
 
 
 def attention_backward(

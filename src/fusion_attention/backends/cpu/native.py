@@ -5,6 +5,7 @@ Knows memory and the core's numbering of kinds. Refuses to know what is computed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,17 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), _operands(problem, operands, floats))
+
+
+def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Callable[..., int]:
+    """run_forward() over other memory of the same dtypes, (q, k, v, out, max, sum); the operands hold nothing else."""
+    with Floats() as floats:
+        laid = plan.lay(_operands(problem, operands, floats))
+
+    def run(*given: torch.Tensor) -> int:
+        return laid.run(torch.get_num_threads(), *[t.data_ptr() for t in given])
+
+    return run
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
