@@ -339,6 +339,19 @@ def to_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.
     return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
 
 
+def lay_lanes(
+    call: Call, max_: torch.Tensor, sum_: torch.Tensor, to_max: torch.Tensor, to_sum: torch.Tensor
+) -> None:
+    """to_lanes() into given memory."""
+    if call.extents.keyless:
+        for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
+            target.copy_(lanes)
+        return
+    lowest, one = _lanes(max_.device, max_.dtype)
+    torch.maximum(max_.unsqueeze(-1), lowest, out=to_max)
+    torch.mul(_finite_sum(call, max_, sum_).unsqueeze(-1), one, out=to_sum)
+
+
 def finite(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Statistics without infinities, in new tensors.
 

@@ -16,9 +16,9 @@ from fusion_attention.lower import (
     LANES,
     Call,
     clear_gradients,
-    finite,
     from_lanes,
     grads_of,
+    lay_lanes,
     operands_of,
     row_shape,
     stats_shape,
@@ -161,9 +161,7 @@ class _ForwardRun(Filled):
         outputs = self.outputs
         if self.out is not outputs["attention_out"]:
             outputs["attention_out"].copy_(self.out)  # This output's rows are not of neighbouring elements.
-        max_, sum_ = finite(self.call, *self.stats)
-        outputs["softmax_max"].copy_(max_.unsqueeze(-1))  # the same value in every lane
-        outputs["softmax_sum"].copy_(sum_.unsqueeze(-1))
+        lay_lanes(self.call, *self.stats, outputs["softmax_max"], outputs["softmax_sum"])
 
 
 class _BackwardRun(Filled):
