@@ -94,8 +94,8 @@ def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
                 products = (s.q[i : i + chunk] @ s.k[:, 0][at].mT).float()
                 target = (products.mul_(s.scale).sub_(s.lse[i : i + chunk])).exp_().mean(1)
             keys = ki[:, 0].index_select(0, at.flatten()).view(*at.shape, INDEX_DIM)
-            dots = (qi[i : i + chunk] @ keys.mT).relu()
-            scores = (w[i : i + chunk] @ dots)[:, 0].float()
+            dots = (qi[i : i + chunk] @ keys.mT).float().relu()  # as softmax wants its logits
+            scores = (w[i : i + chunk].float() @ dots)[:, 0]
             divergence(target, scores).backward()
 
     return run
@@ -120,8 +120,8 @@ def eager_bands(s: Loss, chunk: int) -> Callable[[], None]:
                     shift = s.lse[i:end, h : h + 8].transpose(0, 1)
                     target += products.mul_(s.scale).sub_(shift).exp_().sum(0)
                 target.masked_fill_(unseen, 0).div_(HEADS)
-            dots = (qi[i:end].flatten(0, 1) @ ki[:end, 0].mT).view(end - i, INDEX_HEADS, end).relu()
-            scores = (w[i:end] @ dots)[:, 0].float().masked_fill(unseen, -torch.inf)
+            dots = (qi[i:end].flatten(0, 1) @ ki[:end, 0].mT).view(end - i, INDEX_HEADS, end).float().relu()
+            scores = (w[i:end].float() @ dots)[:, 0].masked_fill(unseen, -torch.inf)
             divergence(target, scores).backward()
 
     return run

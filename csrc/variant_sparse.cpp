@@ -1,7 +1,7 @@
 // Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
 
 #include "indexer.h"
-#include "loss.h"
+#include "loss_tiles.h"
 #include "sparse.h"
 #include "sparse_gradient.h"
 

@@ -105,7 +105,7 @@ struct SparseVariant {
     }
 };
 
-constexpr std::int64_t loss_tile_rows = 96;  // rows of a loss without selection that read a block of keys together
+constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
 constexpr std::int64_t index_tile_rows = 8;  // rows of the indexer that read a chunk of keys together
 
 }  // namespace fusion
