@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "gradients": (backward.training,),
     "steps": (backward.packed,),
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
-    "loss": (loss.losses,),
+    "loss": (loss.lists, loss.bands),
 }
 MEMORY, DECODE = "memory", "decode"
 NAMES = (*GROUPS, MEMORY, DECODE)

@@ -29,6 +29,7 @@ from fusion_attention.problem import (
 LISTS = {"bf16": (4.0, 0.60), "fp32": (3.0, 0.0)}
 BANDS = {"bf16": (4.0, 0.0), "fp32": (4.0, 0.0)}
 WARM_DIM, WARM_LENGTH = 128, 4096  # of the attention that keys are not selected for: every head has keys of its own
+CHUNKS = {"bf16": 32, "fp32": 4}  # rows at a time with which gathering is fastest
 LEAST = 1e-8
 
 
@@ -101,8 +102,8 @@ def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
     return run
 
 
-def eager_bands(s: Loss, chunk: int) -> Callable[[], None]:
-    """Products of `chunk` rows with all keys that one of them sees, head by head for the target, and backward."""
+def eager_bands(s: Loss, chunk: int, sliced: bool) -> Callable[[], None]:
+    """Products of `chunk` rows with all keys, or (sliced) with those that one of them sees, and backward."""
     qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
     q, k = s.q.transpose(0, 1).contiguous(), s.k.transpose(0, 1).contiguous()
     rows = len(s.q)
@@ -111,17 +112,18 @@ def eager_bands(s: Loss, chunk: int) -> Callable[[], None]:
         for t in (qi, ki, w):
             t.grad = None
         for i in range(0, rows, chunk):
-            end = min(i + chunk, rows)
-            unseen = torch.arange(end) > torch.arange(i, end)[:, None]
+            stop = min(i + chunk, rows)
+            end = stop if sliced else rows
+            unseen = torch.arange(end) > torch.arange(i, stop)[:, None]
             with torch.no_grad():
-                target = torch.zeros(end - i, end)
+                target = torch.zeros(stop - i, end)
                 for h in range(0, HEADS, 8):
-                    products = (q[h : h + 8, i:end] @ k[h : h + 8, :end].mT).float()
-                    shift = s.lse[i:end, h : h + 8].transpose(0, 1)
+                    products = (q[h : h + 8, i:stop] @ k[h : h + 8, :end].mT).float()
+                    shift = s.lse[i:stop, h : h + 8].transpose(0, 1)
                     target += products.mul_(s.scale).sub_(shift).exp_().sum(0)
                 target.masked_fill_(unseen, 0).div_(HEADS)
-            dots = (qi[i:end].flatten(0, 1) @ ki[:end, 0].mT).view(end - i, INDEX_HEADS, end).float().relu()
-            scores = (w[i:end].float() @ dots)[:, 0].masked_fill(unseen, -torch.inf)
+            dots = (qi[i:stop].flatten(0, 1) @ ki[:end, 0].mT).view(stop - i, INDEX_HEADS, end).float().relu()
+            scores = (w[i:stop].float() @ dots)[:, 0].masked_fill(unseen, -torch.inf)
             divergence(target, scores).backward()
 
     return run
@@ -142,8 +144,7 @@ def lists_of(dtype: torch.dtype, rows: int) -> Loss:
 def bands_of(dtype: torch.dtype, length: int) -> Loss:
     """A causal loss over all keys."""
     torch.manual_seed(0)
-    shapes = ((length, heads, WARM_DIM + ROPE) for heads in (HEADS, HEADS))
-    q, k = (torch.randn(shape).to(dtype) for shape in shapes)
+    q, k = (torch.randn(length, HEADS, WARM_DIM + ROPE).to(dtype) for _ in range(2))
     qi, ki = (torch.randn(length, heads, INDEX_DIM).to(dtype) for heads in (INDEX_HEADS, 1))
     w = (torch.randn(length, 1, INDEX_HEADS) / (INDEX_HEADS * INDEX_DIM) ** 0.5).to(dtype)
     scale, unseen = (WARM_DIM + ROPE) ** -0.5, torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -157,29 +158,36 @@ def causal(length: int) -> Extents:
     return Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
 
 
-def losses(quick: bool) -> Iterator[Pair]:
-    """Both forms; the dense one with the statistics that it needs."""
-    rows, length = (32, 512) if quick else (256, WARM_LENGTH)
-    per_key = 2 * HEADS * (DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM
-    per_pair = 2 * HEADS * (WARM_DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM
+def lists(quick: bool) -> Iterator[Pair]:
+    """Over selected keys, and all threads beside one."""
+    rows = 32 if quick else 256
+    flops = rows * CHOSEN * (2 * HEADS * (DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM)
+    for label, dtype in DTYPES.items():
+        if dtype is torch.float16:
+            continue  # torch multiplies batches of float16 a hundred times slower
+        s, name, wanted = lists_of(dtype, rows), f"{label} {rows} rows", goals(LISTS, label, quick)
+        ours, theirs = s.ours(lengths(rows, KEYS)), eager_lists(s, CHUNKS[label])
+        yield Pair("indexer's loss", name, "gather + bmm, autograd", ours, theirs, flops, PEAKS[label], **wanted)
+        yield from on_threads(name, ours, flops, quick)
+
+
+def bands(quick: bool) -> Iterator[Pair]:
+    """Over all keys that causal rows see, with the statistics that this needs, and all threads beside one."""
+    length = 512 if quick else WARM_LENGTH
+    flops = length * (length + 1) // 2 * (2 * HEADS * (WARM_DIM + ROPE) + 8 * INDEX_HEADS * INDEX_DIM)
     for label, dtype in DTYPES.items():
         if dtype is torch.float16:
             continue
-        s, wanted = lists_of(dtype, rows), goals(LISTS, label, quick)
-        ours, theirs, flops = s.ours(lengths(rows, KEYS)), eager_lists(s, 16), rows * CHOSEN * per_key
-        yield Pair("indexer's loss", f"{label} {rows} rows", "autograd", ours, theirs, flops, PEAKS[label], **wanted)
-        if label == "bf16":
-            goal = 0.0 if quick or torch.get_num_threads() == 1 else TWO_THREADS / 2 * torch.get_num_threads()
-            name = f"{label} {rows} rows, all threads"
-            yield Pair("indexer's loss", name, "one thread", ours, with_threads(1, ours), flops, goal=goal)
-    for label, dtype in DTYPES.items():
-        if dtype is torch.float16:
-            continue
-        s, wanted = bands_of(dtype, length), goals(BANDS, label, quick)
-        ours, flops = s.ours(causal(length)), length * (length + 1) // 2 * per_pair
-        name = f"{label} causal {length}, with statistics"
-        yield Pair("indexer's loss", name, "autograd", ours, eager_bands(s, 128), flops, PEAKS[label], **wanted)
-        if label == "bf16":
-            goal = 0.0 if quick or torch.get_num_threads() == 1 else TWO_THREADS / 2 * torch.get_num_threads()
-            name = f"{label} causal {length}, all threads"
-            yield Pair("indexer's loss", name, "one thread", ours, with_threads(1, ours), flops, goal=goal)
+        s, name, wanted = bands_of(dtype, length), f"{label} causal {length}", goals(BANDS, label, quick)
+        ours, masked, sliced = s.ours(causal(length)), eager_bands(s, 256, False), eager_bands(s, 256, True)
+        yield Pair("indexer's loss", name, "all keys, autograd", ours, masked, flops, PEAKS[label], **wanted)
+        yield Pair("indexer's loss", name, "sliced keys, autograd", ours, sliced, flops)
+        yield from on_threads(name, ours, flops, quick)
+
+
+def on_threads(name: str, ours: Callable[[], None], flops: int, quick: bool) -> Iterator[Pair]:
+    """All threads beside one."""
+    count = torch.get_num_threads()
+    goal = 0.0 if quick or count == 1 else TWO_THREADS / 2 * count
+    label = f"{name}, {count} threads"
+    yield Pair("indexer's loss", label, "one thread", ours, with_threads(1, ours), flops, goal=goal)
