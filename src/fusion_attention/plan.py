@@ -52,7 +52,8 @@ class Plan:
 
             lo' = lo + kv_len - capacity,  hi' = hi + kv_len - capacity        (finite edges only)
 
-        A finite edge of the band keeps its distance from the last key. Results are those of a fresh plan, bit by bit.
+        A finite edge of the band keeps its distance from the last key. Results are those of a fresh plan, bit by bit
+        (on a GPU, few rows without a page table: within rounding).
         Not while the plan runs on another thread.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -88,6 +89,48 @@ def test_a_captured_graph_computes_the_updated_lengths() -> None:
         graph.replay()
         torch.cuda.synchronize()
         judge(changed, operands, changed.extents())
+
+
+def test_a_capture_without_a_run_before_is_refused() -> None:
+    cache = Cache(dtype="float16")
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    schedule = backend.schedule(p, e, "attention_forward")
+    with pytest.raises(BackendError, match="expected a run"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        backend.attention_forward(p, e, schedule, operands)
+    backend.attention_forward(p, e, schedule, operands)
+    judge(cache, operands, e)
+
+
+def test_a_graph_outlives_its_plan() -> None:
+    cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", page_size=64)
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    schedule = backend.schedule(p, e, "attention_forward")
+    backend.attention_forward(p, e, schedule, operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.attention_forward(p, e, schedule, operands)
+    del schedule
+    gc.collect()
+    others = [torch.full((1 << n,), -1, dtype=torch.int64, device="cuda") for n in range(12) for _ in range(50)]
+    graph.replay()
+    torch.cuda.synchronize()
+    judge(cache, operands, e)
+    assert all((other == -1).all() for other in others)
+
+
+def test_another_stream_waits_for_the_tables() -> None:
+    cache = Cache(kv_len=(900, 37, 300), dtype="float16", page_size=64)
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)  # compiles
+    schedule, first, second = backend.schedule(p, e, "attention_forward"), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(50_000_000)  # the tables arrive late
+        backend.attention_forward(p, e, schedule, operands)
+    with torch.cuda.stream(second):
+        backend.attention_forward(p, e, schedule, operands)
+    second.synchronize()
+    judge(cache, operands, e)
 
 
 def test_a_run_does_not_wait_for_the_gpu() -> None:

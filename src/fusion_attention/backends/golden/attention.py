@@ -183,7 +183,10 @@ def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tupl
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
     softmax = s.seen & ~empty
-    weights = ((s.scores - row_max).exp() * s.times).where(~mean, 1.0)
+    weights = (s.scores - row_max).exp()
+    # What no double holds is still more than nothing: an infinite value that a row sees reaches it.
+    weights = weights.masked_fill((weights == 0) & (s.scores > -_INF), torch.finfo(torch.float64).tiny)
+    weights = (weights * s.times).where(~mean, 1.0)
     return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
 
 

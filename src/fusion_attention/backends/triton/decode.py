@@ -120,19 +120,19 @@ def scale_offset(places, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
-def pages_of(table, b, width, last, j, end, PAGE: tl.constexpr):
-    """int64 page numbers of keys j, within the pool whatever the table holds."""
+def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
+    """int64 page numbers of keys j, within the pool whatever the table holds; step: from one row of it to the next."""
     if PAGE:
-        page = tl.load(table + b * width + j // PAGE, mask=j < end, other=0)
+        page = tl.load(table + b * step + j // PAGE, mask=j < end, other=0)
         return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
     else:
         return j.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count", "heads_q", "width", "last", "splits", "plane"])
+@triton.jit(do_not_specialize=["count", "heads_q", "width", "step", "last", "splits", "plane"])
 def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offset_k, scale_v, offset_v, part,
-           places, lengths, count: tl.int32, heads_q: tl.int32, width: tl.int32, last: tl.int32, splits: tl.int32,
-           plane: tl.int64, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
+           places, lengths, count: tl.int32, heads_q: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32,
+           splits: tl.int32, plane: tl.int64, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
            GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, D0: tl.constexpr,
            D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
            V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
@@ -140,7 +140,7 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes (max, sum, weighted values) of BM rows over one share of the keys; grid (rows * splits, heads_kv, B).
 
-    part: `splits` planes of rows of 2 + DIM_V floats.
+    part: `splits` planes of rows of 2 + DIM_V floats. width: pages that a row of the table names.
     """
     b, hk = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     split = tl.program_id(0) % splits
@@ -172,12 +172,12 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    ahead = pages_of(table, b, width, last, begin + tl.arange(0, BN), end, PAGE)
+    ahead = pages_of(table, b, step, last, begin + tl.arange(0, BN), end, PAGE)
     for j0 in tl.range(begin, end, BN):
         j = j0 + tl.arange(0, BN)
         inside = j < end
         page = ahead
-        ahead = pages_of(table, b, width, last, j + BN, end, PAGE)
+        ahead = pages_of(table, b, step, last, j + BN, end, PAGE)
         keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
         if DEQUANT_K:
             at_scale = scale_offset(places, count, b, hk, page, j, SCALE_K, DEQUANT_K, PAGE)

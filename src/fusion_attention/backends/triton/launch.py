@@ -24,7 +24,7 @@ MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 3  # of what prepare() notes of each row
 Constants = dict[str, Any]
 # The arguments that say where a cache lies, where there is none.
-NO_CACHE = dict.fromkeys(("table", "scale_k", "offset_k", "scale_v", "offset_v")) | {"width": 0, "last": 0}
+NO_CACHE = dict.fromkeys(("table", "scale_k", "offset_k", "scale_v", "offset_v")) | {"width": 0, "step": 0, "last": 0}
 
 
 @dataclass(eq=False)
@@ -197,27 +197,24 @@ def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
     }
 
 
-def mend_constants(problem: Problem, aligned: bool) -> Constants:
-    """What the kernels know that mend rows."""
-    return {
-        name: value
-        for name, value in constants(problem, shapes.mend_tile(problem), 0, aligned).items()
-        if name != "MEAN"
-    }
+def mend_constants(kernel: str, problem: Problem, aligned: bool) -> Constants:
+    """What a kernel knows that mends rows."""
+    known = constants(problem, shapes.mend_tile(kernel, problem), 0, aligned)
+    return {name: value for name, value in known.items() if name != "MEAN"}
 
 
 def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
     """What mend_out knows of rows at addresses."""
-    known = mend_constants(problem, aligned)
+    known = mend_constants("mend_out", problem, aligned)
     return known | {"PAGE": 0, "DEQUANT_K": 0, "DEQUANT_V": 0, "ALIGN_KV": known["ALIGN"]}
 
 
 def launch_mend(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, given: dict[str, Any], known: Constants
 ) -> None:
-    """Launches a kernel that mends: a program for every few rows of every sequence."""
-    tile = shapes.mend_tile(p)
-    blocks = -(-int(lengths.max(initial=0)) // tile.BM)
+    """Launches a kernel that mends: a program for every few rows of every sequence, or keys."""
+    tile = shapes.mend_tile(kernel.__name__, p)
+    blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is mend_key else tile.BM))
     if blocks:
         launch(kernel, (blocks * len(lengths), heads), given | {"blocks": blocks}, known, tile)
 
@@ -287,10 +284,10 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         if len(by_query):
             launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
             launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
-            launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants(p, aligned))
+            launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants("mend_query", p, aligned))
         if len(by_key):
             launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
-            launch_mend(mend_key, p, extents.kv_len, p.heads_kv, shared, mend_constants(p, aligned))
+            launch_mend(mend_key, p, kept.capacity.kv_len, p.heads_kv, shared, mend_constants("mend_key", p, aligned))
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 

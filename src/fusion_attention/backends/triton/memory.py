@@ -94,10 +94,55 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     return device
 
 
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device, without waiting for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+# What captured graphs read, by address: a graph may outlive the plan that it was captured from, and nobody is told
+# when it goes. So these few kilobytes stay.
+_CAPTURED: dict[int, torch.Tensor] = {}
+
+
+@dataclass(eq=False)
+class Copied:
+    """A table on a device, and when the stream that wrote it last has done so; nobody ever waits on the host."""
+
+    tensor: torch.Tensor
+    stream: torch.cuda.Stream | None = None
+    written: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, values: np.ndarray, device: torch.device) -> Copied:
+        """A copy of the array."""
+        held = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
+        held.write(values)
+        return held
+
+    def write(self, values: np.ndarray) -> None:
+        """Overwrites the table, in the order of the current stream.
+
+        Raises:
+            BackendError: a graph is being captured, which would only note the copy.
+        """
+        host, device = torch.from_numpy(values), self.tensor.device
+        if device.type != "cuda":
+            self.tensor.copy_(host)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "fusion_attention: triton: expected a run on the same layout of memory before a graph is captured, "
+                "got none (the first run copies tables)"
+            )
+        self.tensor.copy_(host.pin_memory(), non_blocking=True)
+        self.stream = torch.cuda.current_stream(device)
+        self.written = self.stream.record_event()
+
+    def read(self) -> torch.Tensor:
+        """The table, for what the current stream does next."""
+        if self.written is None:
+            return self.tensor
+        if torch.cuda.is_current_stream_capturing():
+            _CAPTURED[self.tensor.data_ptr()] = self.tensor
+        elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
+            stream.wait_event(self.written)
+            self.tensor.record_stream(stream)
+        return self.tensor
 
 
 @dataclass(eq=False)
@@ -105,33 +150,46 @@ class Kept:
     """What a schedule has on devices: lengths, lists of tiles and tables of places, each copied once."""
 
     extents: Extents
-    _lists: dict[tuple[torch.device, str], tuple[Maker, torch.Tensor]] = field(default_factory=dict)
-    _places: OrderedDict[tuple[torch.device, bytes], torch.Tensor] = field(default_factory=OrderedDict)
+    capacity: Extents = field(init=False)  # what was planned for: lists have room for it
+    _lists: dict[tuple[torch.device, str], tuple[Maker, Copied]] = field(default_factory=dict)
+    _places: OrderedDict[tuple[torch.device, bytes], Copied] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.capacity = self.extents
 
     def on(self, device: torch.device, name: str, make: Maker) -> torch.Tensor:
         """What `make` makes of the lengths, on a device."""
         key = device, name
         if key not in self._lists:
-            self._lists[key] = make, upload(make(self.extents), device)
-        return self._lists[key][1]
+            found = self._lists[key] = make, Copied.of(make(self.capacity), device)
+            if self.extents is not self.capacity:
+                self._rewrite(*found)
+        return self._lists[key][1].read()
 
     def places(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
         """A table of places; the last ones are kept, so that a captured graph meets the same memory."""
         key = device, table.tobytes()
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = upload(table, device)
+            found = self._places[key] = Copied.of(table, device)
             while len(self._places) > _KEPT:
                 self._places.popitem(last=False)
         else:
             self._places.move_to_end(key)
-        return found
+        return found.read()
 
     def update(self, extents: Extents) -> None:
         """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
         self.extents = extents
-        for (device, _), (make, held) in self._lists.items():
-            held.copy_(upload(make(extents), device), non_blocking=True)
+        for make, held in self._lists.values():
+            self._rewrite(make, held)
+
+    def _rewrite(self, make: Maker, held: Copied) -> None:
+        """Tiles that shorter lengths leave over are zeros: they hold no row and no key."""
+        values = make(self.extents)
+        room = np.zeros(held.tensor.shape, values.dtype)
+        room[: len(values)] = values
+        held.write(room)
 
 
 def lengths(extents: Extents) -> np.ndarray:

@@ -49,6 +49,8 @@ from fusion_attention.backends.triton.common import (
 )
 from fusion_attention.backends.triton.decode import cache_at, dequantised_three, offset_of, pages_of, scale_offset
 
+LEAST = tl.constexpr(2.0**-126)
+
 
 @triton.jit
 def strange(part):
@@ -69,32 +71,50 @@ def strange_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: t
 
 
 @triton.jit
-def gathered(weight, counted, x):
-    """[1, W]: the sum of the rows of x that count, times their weights; both [rows, 1]."""
-    return tl.sum(tl.where(counted, weight * x.to(tl.float32), 0.0), 0)[None, :]
+def outlasting(weight, score):
+    """The weight that an infinity meets: what no float holds is still more than nothing, and 0 * inf is NaN."""
+    return tl.where((weight == 0.0) & (score > -float("inf")), LEAST, weight)
 
 
 @triton.jit
-def gather_three(acc, weight, counted, x, W1: tl.constexpr, W2: tl.constexpr):
+def product(weight, x, score):
+    """weight * x, as an infinity meets it."""
+    return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight, score)) * x
+
+
+@triton.jit
+def gathered(weight, wild, counted, x):
+    """[1, W]: the sum of the rows of x that count, times their weights; all [rows, 1].
+
+    wild: the weights of elements that are not finite.
+    """
+    x = x.to(tl.float32)
+    weighed = tl.where(tl.abs(x) < float("inf"), weight, wild) * x
+    return tl.sum(tl.where(counted, weighed, 0.0), 0)[None, :]
+
+
+@triton.jit
+def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
     """gathered() of rows in parts, added to `acc`."""
     acc0, acc1, acc2 = acc
-    acc0 += gathered(weight, counted, x[0])
+    acc0 += gathered(weight, wild, counted, x[0])
     if W1:
-        acc1 += gathered(weight, counted, x[1])
+        acc1 += gathered(weight, wild, counted, x[1])
     if W2:
-        acc2 += gathered(weight, counted, x[2])
+        acc2 += gathered(weight, wild, counted, x[2])
     return acc0, acc1, acc2
 
 
-@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "last", "seed", "offset", "threshold"])
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "step", "last", "seed", "offset", "threshold"])
 def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k, scale_v,
              offset_v, places, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32, width: tl.int32,
-             last: tl.int32, scale: tl.float32, factor: tl.float32, keep_prob: tl.float32, seed: tl.int64,
-             offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
-             DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
-             R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-             DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr,
-             ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             step: tl.int64, last: tl.int32, scale: tl.float32, factor: tl.float32, keep_prob: tl.float32,
+             seed: tl.int64, offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr, BIAS: tl.constexpr,
+             BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+             DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+             V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
+             DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr):  # fmt: skip
     """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -131,7 +151,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
             j = j0 + tl.arange(0, BN)
             inside = j < end
-            page = pages_of(table, b, width, last, j, end, PAGE)
+            page = pages_of(table, b, step, last, j, end, PAGE)
             keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
             if DEQUANT_K:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_K, DEQUANT_K, PAGE)
@@ -149,6 +169,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                 left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
             p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
+            wild = outlasting(p, s)
             if DROPOUT:
                 counted = counted & tl.trans(kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                                        (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
@@ -158,7 +179,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_V, DEQUANT_V, PAGE)
                 values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
-            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, counted, values, V1, V2)
+            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
         store_three(out, at_out + wide * stride_out, there & wrong, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
 
@@ -220,10 +241,10 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                 keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
-            ds = tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :] * (dp - delta[None, :])
-            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, seen, keys, D1, D2)
+            ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :], s)
+            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
             if R:
-                dr += gathered(ds, seen, tail)
+                dr += gathered(ds, ds, seen, tail)
         store_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
         if R:
             store_part(dq_rope, at_dr + wide * stride_dr, there, dr * scale, 0, R, DIM_ROPE)
@@ -297,11 +318,11 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 keep = tl.sum(tl.where(keep & (keys == n)[None, :], 1, 0), 1)[:, None] > 0
                 counted = counted & keep
                 dp = tl.where(keep, dp / keep_prob, 0.0)
-            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, counted, do, V1, V2)
-            ds = p * (dp - delta[:, None])
-            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, seen, query, D1, D2)
+            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p, s), counted, do, V1, V2)
+            ds = product(p, dp - delta[:, None], s)
+            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
             if R:
-                dr += gathered(ds, seen, rope)
+                dr += gathered(ds, ds, seen, rope)
         store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
         store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
         if R:

@@ -21,6 +21,7 @@ DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 # The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
 WAVES = 3
 MOST_SPLITS = 64
+MOST_SEQUENCES = 65535  # programs of a grid along its last axes
 INTERPRETED_PROCESSORS = 4
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
 
@@ -59,7 +60,7 @@ def decode_constants(problem: Problem, tile: shapes.Tile, aligned: bool) -> tupl
 
 def mend_constants(problem: Problem, aligned: bool) -> launch.Constants:
     """What mend_out knows of a cache."""
-    p, known = problem, launch.mend_constants(problem, aligned)
+    p, known = problem, launch.mend_constants("mend_out", problem, aligned)
     return known | {
         "PAGE": p.page_size,
         "DEQUANT_K": DEQUANTS[p.dequant_k],
@@ -100,8 +101,8 @@ def pool_of(view: PagedView, heads: int) -> int:
     return (held - row_end) // view.stride_page if held >= row_end else -1
 
 
-def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch.Tensor | None, int, int]:
-    """(table, its width, last page of every pool) of the caches.
+def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch.Tensor | None, int]:
+    """(table, last page of every pool; -1: some pool holds none) of the caches.
 
     Raises:
         BackendError: caches with tables of their own, or of another kind than the problem says.
@@ -113,7 +114,7 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
             raise BackendError(
                 f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
             )
-        return None, 0, 0
+        return None, 0
     first = paged.get("k")
     strangers = [name for name in ("k", "v", "k_rope") if name in caches and name not in paged]
     if first is None or strangers:
@@ -126,7 +127,7 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
     ]
     if others:
         raise BackendError(f"fusion_attention: triton: expected one page table, got another for {', '.join(others)}")
-    return table, table.stride(0), min(pool_of(view, problem.heads_kv) for view in paged.values())
+    return table, min(pool_of(view, problem.heads_kv) for view in paged.values())
 
 
 def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operands) -> None:
@@ -137,21 +138,28 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
         if dequant is not None and getattr(p, f"dequant_{name}") != "none":
             views |= {f"scale_{name}": dequant.scale, f"offset_{name}": dequant.offset}
-    table, width, last = pages(p, views)
+    table, last = pages(p, views)
     tensors = launch.tensors_of(p, o, {name: view for name, view in views.items() if name != "flat"})
     device = memory.one_device(tensors | {"table": table})
     if not schedule.rows:
         return
+    if count > MOST_SEQUENCES:
+        raise BackendError(f"fusion_attention: triton: expected at most {MOST_SEQUENCES} sequences, got {count}")
     addresses = memory.places(views, count)
     aligned = memory.aligned(views, addresses)
     tile = tile_for(p, extents, device, aligned)
     most = int(extents.q_len.max())
     blocks = -(-most * p.group // tile.BM)
-    longest = table.shape[1] * p.page_size if table is not None else int(extents.kv_len.max())
-    splits = splits_of(blocks * p.heads_kv * count, longest, tile, device) if last >= 0 else 1
+    # Without a page no key is read. A graph serves all lengths of its plan: shares are cut from what there may be.
+    width, step, longest = 0, 0, int(kept.capacity.kv_len.max())
+    if table is not None:
+        width, step = table.shape[1] if last >= 0 else 0, table.stride(0)
+        longest = width * p.page_size
+    splits = splits_of(blocks * p.heads_kv * count, longest, tile, device)
     plane = schedule.rows * p.heads_q * (p.dim_v + 2)
     given = dict.fromkeys(CACHES) | tensors | launch.numbers(p, o) | {
-        "table": table, "width": width, "last": last, "splits": splits, "plane": plane, "count": count,
+        "table": table, "width": width, "step": step, "last": last, "splits": splits, "plane": plane,
+        "count": count,
         "part": torch.empty(splits * plane, dtype=torch.float32, device=device),
         "places": kept.places(addresses, device),
         "lengths": kept.on(device, "lengths", memory.lengths),

@@ -35,7 +35,7 @@ def power(n: int) -> int:
 def parts(dim: int) -> tuple[int, int, int]:
     """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
 
-    A second part where that is narrower than one alone would be; 256 at most each.
+    A second part where that is narrower than one alone would be; 256 at most each. Of at most 768 elements.
     """
     found: list[int] = []
     rest = dim
@@ -56,8 +56,14 @@ def spans(problem: Problem) -> tuple[int, int]:
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
-# Of the kernels that mend rows, one by one, where a result is not finite: any will do, if it spills nothing.
-MEND, MEND_WIDE = Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)
+# Of the kernels that mend rows, one by one, where a result is not finite: for rows of up to WIDEST_PART elements, and
+# for wider ones. What takes registers is what a row meets, BN keys or BM rows: dropout draws eight keys at once, and 4
+# rows spill beside the four rows of 768 elements that mend_key keeps.
+MEND = {
+    "mend_out": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
+    "mend_query": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
+    "mend_key": (Tile(16, 16, 4, 1), Tile(2, 8, 8, 1)),
+}
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
@@ -75,61 +81,61 @@ FORWARD: dict[tuple[int, int], Rows] = {
         (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # 64 rows spill in any shape
     ),
     (80, 2): (
-        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),
-        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), 96),
+        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),  # two programs share a processor
+        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), 96),  # 255 registers
         (192, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 84),  # 128 x 64 takes 88 KB: no second program
         (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 104),  # 128 x 32 spills here
-        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),
+        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # as above
     ),
-    (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
-    (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
+    (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 198 registers
+    (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 212
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),
+        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),  # 158 registers: three programs share a processor
         (128, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), 128),  # 214 registers
         (192, 128, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1), 160),  # 255 registers, 160 KB shared
         (256, 256, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 192),  # 252 registers, 192 KB shared
         (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 32 x 32 spills
     ),
     (80, 2): (
-        (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),
+        (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),  # 182 registers: two programs
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),  # 72 KB shared: two programs share a processor
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
-        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),
+        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 254 registers
     ),
-    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
-    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
+    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 168 registers
+    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 255
 }
 KEY: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (128, 128, Tile(32, 128, 8, 2), Tile(32, 32, 8, 1), 97),  # 255 registers; 64 x 128 spills 112 bytes
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 32 x 64 spills
-        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),
+        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),  # 255 registers
     ),
     (80, 2): (
         (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 73),  # 182 registers
-        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 180 registers
         (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 104),  # a heavy one spills with one stage
     ),
-    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
-    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
+    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 182 registers
+    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
 }
 # BM is the least power of two that holds the rows of a key head, up to the table's.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
-        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
+        (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 122),  # 32 keys spill with the factors of int8
     ),
     (80, 2): (
         (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
-        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),
+        (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),  # 140 registers
     ),
-    (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
-    (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
+    (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 106 registers
+    (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
 }
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
 ODD = {80: 32, 90: 64}
@@ -143,9 +149,9 @@ def chip_of(device: torch.device) -> int:
     return 90 if major >= 9 else 80
 
 
-def mend_tile(problem: Problem) -> Tile:
-    """The tile of the kernels that mend."""
-    return MEND_WIDE if max(spans(problem)) > WIDEST_PART else MEND
+def mend_tile(kernel: str, problem: Problem) -> Tile:
+    """The tile of a kernel that mends."""
+    return MEND[kernel][max(spans(problem)) > WIDEST_PART]
 
 
 def heavy(problem: Problem) -> bool:
@@ -155,6 +161,8 @@ def heavy(problem: Problem) -> bool:
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
+    if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
+        return None
     width = 4 if problem.dtype == "float32" else 2
     qk, v = spans(problem)
     rows = TABLES[kernel][chip, width]

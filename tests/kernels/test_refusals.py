@@ -1,0 +1,233 @@
+"""What the Triton back end refuses, with every reason, and what no table of pages can make it read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from caches import Cache, judge, made, results
+
+from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton import paged
+from fusion_attention.contract import BackendError
+from fusion_attention.kv import PagedView, RowView
+from fusion_attention.plan import choose
+from fusion_attention.problem import Operands, Problem
+from fusion_attention.testing import Case, arguments, lowered, run
+
+CUDA = torch.device("cuda", 0)
+PLAIN = Problem(4, 2, 128, 128, dtype="bfloat16")
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with an H200 and the real tables of tiles; tests change what it says of itself."""
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(backend, "shared_memory", lambda device: 227)
+    return monkeypatch
+
+
+def compute(cache: Cache, operands: Operands) -> None:
+    p, e = cache.problem, cache.extents()
+    backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
+
+
+# --------------------------------------------------------------------------------------------------- devices and chips
+
+
+def test_a_gpu_computes_what_the_tables_hold(chip: pytest.MonkeyPatch) -> None:
+    assert backend.reasons_against(PLAIN, CUDA) == []
+
+
+def test_a_device_without_triton_is_refused(chip: pytest.MonkeyPatch) -> None:
+    chip.setitem(sys.modules, "triton", None)
+    assert backend.reasons_against(PLAIN, CUDA) == [
+        "the triton back end needs the package triton, which is not installed."
+    ]
+
+
+def test_other_devices_are_refused(chip: pytest.MonkeyPatch) -> None:
+    assert backend.reasons_against(PLAIN, "cpu") == ["the triton back end computes device cuda, not cpu."]
+    for major in (7, 10, 12):
+        chip.setattr(torch.cuda, "get_device_capability", lambda device=None, major=major: (major, 0))
+        assert f"not for sm_{major}x" in backend.reasons_against(PLAIN, CUDA)[0]
+    chip.setattr(torch.version, "hip", "6.4")
+    assert "not on AMD's" in backend.reasons_against(PLAIN, CUDA)[0]
+    chip.setattr(torch.version, "hip", None)
+    chip.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.reasons_against(PLAIN, CUDA) == ["the triton back end finds no GPU."]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((769, 769, 0), "bfloat16"),
+        ((64, 769, 0), "float16"),
+        ((768, 64, 64), "bfloat16"),
+        ((129, 64, 0), "float32"),
+        ((128, 64, 8), "float32"),
+    ],
+)
+def test_a_head_dim_without_a_tile_is_refused(
+    chip: pytest.MonkeyPatch, sizes: tuple[int, int, int], dtype: str
+) -> None:
+    wide = dataclasses.replace(PLAIN, dim_qk=sizes[0], dim_v=sizes[1], dim_rope=sizes[2], dtype=dtype)
+    (reason,) = backend.reasons_against(wide, CUDA)
+    assert reason == (
+        f"the triton back end has no tile for dim_qk {sizes[0]}, dim_rope {sizes[2]} and dim_v {sizes[1]} in {dtype}: "
+        "shared memory or registers do not hold one."
+    )
+
+
+def test_a_head_dim_beyond_a_chips_shared_memory_is_refused(chip: pytest.MonkeyPatch) -> None:
+    wide = dataclasses.replace(PLAIN, dim_qk=256, dim_v=256)
+    assert backend.reasons_against(wide, CUDA) == []
+    chip.setattr(backend, "shared_memory", lambda device: 99)
+    (reason,) = backend.reasons_against(wide, CUDA)
+    assert reason == (
+        "the triton back end needs 192 KB of shared memory for dim_qk 256, dim_rope 0 and dim_v 256 in bfloat16; "
+        "this GPU has 99 KB."
+    )
+
+
+def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> None:
+    wrong = dataclasses.replace(
+        PLAIN,
+        dim_qk=900,
+        dim_rope=300,
+        select_count=3,
+        out_quant="tensor",
+        page_size=16,
+        dropout="philox",
+        keep_prob=0.5,
+    )
+    chip.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with pytest.raises(BackendError) as caught:
+        choose(wrong, CUDA, "auto")
+    said = str(caught.value)
+    words = (
+        "sm_7x",
+        "out_quant",
+        "select_count",
+        "dim_rope up to 256",
+        "no tile for dim_qk 900",
+        "no dropout",
+        "cpu: ",
+    )
+    assert [word for word in words if word not in said] == []
+    assert said.count("triton: ") == 6
+
+
+def test_reasons_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real tables
+    assert backend.reasons_against(PLAIN, "cpu") == []
+    wide = dataclasses.replace(PLAIN, dim_qk=600, dim_rope=300, dtype="int8", select_count=3)
+    reasons = backend.reasons_against(wide, "cpu")
+    assert [word in reason for word, reason in zip(("int8", "select_count", "dim_rope"), reasons, strict=True)] == [
+        True
+    ] * 3
+    cache = dataclasses.replace(PLAIN, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
+    assert len(backend.reasons_against(cache, "cpu")) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+def test_tensors_on_several_devices_are_refused_by_name() -> None:
+    case = Case()
+    args = arguments(case)
+    call = lowered(case, args)
+    call = dataclasses.replace(call, k=call.k.to("meta"), v=call.v.to("meta"))
+    with pytest.raises(BackendError, match=r"expected all tensors on cpu, where q is, got k on meta, v on meta"):
+        run(call, args["dy"], "triton")
+
+
+def test_a_cache_on_another_device_is_refused_before_anything_is_written() -> None:
+    operands = made(Cache(), "cpu")
+    assert isinstance(operands.k, PagedView)
+    elsewhere = dataclasses.replace(operands, k=operands.k.over(operands.k.pool.to("meta")))
+    with pytest.raises(BackendError, match="got k on meta"):
+        compute(Cache(), elsewhere)
+    assert results(elsewhere)[0].isnan().all()
+
+
+def test_rows_and_pages_do_not_mix() -> None:
+    operands, axis = made(Cache(), "cpu"), np.zeros(3, np.int64)
+    odd = dataclasses.replace(operands, v=RowView((torch.zeros(9),), axis, 1, axis, 16))
+    with pytest.raises(BackendError, match="expected pages for k and v, got rows for v"):
+        compute(Cache(), odd)
+    assert isinstance(operands.v, PagedView)
+    two = dataclasses.replace(operands, v=dataclasses.replace(operands.v, table=operands.v.table.clone()))
+    with pytest.raises(BackendError, match="expected one page table, got another for v"):
+        compute(Cache(), two)
+
+
+def test_more_sequences_than_a_grid_holds_are_refused() -> None:
+    many = Cache(kv_len=(0,) * (paged.MOST_SEQUENCES + 1), heads_q=1, heads_kv=1)
+    with pytest.raises(BackendError, match="expected at most 65535 sequences, got 65536"):
+        compute(many, made(many, "cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------ tables of pages
+
+
+def with_table(operands: Operands, table: torch.Tensor) -> Operands:
+    """The same caches behind another table."""
+    assert isinstance(operands.k, PagedView)
+    assert isinstance(operands.v, PagedView)
+    return dataclasses.replace(
+        operands, k=dataclasses.replace(operands.k, table=table), v=dataclasses.replace(operands.v, table=table)
+    )
+
+
+def test_a_table_that_points_anywhere_stays_in_the_pool() -> None:
+    cache = Cache(kv_len=(40,))
+    operands = with_table(made(cache, "cpu"), torch.tensor([[-5, 1 << 30, 2]], dtype=torch.int32))
+    compute(cache, operands)
+    assert results(operands)[0].shape == (1, 1, 4, 16)  # it came back: what it computed is anyone's
+
+
+def test_a_table_is_read_by_its_strides() -> None:
+    """Cut out of a wider one, and one row for all sequences."""
+    cache = Cache(kv_len=(40, 33))
+    operands = made(cache, "cpu")
+    assert isinstance(operands.k, PagedView)
+    table = operands.k.table
+    wide = torch.full((2, table.shape[1] + 2), 1 << 30, dtype=torch.int32)
+    wide[:, 1:-1] = table
+    cut = with_table(operands, wide[:, 1:-1])
+    compute(cache, cut)
+    judge(cache, cut, cache.extents())
+    same = dataclasses.replace(cache, kv_len=(40, 40))
+    shared = with_table(operands, table[:1].expand(2, -1))
+    compute(same, shared)
+    judge(same, shared, same.extents())
+
+
+def test_without_a_page_no_key_is_read() -> None:
+    cache = Cache(kv_len=(40,))
+    operands = made(cache, "cpu")
+    assert isinstance(operands.v, PagedView)
+    operands.v.pool = torch.zeros(0, *operands.v.pool.shape[1:])
+    compute(cache, operands)
+    out, top, total = results(operands)
+    assert not out.any()
+    assert not total.any()
+    assert (top == -math.inf).all()
+
+
+def test_a_pool_is_measured_by_its_memory() -> None:
+    view = made(Cache(), "cpu").k
+    assert isinstance(view, PagedView)
+    pages = view.pool.shape[0]
+    assert paged.pool_of(view, 2) == pages - 1
+    assert paged.pool_of(view.over(view.pool[1:]), 2) == pages - 2
+    assert paged.pool_of(view.over(view.pool[:0]), 2) == pages - 1
+    assert paged.pool_of(view.over(torch.zeros(0)), 2) == -1

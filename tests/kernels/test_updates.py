@@ -1,0 +1,113 @@
+"""Plan.update under Triton's interpreter: what was launched once, launched again with the same arguments as a captured
+graph does, computes the new lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from caches import Cache, judge, made, rows
+
+from fusion_attention.backends.triton import launch, memory
+from fusion_attention.mask import INFINITE
+from fusion_attention.plan import Plan, plan
+from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Launches once more what was launched since the test began, with the same kernels, grids and arguments."""
+    recorded: list[tuple[Any, ...]] = []
+    real = launch.launch
+
+    def recording(*given: Any) -> None:
+        recorded.append(given)
+        real(*given)
+
+    monkeypatch.setattr(launch, "launch", recording)
+    return lambda: [real(*given) for given in recorded] and None  # type: ignore[return-value]
+
+
+def updatable(problem: Problem, extents: Extents, verb: str = "attention_forward") -> Plan:
+    return plan(problem, extents, CPU, "triton", verb, updatable=True)
+
+
+@pytest.mark.parametrize("cache", [Cache(q_len=2), Cache(dequant="token", dtype="float16")], ids=lambda cache: cache.id)
+def test_a_replayed_decode_computes_the_new_lengths(cache: Cache, replay: Callable[[], None]) -> None:
+    capacity = (40, 70, 33)
+    cache = dataclasses.replace(cache, kv_len=capacity)
+    operands, found = made(cache, "cpu"), updatable(cache.problem, cache.extents())
+    found.run(operands)
+    for kv_len in ((37, 70, 0), (2, 16, 33), capacity):
+        found.update(kv_len)
+        operands.out.keep[0].fill_(math.nan)
+        replay()
+        judge(dataclasses.replace(cache, kv_len=kv_len), operands, cache.extents(kv_len))
+
+
+def extents(kv_len: tuple[int, ...]) -> Extents:
+    """Rows of which each sees the keys up to its own, counted from the last."""
+    q, keys = np.array([5, 20, 3]), np.array(kv_len)
+    return Extents(q, keys, q * 0 - INFINITE, keys - q + 1, q * 0, keys - q)
+
+
+def dense(problem: Problem) -> tuple[Operands, Grads]:
+    """Random operands with room for 40 keys in each sequence, and outputs of NaN."""
+    torch.manual_seed(3)
+    queries, keys, p = (3, 20, problem.heads_q), (3, 40, problem.heads_kv), problem
+
+    def of(shape: tuple[int, ...], dim: int, value: float | None = None) -> Any:
+        return rows(torch.randn(*shape, dim) if value is None else torch.full((*shape, dim), value))
+
+    stats = Stats(of(queries, 1, math.nan), of(queries, 1, math.nan))
+    operands = Operands(of(queries, p.dim_qk), of(keys, p.dim_qk), of(keys, p.dim_v), of(queries, p.dim_v, 0.0), stats)
+    grads = Grads(of(queries, p.dim_v), of(queries, p.dim_qk, 0.0), of(keys, p.dim_qk, 0.0), of(keys, p.dim_v, 0.0))
+    return operands, grads
+
+
+def written(operands: Operands, grads: Grads) -> list[torch.Tensor]:
+    views = (operands.out, operands.stats.max, operands.stats.sum, grads.dq, grads.dk, grads.dv)
+    return [view.keep[0] for view in views if view is not None]
+
+
+def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Callable[[], None]) -> None:
+    """First captured on shorter lengths than it is replayed with: grids and lists have room for the plan's."""
+    problem, capacity = Problem(2, 1, 16, 8, scale=0.3), (20, 40, 33)
+    operands, grads = dense(problem)
+    forward, backward = (updatable(problem, extents(capacity), f"attention_{verb}") for verb in ("forward", "backward"))
+    for kv_len in ((4, 17, 1), capacity, (0, 40, 16)):
+        for found in (forward, backward):
+            found.update(kv_len)
+        for tensor in written(operands, grads):
+            tensor.zero_()
+        if kv_len == (4, 17, 1):
+            forward.run(operands), backward.run(operands, grads)
+        else:
+            replay()
+        again, others = dense(problem)
+        for tensor in written(again, others):
+            tensor.zero_()
+        plan(problem, extents(kv_len), CPU, "triton").run(again)
+        plan(problem, extents(kv_len), CPU, "triton", "attention_backward").run(again, others)
+        assert all(map(torch.equal, written(operands, grads), written(again, others)))
+        assert written(operands, grads)[-1].any()
+
+
+def test_a_list_keeps_its_place_and_its_room() -> None:
+    kept = memory.Kept(extents((20, 40, 33)))
+    kept.update(extents((4, 17, 1)))
+    make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731
+    held = kept.on(CPU, "list", make)
+    assert held.shape == (93, 1)
+    assert held.sum() == 17 + 2
+    kept.update(extents((20, 40, 33)))
+    assert kept.on(CPU, "list", make).data_ptr() == held.data_ptr()
+    assert held.sum() == 40 + 66
