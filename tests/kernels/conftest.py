@@ -3,6 +3,7 @@
 1. A run-time bound of a loop is an array of one element, which range() wants as an integer.
 2. tl.dot of bfloat16 multiplies the raw bits: operands are widened first.
 3. float32 to bfloat16 cuts bits off: a GPU rounds to the nearest, halves to even. Integers go by float32.
+4. Every call of a kernel's function exchanges the whole language, and puts it back: half of all time. Here it stays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from triton.runtime import interpreter
 from fusion_attention.backends.triton import shapes
 
 _patch, _dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-_cast = interpreter.InterpreterBuilder.cast_impl
+_cast, _patch_lang = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang
+_patched: set[str] = set()
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
@@ -54,7 +56,17 @@ def _cast_rounding(self: Any, source: Any, to: Any) -> Any:
     return interpreter.TensorHandle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded), tl.bfloat16)
 
 
+def _patch_once(function: Any) -> Any:
+    """A scope that puts nothing back; what a module calls the language is exchanged at its first call."""
+    module = function.__globals__["__name__"]
+    if module not in _patched:
+        _patch_lang(function)
+        _patched.add(module)
+    return interpreter._LangPatchScope()
+
+
 interpreter._patch_lang_tensor = _patch_with_index
+interpreter._patch_lang = _patch_once
 interpreter.InterpreterBuilder.create_dot = _dot_of_widened
 interpreter.InterpreterBuilder.cast_impl = _cast_rounding
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from cases import BIASES, BLANK, CASES, DROPOUT, EMPTY, LENGTHS, MODES, PREFIXES, SHAPES, SINKS_AND_ROPE, WINDOWS
+from cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.contract import BackendError
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import Extents, Problem
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
@@ -23,11 +22,35 @@ def short(case: Case) -> bool:
     return max((*case.q_len, *case.kv_len), default=0) < 100
 
 
-# A part of every family, in turns of layout and dtype; the rest is for test-all.
-SOME = [*MODES[::11], *SHAPES[::4], *LENGTHS[::4], *EMPTY[::7], *BIASES[::4], *DROPOUT[::3], *SINKS_AND_ROPE[::3]]
-SOME += [*WINDOWS[::5], *PREFIXES[::4], *BLANK[::4]]
-EVERYDAY = [case for case in dict.fromkeys(SOME) if short(case)]
-REST = [case for case in CASES if short(case) and case not in EVERYDAY]
+TWO = {"heads_q": 2, "heads_kv": 1}  # the interpreter takes as long for a head as for another
+FEATURES = [
+    Case(),
+    Case("BSH", mask="head", pre=3, next=2, **TWO),
+    Case("BNSD", q_len=(8, 8), kv_len=(6, 6), sparse_mode=2, mask="compressed", **TWO),
+    Case("SBH", sparse_mode=4, mask="compressed", pre=4, next=2, **TWO),
+    Case(sparse_mode=6, mask="compressed", prefix=(2, 7), **TWO),
+    replace(PACKED, sparse_mode=3, mask="compressed", dim_v=5, **TWO),
+    replace(PACKED, q_len=(0, 3, 0, 4, 0), kv_len=(2, 3, 0, 6, 4), sink=True, softmax_layout="TND", **TWO),
+    Case(q_len=(2, 5, 0), kv_len=(7, 3, 4), q_rest=1, **TWO),
+    # Empty rows: zeros, means, and both in one call.
+    Case(mask="head", blank=True, inner_precise=2, **TWO),
+    Case("BSH", mask="matrix", blank=True, dropout="philox", keep_prob=0.7, **TWO),
+    replace(PACKED, mask="matrix", blank=True, sparse_mode=0, pre=3, next=-1, **TWO),
+    # Biases: matrices, repeated ones, tables, slopes, their square roots.
+    Case(pse="full", pse_type=0, **TWO),
+    Case("SBH", pse="shared_row", **TWO),
+    replace(PACKED, pse="blocks", **TWO),
+    replace(PACKED, pse="shared_table", sparse_mode=3, mask="compressed", **TWO),
+    replace(PACKED, pse="slopes", pse_type=2, starts=(2, 7), **TWO),
+    Case(q_len=(6, 6), kv_len=(6, 6), pse="slopes_flat", pse_type=3, **TWO),
+    Case("BNSD", dropout="bits", keep_prob=0.7, **TWO),
+    replace(PACKED, dropout="philox", keep_prob=0.7, **TWO),
+    Case("BNSD", heads_q=2, heads_kv=2, dim_rope=4, dim_v=6, sink=True),
+]
+LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17)]
+EVERYDAY = [replace(case, dtype=dtype) for case in FEATURES for dtype in ("float32", "float16")]
+EVERYDAY += [replace(case, dtype="bfloat16") for case in LOW]
+REST = [case for case in CASES if short(case)]
 # Several tiles each way, with what a tile's edges cut: parts of 96, 192 and 80 elements, dims that differ.
 LONGER = [
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, dim_qk=96, dim_v=80, sparse_mode=3, mask="compressed"),
@@ -63,7 +86,7 @@ def test_several_tiles(case: Case) -> None:
 
 
 def test_a_second_run_gives_the_same_bits() -> None:
-    case = DROPOUT[1]
+    case = Case(pse="full", dropout="philox", keep_prob=0.7, **TWO)
     args = arguments(case)
     one, other = (run(lowered(case, args), args["dy"], "triton") for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -71,28 +94,6 @@ def test_a_second_run_gives_the_same_bits() -> None:
 
 def test_an_empty_batch_runs() -> None:
     judge(Case(q_len=(), kv_len=(), sink=True))
-
-
-def test_reasons_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the real tables
-    p = Problem(4, 2, 64, 64, dtype="float32")
-    assert backend.reasons_against(p, "cpu") == []
-    wide = dataclasses.replace(p, dim_qk=600, dim_rope=300, dtype="int8", select_count=3)
-    reasons = backend.reasons_against(wide, "cpu")
-    assert len(reasons) == 3
-    assert [word in " ".join(reasons) for word in ("dim_rope", "int8", "select_count")] == [True] * 3
-    assert "no tile" in backend.reasons_against(dataclasses.replace(p, dim_qk=600), "cpu")[0]
-    cache = dataclasses.replace(p, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
-    assert len(backend.reasons_against(cache, "cpu")) == 2
-
-
-def test_tensors_on_two_devices_are_refused() -> None:
-    case = Case()
-    args = arguments(case)
-    call = lowered(case, args)
-    call = dataclasses.replace(call, k=call.k.to("meta"))
-    with pytest.raises(BackendError, match=r"expected all tensors on cpu, where q is, got k on meta"):
-        run(call, args["dy"], "triton")
 
 
 def test_workspace_grows_with_length_not_with_its_square() -> None:
