@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def main() -> None:
             rows.append(measure(row, matmul, read))
             show(rows[-1])
     asked.output.mkdir(parents=True, exist_ok=True)
-    facts = {"chip": chip, "torch": torch.__version__, "triton": triton.__version__, "matmul": matmul, "read": read}
+    facts = {"chip": chip, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
+    facts |= {"triton": triton.__version__, "matmul": matmul, "read": read}
     (asked.output / "figures.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     try:
         draw(rows, asked.output / "figures.png")
