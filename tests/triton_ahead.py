@@ -45,8 +45,6 @@ KERNELS = {
     "mend_key": mend.mend_key,
 }
 
-MENDING = ("mend_out", "mend_query", "mend_key")
-
 
 def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch.Constants:
     """What a kernel knows while compiling."""
@@ -57,8 +55,8 @@ def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: boo
     if kernel == "mend_out":
         cached = problem.page_size or problem.kv_dtype
         return (paged.mend_constants if cached else launch.mend_out_constants)(problem, aligned)
-    if kernel in MENDING:
-        return launch.mend_constants(problem, aligned)
+    if kernel in shapes.MEND:
+        return launch.mend_constants(kernel, problem, aligned)
     few, query, key = launch.backward_constants(problem, tile, mean, aligned)
     return {"prepare": few, "query": query, "key": key}[kernel]
 
@@ -149,8 +147,8 @@ class Config:
 
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
-        if self.kernel in MENDING:
-            return shapes.mend_tile(self.problem)
+        if self.kernel in shapes.MEND:
+            return shapes.mend_tile(self.kernel, self.problem)
         kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
         assert tile is not None
@@ -207,7 +205,7 @@ def configs() -> dict[str, Config]:
     found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
     found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
-    for kernel in MENDING:
+    for kernel in shapes.MEND:
         found[f"{kernel} 128"] = Config(kernel, problem(128, **LIGHT))
         found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
         found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
@@ -218,9 +216,10 @@ def configs() -> dict[str, Config]:
 
 CONFIGS = configs()
 EVERYDAY = (
-    *("forward 64", "forward 128 plain", "forward 128 drawn", "forward 192 read", "forward 768 read", "forward 96"),
-    *("query 128 plain", "query 128 read", "key 128 plain", "key 128 read", "key 768", "forward float32"),
-    *("prepare 128", "decode 128", "decode 128 16 rows int8", "join 128"),
+    *("forward 128 plain", "forward 128 drawn", "forward 192 read", "forward 96"),
+    *("query 128 plain", "query 64 read", "query float32", "key 128 plain", "key 128 drawn", "key 768", "prepare 128"),
+    *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
+    *("mend_out 128", "mend_query 128", "mend_key 768 read"),
 )
 CHIPS = (80, 90)
 SHARED = {80: 166912, 90: 232448}  # bytes that a program may have

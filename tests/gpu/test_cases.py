@@ -91,6 +91,16 @@ def test_a_captured_graph_computes_the_updated_lengths() -> None:
         judge(changed, operands, changed.extents())
 
 
+def test_a_capture_without_a_run_before_is_refused() -> None:
+    cache = Cache(dtype="float16")
+    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    schedule = backend.schedule(p, e, "attention_forward")
+    with pytest.raises(BackendError, match="expected a run"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        backend.attention_forward(p, e, schedule, operands)
+    backend.attention_forward(p, e, schedule, operands)
+    judge(cache, operands, e)
+
+
 def test_a_graph_outlives_its_plan() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", page_size=64)
     p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")

@@ -115,11 +115,20 @@ class Copied:
         return held
 
     def write(self, values: np.ndarray) -> None:
-        """Overwrites the table, in the order of the current stream."""
+        """Overwrites the table, in the order of the current stream.
+
+        Raises:
+            BackendError: a graph is being captured, which would only note the copy.
+        """
         host, device = torch.from_numpy(values), self.tensor.device
         if device.type != "cuda":
             self.tensor.copy_(host)
             return
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "fusion_attention: triton: expected a run on the same layout of memory before a graph is captured, "
+                "got none (the first run copies tables)"
+            )
         self.tensor.copy_(host.pin_memory(), non_blocking=True)
         self.stream = torch.cuda.current_stream(device)
         self.written = self.stream.record_event()
