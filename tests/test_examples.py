@@ -16,11 +16,15 @@ import fusion_attention as fa
 
 ROOT = Path(__file__).resolve().parents[1]
 # The everyday suite trains for a moment only.
-ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"]}
+ARGUMENTS = {
+    "finetune_minilm": ["--steps", "2", "--pairs", "4"],
+    "train_dsa": ["--steps", "1", "--folder", "{folder}"],
+}
 DOCUMENTED = (
     "api",
     "api_sparse",
     "decode",
+    "nn",
     "npu.training",
     "npu.inference",
     "npu.sparse",
@@ -33,8 +37,9 @@ DOCUMENTED = (
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_examples_run(path: Path) -> None:
-    command = [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])]
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]
+    command = [sys.executable, str(path), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout

@@ -1,0 +1,388 @@
+"""Trains a small language model to attend to 64 of up to 512 keys, in the three stages of DeepSeek's sparse attention.
+
+A byte-level transformer learns English documentation (Python's own help topics, which every installation holds) with
+dense attention. Then its indexers alone learn where that attention looks, and then everything learns while attention
+reads only the keys that the indexers choose; a copy that stays dense takes the same steps as the baseline. Printed are
+losses on text that was held out, and the recall: how much of the dense attention's mass lies on the chosen keys.
+
+    python examples/train_dsa.py                  # a few minutes on two cores; a picture needs matplotlib
+
+A run that was killed goes on where its last checkpoint was saved. Exit code 1 where the goals below are missed.
+"""
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fusion_attention as fa
+from fusion_attention.nn import SparseSelfAttention, rope_table, set_stage
+
+RECALL, WORSE = 0.8, 1.02  # goals: recall after warm-up, and the sparse model's loss over the dense one's
+FULL = 600  # dense steps of a run whose figures are judged
+Logits = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a run's numbers depend on; a checkpoint belongs to one of these."""
+
+    steps: int = FULL
+    context: int = 512
+    batch: int = 4
+    layers: int = 3
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    top_k: int = 64
+    rate: float = 2e-3
+    seed: int = 0
+
+    def schedule(self) -> list[tuple[str, int]]:
+        """(stage, steps), in order."""
+        return [("dense", self.steps), ("warmup", math.ceil(self.steps / 3)), ("sparse", math.ceil(self.steps / 3))]
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each behind a norm and beside a shortcut."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        sizes = {"kv_heads": s.kv_heads, "index_heads": 4, "index_dim": 32, "top_k": s.top_k}
+        self.before = nn.RMSNorm(s.dim)
+        self.attention = SparseSelfAttention(s.dim, s.heads, **sizes)
+        self.network = nn.Sequential(
+            nn.RMSNorm(s.dim), nn.Linear(s.dim, 4 * s.dim), nn.GELU(), nn.Linear(4 * s.dim, s.dim)
+        )
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        mixed, index_loss = self.attention(self.before(x), rope=rope)
+        x = x + mixed
+        return x + self.network(x), index_loss
+
+
+class Model(nn.Module):
+    """Bytes in, logits of the next byte and the indexers' losses out."""
+
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, s.dim)
+        self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
+        self.head = nn.Sequential(nn.RMSNorm(s.dim), nn.Linear(s.dim, 256, bias=False))
+        self.rope = rope_table(torch.arange(s.context), s.dim // s.heads)
+
+    def forward(self, tokens: Tensor) -> Logits:
+        x, index_loss = self.embed(tokens), torch.zeros(())
+        for block in self.blocks:
+            x, loss = block(x, self.rope)
+            index_loss = index_loss + loss
+        return self.head(x), index_loss
+
+
+def read_text() -> Tensor:
+    """The help topics of this Python, as bytes."""
+    from pydoc_data.topics import topics
+
+    return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
+
+
+def draw(text: Tensor, s: Settings, seed: int) -> tuple[Tensor, Tensor]:
+    """(bytes, the bytes that follow them), [batch, context]; the same for the same seed."""
+    starts = torch.randint(len(text) - s.context, (s.batch,), generator=torch.Generator().manual_seed(seed))
+    rows = text[starts[:, None] + torch.arange(s.context + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+# ---------------------------------------------------------------------------------------------------------- the state
+
+
+class Learner:
+    """A model and its optimizer."""
+
+    def __init__(self, model: Model, s: Settings) -> None:
+        self.model = model
+        # One optimizer for all stages: it passes over parameters without a gradient.
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=s.rate, betas=(0.9, 0.99), weight_decay=0.01)
+
+    def step(self, tokens: Tensor, following: Tensor, stage: str) -> tuple[float, float]:
+        """One step of training; (the model's loss, the indexers' loss)."""
+        logits, index_loss = self.model(tokens)
+        loss = cross_entropy(logits.flatten(0, 1), following.flatten())
+        total = index_loss if stage == "warmup" else loss + index_loss
+        total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), index_loss.item()
+
+
+@dataclass
+class State:
+    """Where a run stands: what a checkpoint holds."""
+
+    settings: Settings
+    learner: Learner
+    baseline: Learner | None = None  # the copy that stays dense, from the first sparse step on
+    step: int = 0
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    recalls: dict[str, list[float]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Replaces the checkpoint at once: whoever dies meanwhile leaves the old one whole."""
+        learners = {"learner": self.learner, "baseline": self.baseline}
+        held: dict[str, Any] = {
+            name: {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}
+            for name, one in learners.items()
+            if one is not None
+        }
+        plain = {"step": self.step, "losses": self.losses, "seconds": self.seconds, "recalls": self.recalls}
+        draft = path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            torch.save({**held, **plain, "settings": asdict(self.settings)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Takes over a checkpoint of the same settings."""
+        try:
+            held = torch.load(path, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise SystemExit(f"{path} is no checkpoint ({error}); remove it, or name another --folder") from error
+        if held["settings"] != asdict(self.settings):
+            raise SystemExit(f"{path} belongs to a run of other settings; remove it, or name another --folder")
+        if "baseline" in held:
+            self.baseline = Learner(deepcopy(self.learner.model), self.settings)
+            set_stage(self.baseline.model, "dense")
+        for name, one in (("learner", self.learner), ("baseline", self.baseline)):
+            if one is not None:
+                one.model.load_state_dict(held[name]["model"])
+                one.optimizer.load_state_dict(held[name]["optimizer"])
+        self.step, self.losses, self.seconds, self.recalls = (
+            held[name] for name in ("step", "losses", "seconds", "recalls")
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- measurements
+
+
+@torch.no_grad()
+def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
+    """Cross entropy per byte, in the model's present stage."""
+    model.eval()
+    losses = []
+    for seed in range(8):
+        tokens, following = draw(text, s, seed)
+        losses.append(cross_entropy(model(tokens)[0].flatten(0, 1), following.flatten()).item())
+    model.train()
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, Tensor]]:
+    """Per layer: the share of the dense attention's mass that lies on the chosen keys, and the lists of keys.
+
+    The mass is exp(lse of the chosen - lse of all), by head and row; rows that see fewer keys than they may choose are
+    left out. by: "indexer"; "chance"; "attention" itself, the most that one list for all heads can reach.
+    """
+    x, top_k = model.embed(tokens), model.blocks[0].attention.indexer.top_k
+    seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    for block in model.blocks:
+        own = block.before(x)
+        q, k, v = block.attention.project(own, model.rope)
+        if by == "indexer":
+            lists = block.attention.indexer(own, rope=model.rope).indices
+        elif by == "chance":
+            drawn = torch.rand(len(x), *seen.shape, generator=torch.Generator().manual_seed(0))
+            lists = drawn.masked_fill(~seen, -1).topk(top_k).indices.unsqueeze(2)
+        else:
+            scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+            mass = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1).mean(1)
+            lists = mass.masked_fill(~seen, -1).topk(top_k).indices.unsqueeze(2)
+        _, everything = fa.attention(q, k, v, band=fa.Band.causal(), return_lse=True)
+        _, part = fa.sparse_attention(q, k, v, lists.expand(*k.shape[:-1], -1), return_lse=True)
+        yield (part - everything)[..., top_k:].exp().mean().item(), lists
+        x = block(x, model.rope)[0]
+
+
+def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list[float]:
+    """The recall of every layer on held-out text, attention being dense."""
+    stage = model.blocks[0].attention.stage
+    set_stage(model, "dense")
+    found = [share for share, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
+    set_stage(model.train(), stage)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def advance(state: State, stage: str, train: Tensor) -> None:
+    """One step of a stage; in the sparse stage the dense copy takes the same."""
+    tokens, following = draw(train, state.settings, 1000 + state.step)
+    for name, one in ((stage, state.learner), ("baseline", state.baseline)):
+        if one is None:
+            continue
+        start = time.perf_counter()
+        loss, index_loss = one.step(tokens, following, name)
+        state.seconds[name] = state.seconds.get(name, 0.0) + time.perf_counter() - start
+        state.losses.setdefault(name, []).append(loss)
+        if name in ("warmup", "sparse"):
+            state.losses.setdefault(f"{name} indexers", []).append(index_loss)
+    state.step += 1
+
+
+def enter(state: State, stage: str, held_out: Tensor) -> None:
+    """What a stage needs before its first step, and what is measured there."""
+    s, model = state.settings, state.learner.model
+    if stage == "warmup" and "best keys" not in state.recalls:
+        state.recalls["random keys"] = recall(model, held_out, s, by="chance")
+        state.recalls["best keys"] = recall(model, held_out, s, by="attention")
+        state.recalls["indexer, untrained"] = recall(model, held_out, s)
+    if stage == "sparse" and state.baseline is None:
+        state.recalls["indexer, after warm-up"] = recall(model, held_out, s)
+        set_stage(model, "dense")
+        state.baseline = Learner(deepcopy(model), s)
+        state.baseline.optimizer.load_state_dict(deepcopy(state.learner.optimizer.state_dict()))
+    set_stage(model, stage)
+
+
+def train(state: State, texts: tuple[Tensor, Tensor], path: Path, every: int, console: Console) -> None:
+    """All steps that are left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        first = 0
+        for stage, steps in state.settings.schedule():
+            last = first + steps
+            bar = progress.add_task(stage, total=steps, completed=min(steps, max(0, state.step - first)))
+            if state.step < last:
+                enter(state, stage, texts[1])
+            while state.step < last:
+                advance(state, stage, texts[0])
+                progress.update(bar, completed=state.step - first, description=f"{stage} {show_loss(state, stage)}")
+                if state.step % every == 0:
+                    state.save(path)
+            first = last
+    if "indexer, after sparse" not in state.recalls:
+        state.recalls["indexer, after sparse"] = recall(state.learner.model, texts[1], state.settings)
+    state.save(path)
+
+
+def show_loss(state: State, stage: str) -> str:
+    values = state.losses["warmup indexers" if stage == "warmup" else stage]
+    return f"{values[-1]:.3f}"
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def report(state: State, held_out: Tensor, console: Console) -> bool:
+    """Prints the figures; whether the goals are reached."""
+    s, sparse, baseline = state.settings, state.learner.model, state.baseline
+    assert baseline is not None
+    times = Table(title="Stages")
+    for name in ("stage", "steps", "first loss", "last loss", "indexers first", "indexers last", "ms per step"):
+        times.add_column(name, justify="right")
+    for name, seconds in state.seconds.items():
+        own, index = state.losses[name], state.losses.get(f"{name} indexers")
+        between = (f"{index[0]:.3f}", f"{index[-1]:.3f}") if index else ("", "")
+        times.add_row(
+            name, str(len(own)), f"{own[0]:.3f}", f"{own[-1]:.3f}", *between, f"{seconds / len(own) * 1e3:.0f}"
+        )
+    console.print(times)
+    shares = Table(title=f"Recall: share of the dense attention's mass on {s.top_k} chosen keys (held-out text)")
+    for name in ("keys", *(f"layer {i}" for i in range(s.layers)), "mean"):
+        shares.add_column(name, justify="right")
+    for name, values in state.recalls.items():
+        shares.add_row(name, *(f"{value:.3f}" for value in (*values, sum(values) / len(values))))
+    console.print(shares)
+    with_sparse, with_dense = (held_out_loss(model, held_out, s) for model in (sparse, baseline.model))
+    console.print(
+        f"held-out loss per byte: sparse {with_sparse:.4f}, dense {with_dense:.4f}: "
+        f"ratio {with_sparse / with_dense:.4f} (goal {WORSE})"
+    )
+    found = sum(state.recalls["indexer, after warm-up"]) / s.layers
+    console.print(f"recall after warm-up {found:.3f} (goal {RECALL})")
+    return with_sparse <= WORSE * with_dense and found >= RECALL
+
+
+def picture(state: State, held_out: Tensor, path: Path, console: Console) -> None:
+    """Curves of all stages, and the keys that one layer chooses in one text."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        console.print("no picture: matplotlib is not installed")
+        return
+    s = state.settings
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    starts = {"dense": 0, "baseline": s.steps, "sparse": s.steps}
+    for name, start in starts.items():
+        values = torch.tensor(state.losses[name])
+        width = max(1, len(values) // 40)
+        smooth = values.unfold(0, width, 1).mean(-1)
+        left.plot(range(start + width - 1, start + len(values)), smooth, label=name, lw=1.2)
+    left.set(xlabel="steps of the model", ylabel="loss per byte", title="The model")
+    left.legend()
+    start = 0
+    for name in ("warmup indexers", "sparse indexers"):
+        values = state.losses[name]
+        middle.plot(range(start, start + len(values)), values, label=name, lw=1)
+        start += len(values)
+    middle.set(xlabel="steps of the indexers", ylabel="KL, sum of layers", title="The indexers", yscale="log")
+    middle.legend()
+    set_stage(state.learner.model, "sparse")
+    *_, (_, lists) = selections(state.learner.model.eval(), draw(held_out, s, 99)[0], by="indexer")
+    chosen = torch.zeros(s.context, s.context + 1).scatter_(1, lists[0, :, 0].long() % (s.context + 1), 1)
+    right.imshow(chosen[:, : s.context], cmap="Blues", interpolation="nearest")
+    right.set(xlabel="key", ylabel="row", title=f"Keys chosen by layer {s.layers - 1} ({s.top_k} per row)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    console.print(f"picture: {path}")
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Dense steps; the other stages take a third each.")] = FULL,
+    folder: Annotated[Path, typer.Option(help="Where the checkpoint and the picture lie.")] = Path("build/train_dsa"),
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the first weights.")] = 0,
+) -> None:
+    """Dense, warm-up, sparse, beside a dense baseline."""
+    console = Console()
+    s = Settings(steps=steps, seed=seed)
+    text = read_text()
+    texts = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    torch.manual_seed(seed)
+    state = State(s, Learner(Model(s), s))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "checkpoint.pt"
+    if path.exists():
+        state.load(path)
+        console.print(f"{path}: goes on after step {state.step}")
+    weights = sum(p.numel() for p in state.learner.model.parameters())
+    console.print(
+        f"{len(text)} bytes of text, {weights} weights, {s.top_k} keys of up to {s.context}; "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32"
+    )
+    train(state, texts, path, save_every, console)
+    reached = report(state, texts[1], console)
+    picture(state, texts[1], folder / "train_dsa.png", console)
+    if steps < FULL:
+        console.print(f"goals are judged from {FULL} steps on")
+    raise typer.Exit(0 if reached or steps < FULL else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
