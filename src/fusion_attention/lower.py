@@ -339,9 +339,7 @@ def to_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor) -> tuple[torch.
     return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
 
 
-def lay_lanes(
-    call: Call, max_: torch.Tensor, sum_: torch.Tensor, to_max: torch.Tensor, to_sum: torch.Tensor
-) -> None:
+def lay_lanes(call: Call, max_: torch.Tensor, sum_: torch.Tensor, to_max: torch.Tensor, to_sum: torch.Tensor) -> None:
     """to_lanes() into given memory."""
     if call.extents.keyless:
         for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
