@@ -99,7 +99,7 @@ def gradients(call: IndexerCall, indices: Tensors, variant: str | None = None, t
         "dk": (room(call.k, p.dim, p.torch_dtype), call.k),
         "dweights": (room(call.weights, p.heads, getattr(torch, p.weights_dtype)), call.weights),
     }
-    grads = IndexerGrads(rows(call.dvalues), **{name: view for name, (view, _) in written.items()})
+    grads = IndexerGrads(dvalues=rows(call.dvalues), **{name: view for name, (view, _) in written.items()})
     torch.set_num_threads(threads)
     plan = cpu.schedule(p, call.extents, "indexer_backward", variant)
     cpu.indexer_backward(p, call.extents, plan, operands, grads)
