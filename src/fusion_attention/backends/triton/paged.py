@@ -151,14 +151,14 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     most = int(extents.q_len.max())
     blocks = -(-most * p.group // tile.BM)
     # Without a page no key is read. A graph serves all lengths of its plan: shares are cut from what there may be.
-    width, step, longest = 0, 0, int(kept.capacity.kv_len.max())
+    width, stride, longest = 0, 0, int(kept.capacity.kv_len.max())
     if table is not None:
-        width, step = table.shape[1] if last >= 0 else 0, table.stride(0)
+        width, stride = table.shape[1] if last >= 0 else 0, table.stride(0)
         longest = width * p.page_size
     splits = splits_of(blocks * p.heads_kv * count, longest, tile, device)
     plane = schedule.rows * p.heads_q * (p.dim_v + 2)
     given = dict.fromkeys(CACHES) | tensors | launch.numbers(p, o) | {
-        "table": table, "width": width, "step": step, "last": last, "splits": splits, "plane": plane,
+        "table": table, "width": width, "step": stride, "last": last, "splits": splits, "plane": plane,
         "count": count,
         "part": torch.empty(splits * plane, dtype=torch.float32, device=device),
         "places": kept.places(addresses, device),
