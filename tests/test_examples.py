@@ -15,8 +15,8 @@ import typer
 import fusion_attention as fa
 
 ROOT = Path(__file__).resolve().parents[1]
-# The everyday suite trains for a moment only.
-ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"]}
+# The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
+ARGUMENTS = {"finetune_minilm": ["--steps", "2", "--pairs", "4"], "generate": ["--tokens", "8"]}
 DOCUMENTED = (
     "api",
     "api_sparse",
