@@ -15,9 +15,10 @@ import typer
 import fusion_attention as fa
 
 ROOT = Path(__file__).resolve().parents[1]
-# The everyday suite trains for a moment only.
+# The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
+    "generate": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }
 DOCUMENTED = (
