@@ -4,6 +4,7 @@ lack: neither the native core nor any other package.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,11 @@ sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT)!r}]
 
 def bare(program: str) -> subprocess.CompletedProcess[str]:
     """The program in a process that finds none of LACKING."""
-    return subprocess.run([sys.executable, "-c", BARE + program], capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a bare image has no plugins to load
+    program = BARE + program
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
 
 
 def test_the_gpu_tests_load_and_say_that_there_is_no_gpu() -> None:

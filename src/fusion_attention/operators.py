@@ -22,6 +22,7 @@ from fusion_attention import autograd
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
+from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, attention, flash_lower
 
 Tensors = tuple[torch.Tensor, ...]
@@ -33,7 +34,7 @@ _LIBRARY.define(f"attn_fwd({_CALL}) -> (Tensor out, Tensor max, Tensor sum)")
 _LIBRARY.define(f"attn_bwd(Tensor dout, Tensor out, Tensor max, Tensor sum, {_CALL}, bool dbias) -> Tensor[]")
 # The arguments of a dense gradient record that attn_bwd takes by themselves.
 _SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
-_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple})
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple, Band})
 
 
 def needed(args: Iterable[Any]) -> bool:
@@ -152,8 +153,8 @@ def read(text: str) -> _Text:
         attr = op.by_name[key]
         if isinstance(value, tuple) and isinstance(attr, Attr):
             values[key] = attr.type(*value)
-    numbers = (tuple(filter(None, names.split(","))) for names in (ints, floats))
-    return _Text(op, backend, *numbers, ast.literal_eval(lists), values)
+    whole, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
+    return _Text(op, backend, whole, broken, ast.literal_eval(lists), values)
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:

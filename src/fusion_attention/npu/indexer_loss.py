@@ -12,7 +12,6 @@ import torch
 
 from fusion_attention import lowered_operators
 from fusion_attention.ops import indexer_loss
-from fusion_attention.ops.indexer_loss_lower import RESULTS, STATISTICS
 from fusion_attention.ops.sparse import UNLIMITED
 from fusion_attention.record import Op
 
@@ -26,9 +25,10 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
-def _results(op: Op, given: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of a function with these arguments (by its own names)."""
-    return lowered_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
+def _results(op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of a function with these arguments (by its own names), in the record's order."""
+    found = lowered_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
+    return tuple(found[name] for name in op.results)
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(
@@ -90,8 +90,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         >>> [list(gradient.shape) for gradient in gradients], list(loss.shape)
         ([[1, 6, 2, 16], [1, 6, 1, 16], [1, 6, 2]], [1])
     """
-    found = _results(indexer_loss.TORCH, locals())
-    dq, dk, dweights, loss = (found[name] for name in RESULTS)
+    dq, dk, dweights, loss = _results(indexer_loss.TORCH, locals())
     return dq, dk, dweights, loss
 
 
@@ -134,8 +133,7 @@ def npu_dense_lightning_indexer_softmax_lse(
         >>> list(top.shape), float(total[0, 0, 0])
         ([1, 1, 6], 1.0)
     """
-    found = _results(indexer_loss.TORCH_LSE, locals())
-    max_, sum_ = (found[name] for name in STATISTICS)
+    max_, sum_ = _results(indexer_loss.TORCH_LSE, locals())
     return max_, sum_
 
 
@@ -187,6 +185,5 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         >>> list(loss.shape)
         [1]
     """
-    found = _results(indexer_loss.TORCH_DENSE, locals())
-    dq, dk, dweights, loss = (found[name] for name in RESULTS)
+    dq, dk, dweights, loss = _results(indexer_loss.TORCH_DENSE, locals())
     return dq, dk, dweights, loss

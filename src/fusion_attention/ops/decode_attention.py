@@ -310,9 +310,9 @@ def _scale_param(name: str, text: str) -> Tensor:
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Memory for the results of a call with these arguments."""
     q, k, v = n["q"], n["k"], n["v"]
-    key, value = (side if side is None or isinstance(side, torch.Tensor) else side[0] for side in (k, v))
     dim_v = n["dim_v"]
-    if value is not None:  # Two integers of a uint8 byte are two elements, as in keys.
+    if v is not None:  # Two integers of a uint8 byte are two elements, as in keys.
+        key, value = (side if isinstance(side, torch.Tensor) else side[0] for side in (k, v))
         dim_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
         dim_v = q.shape[-1] if value.shape[-1] == key.shape[-1] else dim_v
     out = q.new_empty((*q.shape[:-1], dim_v or q.shape[-1]), dtype=q.dtype if n["out_scale"] is None else torch.int8)
