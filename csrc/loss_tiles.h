@@ -160,6 +160,26 @@ __attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &b
     }
 }
 
+// As weigh_scores(), with heads added in the order in which indexer.h adds them: the largest score is then the statistics' own
+// to the last bit, where a difference would scale every y of the row.
+inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
+                           std::int64_t count, float *scores) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats total = {};
+        for (std::int64_t h = 0; h < heads; h += lanes) {
+            Words across[lanes];
+            for (int k = 0; k < lanes; ++k) {
+                across[k] = i + k < count ? load<Words>(products + (i + k) * pitch + h) : Words{};
+            }
+            transpose(across);
+            for (int e = 0; e < least<std::int64_t>(lanes, heads - h); ++e) {
+                total += larger(Floats{}, floats_of(across[e])) * all(weights[h + e]);
+            }
+        }
+        store_floats(scores + i, total, count - i);
+    }
+}
+
 // Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's sums;
 // returns its loss.
 template <class Format, class T>
@@ -183,7 +203,7 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
     }
     std::memset(s.scores, 0, first * s.pitch * sizeof *s.scores);
     std::memset(s.given, 0, first * sizeof *s.given);
-    weigh_scores(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
+    weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
     const Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
                        t.head_share[r], false);
     const double loss = judge(s.given + first, target + first, end - first, y);
