@@ -35,8 +35,9 @@ public:
 private:
     static constexpr std::int64_t line = 64, most_lines = 32;
 
-    // Where the next row begins; null behind the last one, and then no turn has anything to do.
-    FUSION_INLINE const char *next_row() {
+    // Where the next row begins; null behind the last one, and then no turn has anything to do. Out of line: the loop over
+    // panels that asks needs its registers.
+    __attribute__((noinline)) const char *next_row() {
         if (end_ && ++row_ == parts_[part_].rows) {
             row_ = 0;
             ++part_;
