@@ -108,7 +108,7 @@ def _shapes(op: Op) -> list[str]:
     own: dict[str, list[str]] = {}  # layouts of single tensors
     for p in op.params:
         if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
-            for layout in p.shape.keys() - set(op.layouts):
+            for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the record's order
                 own.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
     lines += [line for layout, found in own.items() for line in ("", f"In layout {layout}: {', '.join(found)}.")]
     return lines
