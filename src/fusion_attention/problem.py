@@ -17,8 +17,20 @@ from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 
 
+class _Typed:
+    """A problem's dtype in torch's words."""
+
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(_Typed):
     """Softmax attention with everything that changes a kernel, and nothing that changes from call to call.
 
         s   = scale * (q . k + q_rope . k_rope) + bias'         bias' = scale * bias if bias_scaled else bias
@@ -79,12 +91,6 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """dtype as torch names it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     def flops(self, extents: Extents, backward: bool = False) -> int:
         """Multiply-adds counted twice, over visible pairs of the band only: two matmuls forward, five backward."""
@@ -210,7 +216,7 @@ class Grads:
 
 
 @dataclass(frozen=True)
-class IndexerProblem:
+class IndexerProblem(_Typed):
     """The lightning indexer: how much each visible key matters to a row, and the keys that matter most.
 
         I[i, j] = sum_h weights[i, h] * max(0, q[i, h] . k[j])
@@ -239,12 +245,6 @@ class IndexerProblem:
     has_values: bool = False
     page_size: int = 0
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """dtype as torch names it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
 
 @dataclass(eq=False)
 class IndexerOperands:
@@ -272,7 +272,7 @@ class IndexerGrads:
 
 
 @dataclass(frozen=True)
-class IndexerLossProblem:
+class IndexerLossProblem(_Typed):
     """How far the indexer's distribution over keys is from the attention's, and the gradients that bring it nearer.
 
         p_j  = (1 / N) sum_h exp(s_hj - max_h) / sum_h,     s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
@@ -304,12 +304,6 @@ class IndexerLossProblem:
     scale: float = 1.0
     has_sink: bool = False
     select_count: int = 0
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """dtype as torch names it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
 
 @dataclass(eq=False)
