@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,31 +147,3 @@ def overhead_us() -> float:
             made.run(operands)
         best = min(best, (time.perf_counter() - start) / 10)
     return best * 1e6
-
-
-_LONG = """
-from benchmarks.features import peak_megabytes
-print(peak_megabytes())
-"""
-
-
-def peak_megabytes() -> float:
-    """Memory beside inputs and outputs of one causal head, S 65536, D 64, bfloat16 (Linux: its peak can be reset)."""
-    q, k, v = rows(BF16, (1, 1), 65536, 64)
-    forward(*rows(BF16, (1, 1), 64, 64))()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    out = forward(q, k, v, band=fa.Band.causal())()
-    outputs = out.numel() * 2 + 2 * out.shape[2] * 4
-    return _status("VmHWM") - before - outputs / 2**20
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
-
-
-def long_row_megabytes() -> float:
-    """peak_megabytes() of a fresh process, which keeps no memory of earlier calls."""
-    done = subprocess.run([sys.executable, "-c", _LONG], capture_output=True, text=True, check=True)
-    return float(done.stdout)
