@@ -16,12 +16,23 @@ from fusion_attention.lower import Call, Form, mode_band
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.ops.flash_checks import positions
+from fusion_attention.ops.rules import (
+    PACKED,
+    broadcasting,
+    elements,
+    finite_scale,
+    group,
+    groups_of_heads,
+    of_lengths,
+    one_length_each,
+    presence,
+    rope_pair,
+)
 from fusion_attention.ops.training import Plain
 from fusion_attention.problem import Extents, Problem
-from fusion_attention.record import INVALID, NULL_POINTER, Array, Attr, Op, Rule, Tensor
+from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
-PACKED = ("TND",)
-BROADCAST = "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"
+ROPE = {"q_rope": True, "k_rope": True}
 
 
 def lengths_fit(lengths: np.ndarray, count: int | None, capacity: int) -> bool | str:
@@ -56,87 +67,46 @@ def band_fits(band: Band | None, count: int) -> bool | str:
 
 
 RULES = (
-    Rule(
+    presence(
         "heads > 0",
         "heads",
         "the last axis holds heads * dim elements",
         only=("BSH", "SBH"),
-        stage="presence",
-        code=NULL_POINTER,
         spoil={"heads": None},
     ),
-    Rule(
+    presence(
         "q_len is not None",
         "q_len",
         "one length per packed sequence",
         only=PACKED,
-        stage="presence",
-        code=NULL_POINTER,
         spoil={"q_len": None, "kv_len": None},
     ),
-    Rule(
-        "(q_rope is None) == (k_rope is None)",
-        "q_rope",
-        "rope parts come in pairs",
-        text="q_rope and k_rope, or neither",
-        stage="presence",
-        code=NULL_POINTER,
-        given={"q_rope": True, "k_rope": True},
-        spoil={"k_rope": None},
+    rope_pair("q_rope", "k_rope", ROPE),
+    *(
+        of_lengths(
+            f"{name} is None or lengths_fit({name}, B, S{axis} if T{axis} is None else T{axis})",
+            name,
+            "tokens of every sequence, not cumulative ends",
+            text=f"lengths of the sequences that the {side} tensor holds",
+            spoil={name: too_long},
+        )
+        for name, axis, side, too_long in (("q_len", 1, "query", [3, 6]), ("kv_len", 2, "key", [5, 8]))
     ),
-    Rule(
-        "q_len is None or lengths_fit(q_len, B, S1 if T1 is None else T1)",
-        "q_len",
-        "tokens of every sequence, not cumulative ends",
-        text="lengths of the sequences that the query tensor holds",
-        stage="lengths",
-        spoil={"q_len": [3, 6]},
-    ),
-    Rule(
-        "kv_len is None or lengths_fit(kv_len, B, S2 if T2 is None else T2)",
-        "kv_len",
-        "tokens of every sequence, not cumulative ends",
-        text="lengths of the sequences that the key tensor holds",
-        stage="lengths",
-        spoil={"kv_len": [5, 8]},
-    ),
-    Rule(
-        "len(q_len) == len(kv_len)",
-        "kv_len",
-        "one length per sequence in both",
-        when="q_len is not None and kv_len is not None",
-        only=PACKED,
-        stage="lengths",
-        spoil={"kv_len": [12]},
-    ),
-    Rule(
+    one_length_each("q_len", "kv_len"),
+    of_lengths(
         "kv_len is not None or sum(q_len) <= T2",
         "kv_len",
         "without kv_len the query's lengths serve keys too",
         text="kv_len, or as many key tokens as q_len adds up to",
         when="q_len is not None",
         only=PACKED,
-        stage="lengths",
         given={"T2": 8, "kv_len": None},
         spoil={"T2": 6},
     ),
-    Rule(
-        "N1 > 0 and N2 > 0 and N1 % N2 == 0",
-        "k",
-        "every key head serves the same number of query heads",
-        spoil={"N2": 3},
-    ),
-    Rule("1 <= D <= 768", "q", "elements per head", code=INVALID, spoil={"D": 769}),
-    Rule("1 <= Dv <= 768", "v", "elements per head", code=INVALID, spoil={"Dv": 769}),
-    Rule(
-        "Dr is None or 1 <= Dr <= 768",
-        "q_rope",
-        "elements per head",
-        text="1 <= Dr <= 768",
-        code=INVALID,
-        given={"q_rope": True, "k_rope": True},
-        spoil={"Dr": 769},
-    ),
+    groups_of_heads("k"),
+    elements("D", "q"),
+    elements("Dv", "v"),
+    elements("Dr", "q_rope", optional=True, given=ROPE),
     Rule(
         "band is None or sparse_mode is None",
         "band",
@@ -166,24 +136,7 @@ RULES = (
         text="pre_tokens and next_tokens only beside a sparse_mode",
         spoil={"pre_tokens": 2},
     ),
-    Rule(
-        "broadcasts(blocked, B, N1, S1, S2)",
-        "blocked",
-        "true removes a score",
-        text=BROADCAST,
-        when="blocked is not None",
-        given={"blocked": "S1 S2"},
-        spoil={"blocked": "S1 3"},
-    ),
-    Rule(
-        "broadcasts(bias, B, N1, S1, S2)",
-        "bias",
-        "added to the scaled scores",
-        text=BROADCAST,
-        when="bias is not None",
-        given={"bias": "N1 S1 S2"},
-        spoil={"bias": "3 S1 S2"},
-    ),
+    *broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
     Rule(
         "bias is None or alibi_slopes is None",
         "bias",
@@ -217,40 +170,32 @@ RULES = (
         when="alibi_slopes is None",
         spoil={"alibi_start": [0, 0]},
     ),
-    Rule(
-        "drop_bits.numel() * 8 >= N1 * drop_rows",
-        "drop_bits",
-        "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
-        text="a bit for every score",
+    *group(
+        Rule(
+            "drop_bits.numel() * 8 >= N1 * drop_rows",
+            "drop_bits",
+            "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
+            text="a bit for every score",
+            spoil={"drop_bits": "4"},
+        ),
+        Rule(
+            "keep_prob < 1",
+            "drop_bits",
+            "bits drop with keep_prob < 1",
+            text="drop_bits only with keep_prob < 1",
+            spoil={"keep_prob": 1.0},
+        ),
+        Rule(
+            "seed is None",
+            "drop_bits",
+            "the bits say what is kept; a seed would draw it",
+            text="drop_bits or a seed, not both",
+            spoil={"seed": 3},
+        ),
         when="drop_bits is not None",
         given={"drop_bits": "1024", "keep_prob": 0.5},
-        spoil={"drop_bits": "4"},
     ),
-    Rule(
-        "keep_prob < 1",
-        "drop_bits",
-        "bits drop with keep_prob < 1",
-        text="drop_bits only with keep_prob < 1",
-        when="drop_bits is not None",
-        given={"drop_bits": "1024", "keep_prob": 0.5},
-        spoil={"keep_prob": 1.0},
-    ),
-    Rule(
-        "seed is None",
-        "drop_bits",
-        "the bits say what is kept; a seed would draw it",
-        text="drop_bits or a seed, not both",
-        when="drop_bits is not None",
-        given={"drop_bits": "1024", "keep_prob": 0.5},
-        spoil={"seed": 3},
-    ),
-    Rule(
-        "scale is None or abs(scale) < 3.4e38",
-        "scale",
-        "of float32",
-        text="a finite scale",
-        spoil={"scale": float("inf")},
-    ),
+    finite_scale("scale"),
 )
 
 

@@ -18,6 +18,7 @@ from fusion_attention.mask import Band
 from fusion_attention.ops.attention import band_fits, broadcasts
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
+from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged
 from fusion_attention.problem import Problem
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
 
@@ -27,10 +28,8 @@ FLOATS = "float16 bfloat16 float32 float64"
 _EVERYTHING = 1 << 40
 PAGES: dict[str, Any] = {"block_table": "B 2", "kv_len": [5, 8], "k": "8 4 N2 D", "v": "8 4 N2 D"}
 STORED: dict[str, Any] = {
-    "k": ("B S2 N2 D", "int8"),
-    "v": ("B S2 N2 D", "int8"),
-    "k_scale": "N2 D",
-    "v_scale": "N2 D",
+    **dict.fromkeys(("k", "v"), ("B S2 N2 D", "int8")),
+    **dict.fromkeys(("k_scale", "v_scale"), "N2 D"),
 }
 
 
@@ -117,50 +116,35 @@ RULES: tuple[Rule, ...] = (
         stage="dtype",
         spoil={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
     ),
-    Rule(
-        "(k_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
-        "k_scale",
-        "key = (stored + k_offset) * k_scale",
-        text="a scale exactly for stored integers",
-        stage="dtype",
-        given=STORED,
-        spoil={"k_scale": None},
+    *(
+        Rule(
+            f"{unless}({side}_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
+            f"{side}_scale",
+            f"{what} = (stored + {side}_offset) * {side}_scale",
+            text="a scale exactly for stored integers",
+            stage="dtype",
+            given=STORED,
+            spoil={f"{side}_scale": None},
+        )
+        for side, what, unless in (("k", "key", ""), ("v", "value", "v is None or "))
     ),
-    Rule(
-        "v is None or (v_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
-        "v_scale",
-        "value = (stored + v_offset) * v_scale",
-        text="a scale exactly for stored integers",
-        stage="dtype",
-        given=STORED,
-        spoil={"v_scale": None},
-    ),
-    Rule(
+    of_lengths(
         "groups(k, cache_layout, N1)",
         "k",
         "every key head serves the same number of query heads",
         text="a divisor of N1 heads",
-        stage="lengths",
         spoil={"N2": 3},
     ),
-    Rule(
-        "kv_len is None or len(kv_len) == B",
-        "kv_len",
-        "tokens of every sequence",
-        text="a length per sequence",
-        stage="lengths",
-        spoil={"kv_len": [4]},
+    *(
+        of_lengths(
+            f"{name} is None or len({name}) == B",
+            name,
+            f"{what} of every sequence",
+            text="a length per sequence",
+            spoil={name: [length]},
+        )
+        for name, what, length in (("kv_len", "tokens", 4), ("q_len", "query rows", 1))
     ),
-    Rule(
-        "q_len is None or len(q_len) == B",
-        "q_len",
-        "query rows of every sequence",
-        text="a length per sequence",
-        stage="lengths",
-        spoil={"q_len": [1]},
-    ),
-)
-RULES += (
     Rule(
         "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
         "k",
@@ -176,37 +160,13 @@ RULES += (
         when="v is not None",
         spoil={"v": "3 S2 N2 D"},
     ),
-    Rule("1 <= D <= 768", "q", "elements per head", code=INVALID, spoil={"D": 769}),
+    elements("D", "q"),
     Rule(
         "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, spoil={"dim_v": 9}
     ),
-    Rule(
-        "lengths_within(kv_len, capacity)",
-        "kv_len",
-        "tokens in the cache, those of this step included",
-        text="0 <= length <= tokens of the cache",
-        spoil={"kv_len": [3, 7]},
-    ),
+    cached("kv_len"),
     Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", spoil={"q_len": [0, 2]}),
-    Rule(
-        "table_holds(block_table, kv_len, page_size)",
-        "block_table",
-        "it needs ceil(length / page size) columns",
-        text="a page for every token",
-        when="block_table is not None",
-        given=PAGES,
-        spoil={"kv_len": [5, 9]},
-    ),
-    Rule(
-        "pages_known(block_table, kv_len, page_size, blocks)",
-        "block_table",
-        "entries behind a sequence's last token are not read",
-        text="ids of pages that exist",
-        when="block_table is not None",
-        reads=True,
-        given=PAGES,
-        spoil={"block_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)},
-    ),
+    *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
     *(
         Rule(
             f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
@@ -219,24 +179,7 @@ RULES += (
         )
         for side, dim in (("k", "D"), ("v", "Dv"))
     ),
-    Rule(
-        "broadcasts(blocked, B, N1, S1, columns)",
-        "blocked",
-        "true removes a score",
-        text="a shape that broadcasts to [B, N1, S1, S2]",
-        when="blocked is not None",
-        given={"blocked": "S1 S2"},
-        spoil={"blocked": "S1 3"},
-    ),
-    Rule(
-        "broadcasts(bias, B, N1, S1, columns)",
-        "bias",
-        "added to the scaled scores",
-        text="a shape that broadcasts to [B, N1, S1, S2]",
-        when="bias is not None",
-        given={"bias": "N1 S1 S2"},
-        spoil={"bias": "3 S1 S2"},
-    ),
+    *broadcasting("columns", "a shape that broadcasts to [B, N1, S1, S2]"),
     Rule(
         "band_fits(band, B)",
         "band",
@@ -262,7 +205,7 @@ RULES += (
         stage="dtype",
         spoil={"out_offset": "1"},
     ),
-    Rule("scale is None or abs(scale) < 3.4e38", "scale", "of float32", text="a finite scale", spoil={"scale": 1e39}),
+    finite_scale("scale", 1e39),
 )
 
 

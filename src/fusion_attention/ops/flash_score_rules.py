@@ -5,9 +5,10 @@ As flash_rules.py, which holds all the others. Levels and codes: docs/rulings.md
 
 from __future__ import annotations
 
+from fusion_attention.ops.rules import PACKED, limit
 from fusion_attention.record import INVALID, Rule
 
-DENSE, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
+DENSE = ("BSND", "BSH", "SBH", "BNSD")
 
 # --------------------------------------------------------------------------------------------------- sample settings
 
@@ -46,13 +47,12 @@ MASKS = (
         given=FULL_MASK,
         spoil={"atten_mask": "6 7"},
     ),
-    Rule(
+    limit(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2')",
         "atten_mask",
         "prefixes differ between sequences, so the mask must too",
         when="atten_mask is not None and sparse_mode == 5 and B != 1",
         only=DENSE,
-        level="limit",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"atten_mask": "S1 S2"},
     ),
@@ -72,13 +72,12 @@ MASKS = (
         given={"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]},
         spoil={"atten_mask": "2048 2048"},
     ),
-    Rule(
+    limit(
         "atten_mask.dim() == 2",
         "atten_mask",
         "a compressed mask is passed without leading axes",
         text="a compressed mask of two dimensions",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
-        level="limit",
         given=SQUARE_MASK | {"sparse_mode": 2},
         spoil={"atten_mask": "1 1 2048 2048"},
     ),
@@ -112,14 +111,13 @@ MASKS = (
         given=SQUARE_MASK | {"sparse_mode": 4},
         spoil={"pre_tokens": -6, "next_tokens": 1},
     ),
-    Rule(
+    limit(
         "packed_window(sparse_mode, pre_tokens, next_tokens, q_len, kv_len)",
         "pre_tokens",
         "the chip refuses packed rows without a key",
         text="lengths and a window that leave every row a key",
         when="atten_mask is not None and sparse_mode in (0, 3, 4, 7, 8)",
         only=PACKED,
-        level="limit",
         given=SQUARE_MASK | {"sparse_mode": 3},
         spoil={"actual_seq_kvlen": [2, 12]},
     ),
@@ -235,14 +233,13 @@ BIASES = (
         given={**TABLE, "pse": ("B N1 1024 S2", "zeros")},
         spoil={"pse": "B N1 1024 S2"},
     ),
-    Rule(
+    limit(
         "S1 == S2",
         "pse",
         "computed biases measure from the upper left corner",
         when="pse_type in (2, 3)",
         needs=("pse_type",),
         only=DENSE,
-        level="limit",
         given={"pse_type": 2} | SLOPES,
         spoil={"S1": 4},
     ),
@@ -263,24 +260,22 @@ BIASES = (
         level="note",
         spoil={"q_start_idx": [2]},
     ),
-    Rule(
+    limit(
         "all(q_len > 0) and all(kv_len > 0)",
         "pse",
         "the chip takes no pse beside an empty sequence",
         text="no empty sequence",
         when="pse is not None",
         only=PACKED,
-        level="limit",
         given={"pse": "1 N1 1024 S2"},
         spoil={"actual_seq_qlen": [0, 8], "pse": "1 N1 1024 S2"},
     ),
-    Rule(
+    limit(
         "pse is None",
         "pse",
         "mode 7 cuts a sequence, and pse does not follow the cut",
         when="sparse_mode == 7 and atten_mask is not None",
         only=PACKED,
-        level="limit",
         given=SQUARE_MASK | {"sparse_mode": 7, "next_tokens": 0},
         spoil={"pse": "1 N1 1024 S2"},
     ),

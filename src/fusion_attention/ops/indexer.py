@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
+from fusion_attention.ops.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
     KV_LENGTHS,
@@ -39,7 +40,9 @@ from fusion_attention.ops.sparse import (
 )
 from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse_rules import (
+    IN_PAGES,
     LENGTHS,
+    LISTS_OF_2048,
     NEEDS_KEY_LENGTHS,
     PAGES,
     SELECTION,
@@ -99,51 +102,25 @@ GRADIENTS = (
 
 SCORES = scores("query", "N1", "D")
 LIMITS = (
-    Rule(
-        "not float32(query)",
-        "query",
-        "the chip computes no float32 here",
-        text="float16 or bfloat16",
-        level="limit",
-        code=INVALID,
-        spoil={"query": ("B S1 N1 D", "float32"), "weights": ("B S1 N1", "float32")},
-    ),
-    Rule("N1 <= 64", "query", "the chip takes no more heads", level="limit", spoil={"N1": 65}),
-    Rule(
-        "D == 128",
-        "query",
-        "the chip takes no other dim",
-        when="1 <= D <= 768",
-        level="limit",
-        code=INVALID,
-        spoil={"D": 64},
-    ),
-    Rule(
+    no_float32("query", weights="B S1 N1"),
+    limit("N1 <= 64", "query", "the chip takes no more heads", spoil={"N1": 65}),
+    only_dim("D", 128, "query"),
+    limit(
         "sparse_count <= 2048 or sparse_count <= 8192 and sparse_count % 1024 == 0",
         "sparse_count",
         "the chip takes no other counts",
         text="1 to 2048, 3072, 4096, ... 8192",
-        level="limit",
         spoil={"sparse_count": 2049},
     ),
-    Rule(
+    limit(
         "not (return_values and block_table is not None)",
         "return_values",
         "values serve training, and pages inference",
         text="no values of paged keys",
-        level="limit",
-        given={"block_table": "2 M", "layout_kv": "PA_BSND", "actual_seq_kvlen": [6, 6]},
+        given=IN_PAGES,
         spoil={"return_values": True},
     ),
-    Rule(
-        "K == 2048",
-        "sparse_indices",
-        "the chip takes lists of no other length",
-        text="lists of 2048 entries",
-        when="K >= 1",
-        level="limit",
-        spoil={"K": 64},
-    ),
+    LISTS_OF_2048,
 )
 FORWARD = (
     Rule(

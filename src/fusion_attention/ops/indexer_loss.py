@@ -19,6 +19,7 @@ from fusion_attention.ops.indexer_loss_lower import (
     fresh_statistics,
     lower,
 )
+from fusion_attention.ops.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
     KEY,
@@ -52,14 +53,13 @@ from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse_rules import (
     LENGTHS,
     NEEDS_KEY_LENGTHS,
-    ROPE,
     SELECTION,
     SHAPES,
     SIZES,
     first_block,
     scores,
 )
-from fusion_attention.record import INVALID, Op, Rule, Tensor
+from fusion_attention.record import Op, Tensor
 
 # ------------------------------------------------------------------------------------------------------- parameters
 
@@ -121,22 +121,9 @@ WINDOW = (MODE, PRE, NEXT)
 # -------------------------------------------------------------------------------------------------------------- rules
 
 
-def limit(check: str, param: str, advice: str, text: str = "", **changes: Any) -> Rule:
-    """A limit of the chip."""
-    return Rule(check, param, advice, text, level="limit", **changes)
-
-
-NO_OTHER = "the chip takes no other dim"
 NO_OTHERS = "the chip takes no other head counts"
 MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", spoil={"sparse_mode": 0})
-NO_FLOAT32 = limit(
-    "not float32(query)",
-    "query",
-    "the chip computes no float32 here",
-    text="float16 or bfloat16",
-    code=INVALID,
-    spoil={"query": ("B S1 N1 D", "float32"), "weights": ("B S1 Ni", "float32")},
-)
+NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
     limit("B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257}),
     limit(
@@ -158,22 +145,14 @@ ROWS_AND_KEYS = (
 )
 INDEX_LIMITS = (
     limit("Ni in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="Ni >= 1", spoil={"Ni": 4}),
-    limit("Di == 128", "query_index", NO_OTHER, when="1 <= Di <= 768", code=INVALID, spoil={"Di": 64}),
-    limit(
-        "Dr == 64",
-        "query_rope",
-        NO_OTHER,
-        when="query_rope is not None and 1 <= Dr <= 768",
-        code=INVALID,
-        given=ROPE,
-        spoil={"Dr": 32},
-    ),
+    only_dim("Di", 128, "query_index"),
+    only_dim("Dr", 64, "query_rope", 32, beside="query_rope is not None and ", given=ROPE),
 )
 LIMITS = (
     *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
     limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 4}),
     limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
-    limit("D == 512", "query", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+    only_dim("D", 512, "query"),
     limit(
         "K % 1024 == 0 and K <= 8192",
         "sparse_indices",
@@ -193,21 +172,14 @@ DENSE_LIMITS = (
         spoil={"N2": 16, "G": 2},
     ),
     limit("N1 in (32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 16, "N2": 16}),
-    limit("D == 128", "query", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+    only_dim("D", 128, "query"),
 )
 LSE_LIMITS = (
-    limit(
-        "not float32(query_index)",
-        "query_index",
-        "the chip computes no float32 here",
-        text="float16 or bfloat16",
-        code=INVALID,
-        spoil={"query_index": ("B S1 N1 D", "float32"), "weights": ("B S1 N1", "float32")},
-    ),
+    no_float32("query_index", weights="B S1 N1"),
     MODE_3,
     *(replace(rule, param="query_index") if rule.param == "query" else rule for rule in ROWS_AND_KEYS),
     limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", spoil={"N1": 4}),
-    limit("D == 128", "query_index", NO_OTHER, when="1 <= D <= 768", code=INVALID, spoil={"D": 64}),
+    only_dim("D", 128, "query_index"),
 )
 SCORES = scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
 MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, *SCORES, SAVED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ops.rules import cached, elements, finite_scale, limit, of_lengths, paged, reserved
 from fusion_attention.record import INVALID, Rule
 
 # Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
@@ -19,7 +20,6 @@ PAGES: dict[str, Any] = {
     "key": "8 16 N2*D",
     "value": "8 16 N2*D",
 }
-HEADED = {**PAGES, "input_layout": "BNSD", "key": "8 N2 16 D", "value": "8 N2 16 D"}
 INTEGERS: dict[str, Any] = {
     "key": ("B S2 N2*D", "int8"),
     "value": ("B S2 N2*D", "int8"),
@@ -49,45 +49,41 @@ INPUTS = (
         given=PAGES,
         spoil={"actual_seq_lengths": None},
     ),
-    Rule(
+    of_lengths(
         "heads_fit(num_key_value_heads, N1)",
         "num_key_value_heads",
         "every key head serves the same number of query heads; 0: as many as num_heads",
         text="a divisor of num_heads, or 0",
-        stage="lengths",
         spoil={"num_key_value_heads": 3},
     ),
-    Rule(
+    of_lengths(
         "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
         "key",
         "num_key_value_heads counts its heads",
         text="one tensor of the batch, one tensor per item, or (with a block table) pages",
         when="heads_fit(num_key_value_heads, N1)",
-        stage="lengths",
         spoil={"key": "B S2 7", "value": "B S2 7"},
     ),
-    Rule(
+    of_lengths(
         "len(actual_seq_lengths) == 1 or len(actual_seq_lengths) >= B",
         "actual_seq_lengths",
         "one length serves all items",
         text="a length per item, or one",
         when="actual_seq_lengths is not None",
-        stage="lengths",
         given={"B": 3},
         spoil={"actual_seq_lengths": [6, 6]},
     ),
-    Rule(
+    of_lengths(
         "len(kv_padding_size) == 1",
         "kv_padding_size",
         "unused slots on the right of every item",
         text="one number",
         when="kv_padding_size is not None",
-        stage="lengths",
         given={"actual_seq_lengths": [4, 5]},
         spoil={"kv_padding_size": [1, 1]},
     ),
-    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
-    Rule("abs(scale_value) < 3.4e38", "scale_value", "of float32", text="a finite scale", spoil={"scale_value": 1e39}),
+    elements("D", "query"),
+    finite_scale("scale_value", 1e39, optional=False),
     Rule(
         "same_shapes(value, key)",
         "value",
@@ -96,32 +92,8 @@ INPUTS = (
         code=INVALID,
         spoil={"value": "B 5 N2*D"},
     ),
-    Rule(
-        "lengths_within(kv_len, capacity)",
-        "actual_seq_lengths",
-        "tokens in the cache, those of this step included",
-        text="0 <= length <= tokens of the cache",
-        spoil={"actual_seq_lengths": [3, 7]},
-    ),
-    Rule(
-        "table_holds(block_table, kv_len, block_size)",
-        "block_table",
-        "it needs ceil(length / block_size) columns",
-        text="a page for every token",
-        when="block_table is not None",
-        given=PAGES,
-        spoil={"actual_seq_lengths": [20, 33]},
-    ),
-    Rule(
-        "pages_known(block_table, kv_len, block_size, blocks)",
-        "block_table",
-        "entries behind an item's last token are not read",
-        text="ids of pages that exist",
-        when="block_table is not None",
-        reads=True,
-        given=PAGES,
-        spoil={"block_table": torch.tensor([[0, 1], [2, 8]], dtype=torch.int32)},
-    ),
+    cached("actual_seq_lengths"),
+    *paged("block_size", "block_size", "an item", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
 )
 
 MATRICES = (
@@ -144,27 +116,18 @@ MATRICES = (
         given={"pse_shift": "B N1 1 S2"},
         spoil={"pse_shift": "B N1 1 3"},
     ),
-    Rule(
-        "atten_mask is None or atten_mask.shape[-1] >= block_table.shape[1] * block_size",
-        "atten_mask",
-        "the chip reads whole pages",
-        text="columns for every page of the table",
-        when="block_table is not None",
-        needs=("block_table",),
-        level="limit",
-        given={**PAGES, "atten_mask": "B 32"},
-        spoil={"block_table": "B 3", "key": "8 16 N2*D"},
-    ),
-    Rule(
-        "pse_shift is None or pse_shift.shape[-1] >= block_table.shape[1] * block_size",
-        "pse_shift",
-        "the chip reads whole pages",
-        text="columns for every page of the table",
-        when="block_table is not None",
-        needs=("block_table",),
-        level="limit",
-        given={**PAGES, "pse_shift": "B N1 1 32"},
-        spoil={"block_table": "B 3", "key": "8 16 N2*D"},
+    *(
+        limit(
+            f"{name} is None or {name}.shape[-1] >= block_table.shape[1] * block_size",
+            name,
+            "the chip reads whole pages",
+            text="columns for every page of the table",
+            when="block_table is not None",
+            needs=("block_table",),
+            given={**PAGES, name: fitting},
+            spoil={"block_table": "B 3", "key": "8 16 N2*D"},
+        )
+        for name, fitting in (("atten_mask", "B 32"), ("pse_shift", "B N1 1 32"))
     ),
 )
 
@@ -205,12 +168,11 @@ INTEGER_CACHE = (
         given={**INTEGERS, "antiquant_offset": "2 N2*D"},
         spoil={"antiquant_offset": "2 3"},
     ),
-    Rule(
+    limit(
         "antiquant_scale is None or dtype_of(antiquant_scale) == dtype_of(query)",
         "antiquant_scale",
         "the chip takes no other",
         text="the dtype of query",
-        level="limit",
         code=INVALID,
         given=INTEGERS,
         spoil={"antiquant_scale": ("2 N2*D", "float32")},
@@ -245,12 +207,11 @@ INTEGER_OUTPUT = (
         given={"quant_scale2": "1", "quant_offset2": "1"},
         spoil={"quant_offset2": "3"},
     ),
-    Rule(
+    limit(
         "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
         "quant_scale2",
         "the chip takes bfloat16 beside a bfloat16 query only",
         text="float32, or bfloat16 as query",
-        level="limit",
         code=INVALID,
         given={"quant_scale2": "1"},
         spoil={"quant_scale2": ("1", "bfloat16")},
@@ -266,11 +227,10 @@ INTEGER_OUTPUT = (
         spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
     *(
-        Rule(
+        limit(
             f"{name} is None",
             name,
             "it belongs to an int8 query, which this operator does not take",
-            level="limit",
             spoil={name: ("1", "float32")},
         )
         for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")
@@ -278,82 +238,72 @@ INTEGER_OUTPUT = (
 )
 
 LIMITS = (
-    Rule("S1 == 1", "query", "the chip decodes one token per item", level="limit", spoil={"S1": 2}),
-    Rule("D <= 512 or D > 768", "query", "the chip takes no wider rows", level="limit", spoil={"D": 528}),
-    Rule("B <= 65536", "query", "the chip takes no more items", level="limit", spoil={"B": 65537, "S2": 1}),
-    Rule(
+    limit("S1 == 1", "query", "the chip decodes one token per item", spoil={"S1": 2}),
+    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", spoil={"D": 528}),
+    limit("B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S2": 1}),
+    limit(
         "len(key) <= 256",
         "key",
         "the chip takes no longer list",
         text="at most 256 tensors",
-        level="limit",
         spoil={"B": 257, "key": _LISTED, "value": _LISTED},
     ),
-    Rule(
+    limit(
         "N1 <= 256",
         "query",
         "the chip takes no more heads",
-        level="limit",
         spoil={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
     ),
-    Rule(
+    limit(
         "N1 <= 64 * N2",
         "num_key_value_heads",
         "the chip lets no more query heads share a key head",
-        level="limit",
         spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
-    Rule(
+    limit(
         "dtype_of(query) != 'float32'",
         "query",
         "the chip takes float16 and bfloat16",
         text="float16 or bfloat16",
-        level="limit",
         code=INVALID,
         spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "float32")},
     ),
-    Rule(
+    limit(
         "is_contiguous(query, key, value)",
         "query",
         "the chip takes no strides here",
         text="query, key and value without gaps",
-        level="limit",
         spoil={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
-    Rule("inner_precise in (0, 1)", "inner_precise", "it has no effect", level="limit", spoil={"inner_precise": 2}),
-    Rule(
-        "padding_mask is None", "padding_mask", "reserved: leave it out", level="limit", spoil={"padding_mask": "S1 S2"}
-    ),
-    Rule(
+    limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", spoil={"inner_precise": 2}),
+    reserved("padding_mask", "S1 S2"),
+    limit(
         "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
         "block_size",
         "the chip's pages",
         text="at most 512, a multiple of 16 (int8: 32)",
         when="block_table is not None",
-        level="limit",
         given=PAGES,
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
-    Rule(
+    limit(
         "input_layout == 'BNSD' or key[0].dim() == 3",
         "key",
         "the chip takes pages of heads beside a BNSD query only",
         text="pages [blocks, block_size, N2*D]",
         when="block_table is not None",
         needs=("block_table",),
-        level="limit",
         given=PAGES,
         spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
-    Rule(
+    limit(
         "sum(-(-kv_len // block_size)) <= blocks",
         "key",
         "the chip wants a page of its own for every item",
         text="as many pages as all items fill",
         when="block_table is not None",
         needs=("block_table",),
-        level="limit",
         given=PAGES,
         spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
     ),
@@ -378,12 +328,11 @@ EARLY = (
         stage="dtype",
         spoil={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
-    Rule(
+    limit(
         "pse_shift is None",
         "pse_shift",
         "this version ignores it",
         text="no pse_shift",
-        level="limit",
         spoil={"pse_shift": "B N1 1 S2"},
     ),
 )

@@ -11,22 +11,23 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ops.rules import PACKED, ROPE, limit, no_float32, of_lengths, only_dim, presence
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.sparse_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.sparse_rules import (
     IN_PAGES,
     LENGTHS,
+    LISTS_OF_2048,
     NEEDS_KEY_LENGTHS,
     PAGES,
-    ROPE,
     SELECTION,
     SHAPES,
     SIZES,
     TABLES,
     first_block,
 )
-from fusion_attention.record import INVALID, NULL_POINTER, Array, Attr, Op, Rule, Tensor
+from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
 FLOATS = "float16 bfloat16 float32"
 UNLIMITED = (1 << 63) - 1
@@ -141,82 +142,37 @@ GRADIENTS = (
 # -------------------------------------------------------------------------------------------------------------- rules
 
 LIMITS = (
-    Rule(
-        "not float32(query)",
-        "query",
-        "the chip computes no float32 here",
-        text="float16 or bfloat16",
-        level="limit",
-        code=INVALID,
-        spoil={"query": ("B S1 N1 D", "float32")},
-    ),
-    Rule(
-        "N2 == 1",
-        "key",
-        "the chip takes one key head",
-        when="N2 > 0 and N1 % N2 == 0",
-        level="limit",
-        spoil={"N2": 2, "G": 2},
-    ),
-    Rule(
+    no_float32("query"),
+    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 2}),
+    limit(
         "N1 <= 128 and power_of_two(N1)",
         "query",
         "the chip takes no other head counts",
         text="1, 2, 4, ... 128 heads",
-        level="limit",
         spoil={"N1": 3, "G": 3},
     ),
-    Rule(
-        "D == 512",
-        "query",
-        "the chip takes no other dim",
-        when="1 <= D <= 768",
-        level="limit",
-        code=INVALID,
-        spoil={"D": 64},
-    ),
-    Rule(
-        "Dv == 512",
-        "value",
-        "the chip takes no other dim",
-        when="value is not None and 1 <= Dv <= 768",
-        level="limit",
-        code=INVALID,
-        spoil={"Dv": 64},
-    ),
-    Rule(
-        "Dr == 64",
-        "query_rope",
-        "the chip takes no other dim",
-        when="query_rope is not None and 1 <= Dr <= 768",
-        level="limit",
-        code=INVALID,
-        given=ROPE,
-        spoil={"Dr": 32},
-    ),
+    only_dim("D", 512, "query"),
+    only_dim("Dv", 512, "value", beside="value is not None and "),
+    only_dim("Dr", 64, "query_rope", 32, beside="query_rope is not None and ", given=ROPE),
 )
 FORWARD_LIMITS = (
-    Rule(
+    limit(
         "power_of_two(sparse_block_size)",
         "sparse_block_size",
         "the chip takes no other blocks",
         text="a power of two",
-        level="limit",
         spoil={"sparse_block_size": 3},
     ),
-    Rule(
+    limit(
         "Ps % sparse_block_size == 0",
         "sparse_block_size",
         "the chip takes no block that lies in two pages",
         text="a block size that divides the page size",
         when="block_table is not None and power_of_two(sparse_block_size)",
-        level="limit",
         given=IN_PAGES,
         spoil={"sparse_block_size": 32},
     ),
-    Rule(
-        "attention_mode == 2", "attention_mode", "the chip knows no other", level="limit", spoil={"attention_mode": 0}
-    ),
+    limit("attention_mode == 2", "attention_mode", "the chip knows no other", spoil={"attention_mode": 0}),
 )
 FORWARD = (
     Rule(
@@ -259,22 +215,13 @@ BACKWARD = (
         given={"value": None},
         spoil={"Dv": 256},
     ),
-    Rule(
+    limit(
         "sparse_block_size in (1, 8, 16, 32, 64)",
         "sparse_block_size",
         "the chip takes no other blocks",
-        level="limit",
         spoil={"sparse_block_size": 4},
     ),
-    Rule(
-        "K == 2048",
-        "sparse_indices",
-        "the chip takes lists of no other length",
-        text="lists of 2048 entries",
-        when="K >= 1",
-        level="limit",
-        spoil={"K": 64},
-    ),
+    LISTS_OF_2048,
 )
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -397,25 +344,22 @@ OWN_Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: nee
 OWN_KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
 OWN_CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
 OWN_KEY_LENGTHS = (
-    Rule(
+    presence(
         "actual_seq_kvlen is not None",
         "actual_seq_kvlen",
         "pages do not show where a sequence ends",
         text="the lengths of paged keys",
         when="block_table is not None",
-        stage="presence",
-        code=NULL_POINTER,
         given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
         spoil={"actual_seq_kvlen": None},
     ),
-    Rule(
+    of_lengths(
         "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
         "actual_seq_kvlen",
         "without them the query's lengths serve keys too",
         text="lengths of keys, or as many keys as the query's lengths add up to",
         when="actual_seq_qlen is not None",
-        only=("TND",),
-        stage="lengths",
+        only=PACKED,
         given={"T2": 8, "actual_seq_kvlen": None},
         spoil={"T2": 6},
     ),

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import torch
 
+from fusion_attention.ops.rules import (
+    PACKED,
+    ROPE,
+    elements,
+    finite_scale,
+    group,
+    groups_of_heads,
+    limit,
+    of_lengths,
+    one_length_each,
+    presence,
+    rope_pair,
+)
 from fusion_attention.ops.sparse_checks import PAGED
-from fusion_attention.record import INVALID, NULL_POINTER, Rule
+from fusion_attention.record import INVALID, Rule
 
-PACKED = ("TND",)
 KEYS = "keys_in(layout, layout_kv, block_table)"
 LISTS = "sparse_indices, layout, q_len, kv_len, sparse_block_size"
 IN_PAGES = {"block_table": "2 M", "layout_kv": PAGED, "actual_seq_kvlen": [6, 6]}
-ROPE = {"query_rope": True, "key_rope": True}
-SIZES = {
-    "B": 2,
-    "S1": 4,
-    "S2": 6,
-    "T1": 8,
-    "T2": 12,
-    "N1": 4,
-    "N2": 1,
-    "G": 4,
-    "D": 512,
-    "Dv": 512,
-    "Dr": 64,
-    "K": 2048,
-}
-SIZES |= {"P": 3, "Ps": 16, "R": 2, "M": 1}
+SIZES = {"B": 2, "S1": 4, "S2": 6, "T1": 8, "T2": 12, "N1": 4, "N2": 1, "G": 4, "D": 512, "Dv": 512, "Dr": 64}
+SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
@@ -47,51 +45,37 @@ def first_block(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 LENGTHS = (
-    Rule(
+    presence(
         "actual_seq_qlen is not None",
         "actual_seq_qlen",
         "packed rows do not show where a sequence ends",
         text="the lengths of packed sequences",
         only=PACKED,
-        stage="presence",
-        code=NULL_POINTER,
         spoil={"actual_seq_qlen": None},
     ),
-    Rule(
+    of_lengths(
         "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
         "actual_seq_qlen",
         "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
         text="the lengths of the sequences in the query tensor",
-        stage="lengths",
         spoil={"actual_seq_qlen": [3, 9]},
     ),
-    Rule(
+    of_lengths(
         f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
         "actual_seq_kvlen",
         "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
         text="the lengths of the sequences in the key tensor",
-        stage="lengths",
         spoil={"actual_seq_kvlen": [5, 13]},
     ),
-    Rule(
-        "len(actual_seq_qlen) == len(actual_seq_kvlen)",
-        "actual_seq_kvlen",
-        "one length per sequence in both",
-        when="actual_seq_qlen is not None and actual_seq_kvlen is not None",
-        only=PACKED,
-        stage="lengths",
-        spoil={"actual_seq_kvlen": [12]},
-    ),
+    one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
 )
 NEEDS_KEY_LENGTHS = (
-    Rule(
+    presence(
         "actual_seq_kvlen is not None",
         "actual_seq_kvlen",
         "packed and paged keys do not show where a sequence ends",
         text="the lengths of packed or paged keys",
         when=f"{KEYS} in ('TND', '{PAGED}')",
-        stage="presence",
-        code=NULL_POINTER,
         given={"layout": "TND"},
         spoil={"actual_seq_kvlen": None},
     ),
@@ -107,25 +91,22 @@ PAGES = (
         code=INVALID,
         spoil={"layout_kv": "BNSD"},
     ),
-    Rule(
+    presence(
         f"(block_table is not None) == (layout_kv == '{PAGED}')",
         "block_table",
         "it says which pages a sequence has",
         text=f"a table where keys are {PAGED}, and nowhere else",
-        stage="presence",
-        code=NULL_POINTER,
         given=IN_PAGES,
         spoil={"block_table": None},
     ),
 )
-TABLES = (
+TABLES = group(
     Rule(
         "len(block_table) == len(q_len) == len(kv_len)",
         "block_table",
         "a row of pages for each",
         text="one row, and one length of queries and keys, per sequence",
         when="block_table is not None",
-        given=IN_PAGES,
         spoil={"block_table": "3 M"},
     ),
     Rule(
@@ -135,61 +116,24 @@ TABLES = (
         text="numbers of pages",
         when="block_table is not None and len(block_table) == len(q_len) == len(kv_len)",
         reads=True,
-        given=IN_PAGES,
         spoil={"P": 0},
     ),
-    Rule(
+    limit(
         "Ps % 16 == 0 and Ps <= 1024",
         "block_table",
         "the chip takes no other pages",
         when="block_table is not None",
-        level="limit",
-        given=IN_PAGES,
         spoil={"Ps": 8},
     ),
+    given=IN_PAGES,
 )
 SHAPES = (
-    Rule(
-        "N1 > 0 and N2 > 0 and N1 % N2 == 0",
-        "key",
-        "every key head serves the same number of query heads",
-        spoil={"N2": 3},
-    ),
-    Rule("1 <= D <= 768", "query", "elements per head", code=INVALID, spoil={"D": 769}),
-    Rule(
-        "Dv is None or 1 <= Dv <= 768",
-        "value",
-        "elements per head",
-        text="1 <= Dv <= 768",
-        code=INVALID,
-        spoil={"Dv": 769},
-    ),
-    Rule(
-        "Dr is None or 1 <= Dr <= 768",
-        "query_rope",
-        "elements per head",
-        text="1 <= Dr <= 768",
-        code=INVALID,
-        given=ROPE,
-        spoil={"Dr": 769},
-    ),
-    Rule(
-        "(query_rope is None) == (key_rope is None)",
-        "query_rope",
-        "rope parts come in pairs",
-        text="query_rope and key_rope, or neither",
-        stage="presence",
-        code=NULL_POINTER,
-        given=ROPE,
-        spoil={"key_rope": None},
-    ),
-    Rule(
-        "scale_value is None or abs(scale_value) < 3.4e38",
-        "scale_value",
-        "of float32",
-        text="a finite scale",
-        spoil={"scale_value": float("inf")},
-    ),
+    groups_of_heads("key"),
+    elements("D", "query"),
+    elements("Dv", "value", optional=True),
+    elements("Dr", "query_rope", optional=True, given=ROPE),
+    rope_pair("query_rope", "key_rope", ROPE),
+    finite_scale("scale_value"),
 )
 SELECTION = (
     Rule(
@@ -226,6 +170,14 @@ SELECTION = (
         spoil={"sparse_indices": lists(0, 5)},
     ),
 )
+LISTS_OF_2048 = limit(
+    "K == 2048",
+    "sparse_indices",
+    "the chip takes lists of no other length",
+    "lists of 2048 entries",
+    when="K >= 1",
+    spoil={"K": 64},
+)
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
@@ -256,5 +208,5 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
             code=INVALID,
             spoil={"weights": "B S1 7"},
         ),
-        Rule(f"1 <= {dim} <= 768", query, "elements per head", code=INVALID, spoil={dim: 769}),
+        elements(dim, query),
     )

@@ -1,0 +1,135 @@
+"""What the rules of all operators have in common: their kinds, and the rules that several families ask.
+
+The rules of one family stand in a file of its own. Levels and codes: docs/rulings.md 15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion_attention.record import INVALID, NULL_POINTER, Rule, Settings
+
+PACKED = ("TND",)
+ROPE = {"query_rope": True, "key_rope": True}
+
+# What a call must have, how lengths must be, and what the chip alone demands.
+presence = partial(Rule, stage="presence", code=NULL_POINTER)
+of_lengths = partial(Rule, stage="lengths")
+limit = partial(Rule, level="limit")
+
+
+def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
+    """The rules, with the fields that all of them share."""
+    return tuple(replace(rule, **common) for rule in rules)
+
+
+# ------------------------------------------------------------------------------------------------------------- meaning
+
+
+def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
+    """An axis of elements that one head has; optional: there may be no such tensor."""
+    bounds = f"1 <= {axis} <= 768"
+    check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
+    return Rule(check, param, "elements per head", text, code=INVALID, spoil={axis: bad}, **more)
+
+
+def groups_of_heads(key: str) -> Rule:
+    """Query heads share key heads evenly."""
+    advice = "every key head serves the same number of query heads"
+    return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, spoil={"N2": 3})
+
+
+def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
+    """Rope parts of both sides, or of neither."""
+    text, check = f"{query_rope} and {key_rope}, or neither", f"({query_rope} is None) == ({key_rope} is None)"
+    return presence(check, query_rope, "rope parts come in pairs", text, given=given, spoil={key_rope: None})
+
+
+def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
+    """A scale that float32 can hold."""
+    check = f"abs({scale}) < 3.4e38"
+    if optional:
+        check = f"{scale} is None or {check}"
+    return Rule(check, scale, "of float32", "a finite scale", spoil={scale: bad})
+
+
+def one_length_each(q_len: str, kv_len: str) -> Rule:
+    """Packed sequences with a length on both sides."""
+    both = f"{q_len} is not None and {kv_len} is not None"
+    check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
+    return of_lengths(check, kv_len, advice, when=both, only=PACKED, spoil={kv_len: [12]})
+
+
+def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
+    """A `blocked` and a `bias` for scores with so many columns."""
+    return tuple(
+        Rule(
+            f"broadcasts({name}, B, N1, S1, {columns})",
+            name,
+            advice,
+            text,
+            when=f"{name} is not None",
+            given={name: fitting},
+            spoil={name: wrong},
+        )
+        for name, advice, fitting, wrong in (
+            ("blocked", "true removes a score", "S1 S2", "S1 3"),
+            ("bias", "added to the scaled scores", "N1 S1 S2", "3 S1 S2"),
+        )
+    )
+
+
+def cached(kv_len: str) -> Rule:
+    """Lengths that a cache holds."""
+    advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
+    return Rule("lengths_within(kv_len, capacity)", kv_len, advice, text, spoil={kv_len: [3, 7]})
+
+
+def paged(
+    size: str, size_text: str, owner: str, given: Settings, too_long: Settings, unknown: list[list[int]]
+) -> tuple[Rule, ...]:
+    """A table of pages that are there, one for every token; too_long: lengths that it does not hold."""
+    return group(
+        Rule(
+            f"table_holds(block_table, kv_len, {size})",
+            "block_table",
+            f"it needs ceil(length / {size_text}) columns",
+            text="a page for every token",
+            spoil=too_long,
+        ),
+        Rule(
+            f"pages_known(block_table, kv_len, {size}, blocks)",
+            "block_table",
+            f"entries behind {owner}'s last token are not read",
+            text="ids of pages that exist",
+            reads=True,
+            spoil={"block_table": torch.tensor(unknown, dtype=torch.int32)},
+        ),
+        when="block_table is not None",
+        given=given,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def reserved(name: str, sample: str) -> Rule:
+    """A parameter that stays empty."""
+    return limit(f"{name} is None", name, "reserved: leave it out", spoil={name: sample})
+
+
+def no_float32(query: str, weights: str = "") -> Rule:
+    """Sixteen bits alone; weights: their sample shape, where there are any."""
+    spoil = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
+    advice, text = "the chip computes no float32 here", "float16 or bfloat16"
+    return limit(f"not float32({query})", query, advice, text, code=INVALID, spoil=spoil)
+
+
+def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
+    """An axis of elements that has one size; beside: a condition."""
+    when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
+    return limit(f"{axis} == {size}", param, advice, when=when, code=INVALID, spoil={axis: bad}, **more)
