@@ -16,6 +16,7 @@ from fusion_attention.lower import Call, Form, mode_band
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.ops.flash_checks import positions
+from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, SINK
 from fusion_attention.ops.rules import (
     PACKED,
     broadcasting,
@@ -212,13 +213,12 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
     return {"q_len": q_len, "kv_len": kv_len, "drop_rows": names["B"] * names["S1"] * names["S2"]}
 
 
-FLOATS = "float16 bfloat16 float32 float64"
 RECORD = Op(
     "attention",
     "Softmax attention over the keys that a band, a matrix and lengths leave to each query row.",
     "this library",
     (
-        Tensor("q", "Query rows.", dtypes=FLOATS, shape=rows("1", "D")),
+        Tensor("q", "Query rows.", dtypes=OWN_FLOATS, shape=rows("1", "D")),
         Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
         Tensor("v", "Value rows.", dtypes="=q", shape=rows("2", "Dv")),
         Attr("layout", "Axis order of q, k, v and the output.", type=str, default="BSND", code=INVALID),
@@ -238,17 +238,10 @@ RECORD = Op(
         Attr("sparse_mode", "CANN's mode instead of a band; compressed modes need no mask.", default=None),
         Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
         Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
-        Tensor(
-            "blocked",
-            "True removes a score.",
-            True,
-            dtypes="bool uint8",
-            make=lambda s: torch.zeros(s, dtype=torch.bool),
-        ),
-        Tensor("bias", "Added to the scaled scores.", True, dtypes="=q"),
+        *(BLOCKED, BIAS),
         Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes="float32"),
         Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
-        Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1"),
+        SINK,
         Attr(
             "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
         ),

@@ -18,13 +18,13 @@ from fusion_attention.mask import Band
 from fusion_attention.ops.attention import band_fits, broadcasts
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
+from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, SINK, in_order
 from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged
 from fusion_attention.problem import Problem
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
 
 RESULTS = ("out", "max", "sum")
 
-FLOATS = "float16 bfloat16 float32 float64"
 _EVERYTHING = 1 << 40
 PAGES: dict[str, Any] = {"block_table": "B 2", "kv_len": [5, 8], "k": "8 4 N2 D", "v": "8 4 N2 D"}
 STORED: dict[str, Any] = {
@@ -242,10 +242,6 @@ def _rows(side: str, last: str) -> dict[str, str]:
     return {"BSND": f"B {s} {n} {last}", "BNSD": f"B {n} {s} {last}"}
 
 
-def _pages(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
-
-
 def _scale_param(name: str, text: str) -> Tensor:
     return Tensor(name, text, True, dtypes="float32")
 
@@ -270,7 +266,7 @@ RECORD = Op(
     "Attention of the newest tokens of each sequence over its cache.",
     "this library",
     (
-        Tensor("q", "Query rows, the newest tokens.", dtypes=FLOATS, shape=_rows("1", "D")),
+        Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
         Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
         Tensors("v", "Values, as the keys lie.", True, dtypes="=k", shape=_rows("2", "D")),
         Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
@@ -285,7 +281,7 @@ RECORD = Op(
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),
         Array("kv_len", "Tokens of every sequence in its cache.", True),
-        Tensor("block_table", "The pages of every sequence.", True, dtypes="int32", shape="B pages", make=_pages),
+        Tensor("block_table", "The pages of every sequence.", True, dtypes="int32", shape="B pages", make=in_order),
         _scale_param("k_scale", "key = (stored + k_offset) * k_scale."),
         _scale_param("k_offset", "Added to stored keys."),
         _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
@@ -293,15 +289,7 @@ RECORD = Op(
         Attr("dim_v", "Without v: values are the first dim_v elements of the keys.", default=0),
         Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
         Attr("band", "The interval of keys that each row sees; None: Band.causal().", type=Band, default=None),
-        Tensor(
-            "blocked",
-            "True removes a score.",
-            True,
-            dtypes="bool uint8",
-            make=lambda s: torch.zeros(s, dtype=torch.bool),
-        ),
-        Tensor("bias", "Added to the scaled scores.", True, dtypes="=q"),
-        Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1"),
+        *(BLOCKED, BIAS, SINK),
         _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
         _scale_param("out_offset", "Added before rounding."),
     ),

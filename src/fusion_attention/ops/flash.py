@@ -17,9 +17,9 @@ from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
 from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+from fusion_attention.ops.params import FLOATS, SINK, output, spelled
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
-FLOATS = "float16 bfloat16 float32"
 UNLIMITED = (1 << 31) - 1
 
 
@@ -71,7 +71,6 @@ DROP_MASK = Tensor(
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 ATTEN_MASK = Tensor("atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", make=_mask)
-SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
 MAX_IN = Tensor(
     "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros
 )
@@ -132,23 +131,19 @@ GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", 
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
 
 
-def _out(name: str, text: str, shape: Any, dtypes: str = "=query") -> Tensor:
-    return Tensor(name, text, dtypes=dtypes, shape=shape, output=True)
-
-
 STATS_OUT = (
-    _out("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32"),
-    _out("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
-    _out("softmax_out", "Reserved: empty.", ""),
+    output("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32"),
+    output("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
+    output("softmax_out", "Reserved: empty.", ""),
 )
-OUT = _out("attention_out", "The output rows.", rows("1", "Dv"))
-DQ, DK = _out("dq", "Gradient of query.", rows("1", "D")), _out("dk", "Gradient of key.", rows("2", "D"))
-DV, DPSE = _out("dv", "Gradient of value.", rows("2", "Dv")), _out("dpse", "Gradient of pse, in its shape.", "", "")
+OUT = output("attention_out", "The output rows.", rows("1", "Dv"))
+DQ, DK = output("dq", "Gradient of query.", rows("1", "D")), output("dk", "Gradient of key.", rows("2", "D"))
+DV, DPSE = output("dv", "Gradient of value.", rows("2", "Dv")), output("dpse", "Gradient of pse, in its shape.", "", "")
 DQ_ROPE, DK_ROPE = (
-    _out("dq_rope", "Gradient of query_rope.", rows("1", "Dr")),
-    _out("dk_rope", "Gradient of key_rope.", rows("2", "Dr")),
+    output("dq_rope", "Gradient of query_rope.", rows("1", "Dr")),
+    output("dk_rope", "Gradient of key_rope.", rows("2", "Dr")),
 )
-DSINK = _out("dsink", "Gradient of sink.", "N1", "float32")
+DSINK = output("dsink", "Gradient of sink.", "N1", "float32")
 
 _INPUTS = (QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX)
 _ATTRIBUTES = (SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE)
@@ -333,19 +328,14 @@ UNPADDING_V5 = UNPADDING_V3.version(
 
 # torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
 
-
-def _spelled(param: Param, spelled: str) -> Param:
-    return replace(param, spelled=spelled)
-
-
-_TOCKENS = (KEEP_PROB, _spelled(PRE, "pre_tockens"), _spelled(NEXT, "next_tockens"), INNER_PRECISE)
+_TOCKENS = (KEEP_PROB, spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens"), INNER_PRECISE)
 _LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
 _STARTS = (PSE_TYPE, Q_START, KV_START)
-_DRAW = (_spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
+_DRAW = (spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
 _SAVED = (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN)
 _MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
 _ROPES = (QUERY_ROPE, KEY_ROPE)
-_SCALE_VALUE = _spelled(SCALE, "scale_value")
+_SCALE_VALUE = spelled(SCALE, "scale_value")
 _FORWARD_OUT = (OUT, *STATS_OUT)
 _FORWARD_HEAD = (QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, *_MASKS)
 _GRAD_HEAD = (QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)

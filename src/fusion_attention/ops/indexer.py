@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
+from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
 from fusion_attention.ops.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
@@ -23,7 +24,6 @@ from fusion_attention.ops.sparse import (
     MODE,
     NEXT,
     OWN_CAUSAL,
-    OWN_FLOATS,
     OWN_KEY_LENGTHS,
     OWN_KV_LENGTHS,
     OWN_Q_LENGTHS,
@@ -34,9 +34,7 @@ from fusion_attention.ops.sparse import (
     QUERY,
     TABLE,
     key_layout,
-    output,
     rows,
-    spelled,
 )
 from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse_rules import (
@@ -61,7 +59,7 @@ KEY = Tensor(
 WEIGHTS = Tensor(
     "weights",
     "Weight of every query head, in the query's dtype or float32; scale factors belong into it.",
-    dtypes="float16 bfloat16 float32",
+    dtypes=FLOATS,
     shape={"BSND": "B S1 N1", "TND": "T1 N1"},
 )
 COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576", bad=0)

@@ -19,6 +19,7 @@ from fusion_attention.ops.indexer_loss_lower import (
     fresh_statistics,
     lower,
 )
+from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
 from fusion_attention.ops.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
@@ -31,7 +32,6 @@ from fusion_attention.ops.sparse import (
     MODE,
     NEXT,
     OWN_CAUSAL,
-    OWN_FLOATS,
     OWN_KEY_LENGTHS,
     OWN_KV_LENGTHS,
     OWN_Q_LENGTHS,
@@ -45,9 +45,7 @@ from fusion_attention.ops.sparse import (
     SCALE,
     SINKS,
     SUM_IN,
-    output,
     rows,
-    spelled,
 )
 from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse_rules import (
@@ -77,7 +75,7 @@ def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tens
         Tensor(
             "weights",
             "Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.",
-            dtypes="float16 bfloat16 float32",
+            dtypes=FLOATS,
             shape={"BSND": f"B S1 {heads}", "TND": f"T1 {heads}"},
         ),
     )

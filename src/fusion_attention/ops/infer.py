@@ -5,6 +5,7 @@ A version is a delta of another record. Rules stand in infer_rules.py, the way d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ import torch
 from fusion_attention.ops.infer_checks import FUNCTIONS
 from fusion_attention.ops.infer_lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.infer_rules import EARLY, RULES
+from fusion_attention.ops.params import FLOATS, in_order, output, unmasked
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor, Tensors
 
-FLOATS = "float16 bfloat16 float32"
 LAYOUTS = ("BSH", "BNSD", "BSND")
 
 
@@ -24,25 +25,11 @@ def _rows(side: str) -> dict[str, str]:
     return {"BSH": f"B {s} {n}*D", "BNSD": f"B {n} {s} D", "BSND": f"B {s} {n} D"}
 
 
-def _pages(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content: pages in order."""
-    count = 1
-    for size in shape:
-        count *= size
-    return torch.arange(count, dtype=torch.int32).reshape(shape)
-
-
 QUERY = Tensor("query", "Query rows, one per item.", dtypes=FLOATS, shape=_rows("1"))
 KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=_rows("2"))
 VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=_rows("2"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True, dtypes="=query")
-ATTEN_MASK = Tensor(
-    "atten_mask",
-    "1 = this token is not seen.",
-    True,
-    dtypes="bool int8 uint8",
-    make=lambda s: torch.zeros(s, dtype=torch.bool),
-)
+ATTEN_MASK = Tensor("atten_mask", "1 = this token is not seen.", True, dtypes="bool int8 uint8", make=unmasked)
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 LENGTHS = Array("actual_seq_lengths", "Tokens of every item in the cache; one number serves all.", True)
 DEQUANT_1 = Tensor("dequant_scale1", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
@@ -53,7 +40,7 @@ OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output.", True, dtypes="float
 ANTI_SCALE = Tensor("antiquant_scale", "Scales of an int8 cache, keys then values.", True, dtypes=FLOATS)
 ANTI_OFFSET = Tensor("antiquant_offset", "Added to the integers before scaling.", True, dtypes=FLOATS)
 BLOCK_TABLE = Tensor(
-    "block_table", "The pages of every item, in order.", True, dtypes="int32", shape="B pages", make=_pages
+    "block_table", "The pages of every item, in order.", True, dtypes="int32", shape="B pages", make=in_order
 )
 PADDING_SIZE = Array(
     "kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True, in_memory=True
@@ -64,9 +51,7 @@ LAYOUT = Attr("input_layout", "Axis order of query, the output, and a cache with
 KV_HEADS = Attr("num_key_value_heads", "Key heads; 0: as many as query heads.", default=0)
 BLOCK_SIZE = Attr("block_size", "Tokens of a page; ignored without a block table.", default=0)
 INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", default=1)
-OUT = Tensor(
-    "attention_out", "The output rows.", dtypes=f"{FLOATS} int8", shape=_rows("1"), output=True, make=torch.zeros
-)
+OUT = output("attention_out", "The output rows.", _rows("1"), f"{FLOATS} int8", make=torch.zeros)
 
 FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where the cache is int8
 S    = scale_value * Q K^T + pse_shift
@@ -127,20 +112,14 @@ V4 = V3.version(
     after={"block_table": (PADDING_SIZE,)},
     source="CANN, aclnnIncreFlashAttentionV4",
 )
-
-
-def _default(attr: Attr, default: Any) -> Attr:
-    return Attr(attr.name, attr.text, type=attr.type, default=default, axis=attr.axis, code=attr.code)
-
-
 TORCH = Op(
     "npu_incre_flash_attention",
     "torch_npu's attention of one new token per item over its cache.",
     "Ascend op-plugin, npu_incre_flash_attention",
     (
         *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
-        *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, _default(NUM_HEADS, 1), SCALE),
-        *(_default(LAYOUT, "BSH"), KV_HEADS, BLOCK_SIZE, INNER_PRECISE, OUT),
+        *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, replace(NUM_HEADS, default=1), SCALE),
+        *(replace(LAYOUT, default="BSH"), KV_HEADS, BLOCK_SIZE, INNER_PRECISE, OUT),
     ),
     RULES,
     formula=FORMULA,

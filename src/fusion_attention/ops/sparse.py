@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ops.params import FLOATS, OWN_FLOATS, SINK, output, spelled
 from fusion_attention.ops.rules import PACKED, ROPE, limit, no_float32, of_lengths, only_dim, presence
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
@@ -29,7 +30,6 @@ from fusion_attention.ops.sparse_rules import (
 )
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
-FLOATS = "float16 bfloat16 float32"
 UNLIMITED = (1 << 63) - 1
 
 
@@ -42,11 +42,6 @@ def rows(side: str, heads: str, dim: str) -> dict[str, str]:
 def key_layout(names: Mapping[str, Any]) -> str:
     """The layout of a key tensor in a call."""
     return keys_in(names.get("layout", ""), names.get("layout_kv"), names.get("block_table"))
-
-
-def spelled(param: Any, name: str, **changes: Any) -> Any:
-    """A parameter by another name."""
-    return replace(param, spelled=name, **changes)
 
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -93,7 +88,7 @@ QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="
 KEY_ROPE = Tensor(
     "key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "N2", "Dr"), form=key_layout
 )
-SINKS = Tensor("sinks", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
+SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
 BLOCK = Attr(
     "sparse_block_size",
@@ -121,11 +116,6 @@ ATTENTION_MODE = Attr(
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
-
-
-def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
-    """A tensor that an operator writes."""
-    return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
 OUT = output("attention_out", "The output rows.", rows("1", "N1", "Dv"))
@@ -339,7 +329,6 @@ TORCH_GRAD = replace(
 
 # ------------------------------------------------------------------------------------------------- the library's own
 
-OWN_FLOATS = f"{FLOATS} float64"
 OWN_Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
 OWN_KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
 OWN_CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)

@@ -1,0 +1,39 @@
+"""Parameters that the records of several families have, and the content that their samples need."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.record import Tensor
+
+FLOATS = "float16 bfloat16 float32"
+OWN_FLOATS = f"{FLOATS} float64"  # of this library's own functions
+
+
+def spelled(param: Any, name: str, **changes: Any) -> Any:
+    """A parameter by another name."""
+    return replace(param, spelled=name, **changes)
+
+
+def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
+    """A tensor that an operator writes."""
+    return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
+
+
+def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample content: nothing is removed."""
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+def in_order(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample content: pages one after the other."""
+    return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+
+
+BLOCKED = Tensor("blocked", "True removes a score.", True, dtypes="bool uint8", make=unmasked)
+BIAS = Tensor("bias", "Added to the scaled scores.", True, dtypes="=q")
+SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
