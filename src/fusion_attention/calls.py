@@ -19,19 +19,31 @@ class Filled:
 
     Attributes:
         operands: what the planned verb takes.
-        rooms: memory of its own that a run writes.
+        rooms: memory that a run writes; outputs: where the first of them belong, often the same tensors.
+        clears: the rooms with rows of no sequence.
     """
 
-    __slots__ = ("operands", "rooms")
+    __slots__ = ("clears", "operands", "outputs", "rooms")
 
-    def __init__(self, operands: tuple[Any, ...], rooms: tuple[torch.Tensor, ...] = ()) -> None:
-        self.operands, self.rooms = operands, rooms
+    def __init__(
+        self,
+        operands: tuple[Any, ...],
+        rooms: tuple[torch.Tensor, ...] = (),
+        outputs: tuple[torch.Tensor, ...] = (),
+        clears: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self.operands, self.rooms, self.outputs, self.clears = operands, rooms, outputs, clears
 
     def begin(self) -> None:
         """What comes before the plan runs: clears what no sequence covers, reads what is saved in another form."""
+        for tensor in self.clears:
+            tensor.zero_()
 
     def finish(self) -> None:
         """What comes after: results that lie in rooms go where they belong."""
+        for output, tensor in zip(self.outputs, self.rooms, strict=False):
+            if tensor is not output:
+                output.copy_(tensor)  # This output's rows are not of neighbouring elements.
 
 
 class Lowered(Protocol):

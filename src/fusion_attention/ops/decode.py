@@ -87,7 +87,7 @@ class Decode:
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
         stats = tuple(outputs[name] for name in self.names[1:]) or self.stats()
-        return _Run(self, outputs[self.names[0]], stats)
+        return _laid(self, outputs[self.names[0]], stats)
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
@@ -200,32 +200,18 @@ class Decode:
         return view
 
 
-class _Run(Filled):
-    """rooms: out first where it is one."""
-
-    __slots__ = ("clears", "out", "target")
-
-    def __init__(self, call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> None:
-        self.target, self.out = out, room(out)
-        known = call.memo.get("run")
-        if known is None or known[0] != out.stride():
-            _, token, _ = LAYOUTS[call.layout]
-            short = bool((call.extents.q_len != call.q.shape[token]).any())
-            operands = call.operands(self.out, *stats)
-            call.memo["run"] = out.stride(), short, call.pattern(operands)
-        else:
-            _, short, pattern = known
-            operands = call.operands(self.out, *stats) if pattern is None else call.over(pattern, self.out, *stats)
-        self.clears = (self.out, *stats) if short else ()
-        super().__init__((operands,), stats if self.out is out else (self.out, *stats))
-
-    def begin(self) -> None:
-        for tensor in self.clears:
-            tensor.zero_()
-
-    def finish(self) -> None:
-        if self.out is not self.target:
-            self.target.copy_(self.out)  # This output's rows are not of neighbouring elements.
+def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> Filled:
+    rooms = room(out), *stats
+    known = call.memo.get("run")
+    if known is None or known[0] != out.stride():
+        _, token, _ = LAYOUTS[call.layout]
+        short = bool((call.extents.q_len != call.q.shape[token]).any())
+        operands = call.operands(*rooms)
+        call.memo["run"] = out.stride(), short, call.pattern(operands)
+    else:
+        _, short, pattern = known
+        operands = call.operands(*rooms) if pattern is None else call.over(pattern, *rooms)
+    return Filled((operands,), rooms, (out,), rooms if short else ())
 
 
 def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor | None) -> RowView | PagedView:

@@ -114,17 +114,12 @@ class Statistics(_Call):
 
 
 class _StatisticsRun(Filled):
-    __slots__ = ("clears",)
+    __slots__ = ()
 
     def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
         rooms = tuple(outputs[name] for name in STATISTICS)
-        self.clears = not covered(call.extents.q_len, call.given("query_index"), call.layout)
-        super().__init__((call.index(call.problem.heads, None, *rooms),), rooms)
-
-    def begin(self) -> None:
-        if self.clears:
-            for tensor in self.rooms:
-                tensor.zero_()
+        clears = () if covered(call.extents.q_len, call.given("query_index"), call.layout) else rooms
+        super().__init__((call.index(call.problem.heads, None, *rooms),), rooms, clears=clears)
 
     def finish(self) -> None:
         max_, _ = self.rooms
@@ -189,13 +184,12 @@ class DenseLoss(Loss, Staged):
 
 
 class _LossRun(Filled):
-    __slots__ = ("call", "clears", "outputs", "stats")
+    __slots__ = ("call", "stats")
 
     def __init__(self, call: Loss, outputs: Mapping[str, Tensor]) -> None:
-        self.call, self.outputs = call, [outputs[name] for name in RESULTS]
         p, t, q = call.problem, call.tensors, call.given("query")
-        dq, dk, dweights, loss = (room(tensor) for tensor in self.outputs)
-        self.stats = statistics(q)
+        self.call, self.stats, found = call, statistics(q), tuple(outputs[name] for name in RESULTS)
+        dq, dk, dweights, loss = rooms = tuple(room(tensor) for tensor in found)
         query_rope, key_rope = t["query_rope"], t["key_rope"]
         operands = IndexerLossOperands(
             q=call.rows(q, p.heads_q),
@@ -211,10 +205,11 @@ class _LossRun(Filled):
             dq=call.rows(dq, p.heads_index), dk=call.keys(dk), dweights=call.rows(dweights.unsqueeze(-2))
         )
         sides = ((dq, call.extents.q_len), (dk, call.extents.kv_len), (dweights, call.extents.q_len))
-        self.clears = [tensor for tensor, lengths in sides if not covered(lengths, tensor, call.layout)]
-        super().__init__((operands, grads), (*self.stats, dq, dk, dweights, loss))
+        clears = (tensor for tensor, lengths in sides if not covered(lengths, tensor, call.layout))
+        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, loss))
 
     def begin(self) -> None:
+        super().begin()
         call, (max_, sum_) = self.call, self.stats
         lse = call.tensors["lse"]
         if lse is None:
@@ -224,13 +219,6 @@ class _LossRun(Filled):
             max_.copy_(lse if call.layout == "TND" else lse.mT)
             sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys
         max_.masked_fill_(sum_ == 0, -torch.inf)
-        for tensor in (*self.clears, self.rooms[-1]):
-            tensor.zero_()
-
-    def finish(self) -> None:
-        for target, tensor in zip(self.outputs, self.rooms[2:], strict=True):
-            if tensor is not target:
-                target.copy_(tensor)  # This output's rows are not of neighbouring elements.
 
 
 # ------------------------------------------------------------------------------------------------------------ lowering

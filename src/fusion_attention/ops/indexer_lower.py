@@ -13,7 +13,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import row_view
 from fusion_attention.ops.sparse_checks import keys_in
-from fusion_attention.ops.sparse_lower import covered, extents_of, key_view, unpaged
+from fusion_attention.ops.sparse_lower import OfCall, covered, extents_of, key_view, unpaged
 from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 Tensor = torch.Tensor
@@ -71,21 +71,10 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return found | ({RESULTS[1]: q.new_empty(shape)} if n["return_values"] else {})
 
 
-class _OfIndexer:
-    """What a call says to whoever plans it."""
-
-    def __init__(self, call: Indexer) -> None:
-        self.call, self.problem, self.extents = call, call.problem, call.extents
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.call.query.device
-
-
-class Forward(_OfIndexer):
+class Forward(OfCall):
     """A forward call; its results are sparse_indices_out and, where they are wanted, sparse_values_out."""
 
+    call: Indexer
     verb = "indexer_topk"
 
     @property
@@ -125,23 +114,17 @@ class Forward(_OfIndexer):
 
 
 class _ForwardRun(Filled):
-    __slots__ = ("clears", "outputs")
+    __slots__ = ()
 
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
-        self.outputs = [outputs[name] for name in RESULTS if name in outputs]
-        rooms = [room(tensor) for tensor in self.outputs]
-        self.clears = not covered(call.extents.q_len, call.query, call.layout)
-        super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), tuple(rooms))
+        found = tuple(outputs[name] for name in RESULTS if name in outputs)
+        rooms = tuple(room(tensor) for tensor in found)
+        clears = () if covered(call.extents.q_len, call.query, call.layout) else rooms
+        super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), rooms, found, clears)
 
     def begin(self) -> None:
-        if self.clears:  # Rows of no sequence choose nothing.
-            for tensor, nothing in zip(self.rooms, (-1, -torch.inf), strict=False):
-                tensor.fill_(nothing)
-
-    def finish(self) -> None:
-        for target, tensor in zip(self.outputs, self.rooms, strict=True):
-            if tensor is not target:
-                target.copy_(tensor)  # This output's rows are not of neighbouring elements.
+        for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
+            tensor.fill_(nothing)  # Rows of no sequence choose nothing.
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -149,9 +132,10 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: n[source].new_empty(n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 
-class Backward(_OfIndexer):
+class Backward(OfCall):
     """A gradient call: of the values, from the indices that the forward chose."""
 
+    call: Indexer
     verb = "indexer_backward"
 
     def __init__(self, call: Indexer, dvalues: Tensor, indices: Tensor) -> None:
@@ -164,36 +148,19 @@ class Backward(_OfIndexer):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
-        return _BackwardRun(self, outputs)
-
-
-class _BackwardRun(Filled):
-    __slots__ = ("clears", "outputs")
-
-    def __init__(self, backward: Backward, outputs: Mapping[str, Tensor]) -> None:
-        call = backward.call
-        self.outputs = [outputs[name] for name in GRADIENTS]
-        dq, dk, dweights = rooms = tuple(room(tensor) for tensor in self.outputs)
+        call, found = self.call, tuple(outputs[name] for name in GRADIENTS)
+        dq, dk, dweights = rooms = tuple(room(tensor) for tensor in found)
         grads = IndexerGrads(
-            dvalues=call.lists(backward.dvalues),
+            dvalues=call.lists(self.dvalues),
             dq=call.rows(dq, call.problem.heads),
             dk=call.keys(dk),  # type: ignore[arg-type]  # a gradient's keys are not in pages
             dweights=call.rows(dweights.unsqueeze(-2)),
         )
         e = call.extents
         sides = ((dq, e.q_len, call.layout), (dk, e.kv_len, call.layout_kv), (dweights, e.q_len, call.layout))
-        self.clears = [tensor for tensor, lengths, layout in sides if not covered(lengths, tensor, layout)]
+        clears = tuple(tensor for tensor, lengths, layout in sides if not covered(lengths, tensor, layout))
         # Kernels read 32 bits; every entry was found to fit.
-        super().__init__((call.operands(backward.indices.to(torch.int32), None), grads), rooms)
-
-    def begin(self) -> None:
-        for tensor in self.clears:
-            tensor.zero_()
-
-    def finish(self) -> None:
-        for target, tensor in zip(self.outputs, self.rooms, strict=True):
-            if tensor is not target:
-                target.copy_(tensor)  # As for a forward call's output.
+        return Filled((call.operands(self.indices.to(torch.int32), None), grads), rooms, found, clears)
 
 
 def indexer_call(bound: Bound) -> Indexer:

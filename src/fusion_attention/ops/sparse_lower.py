@@ -136,10 +136,10 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(RESULTS, (out, *stats), strict=True))
 
 
-class _OfSparse:
-    """What a call says to whoever plans it."""
+class OfCall:
+    """What a call with query rows says to whoever plans it."""
 
-    def __init__(self, call: Sparse) -> None:
+    def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents
 
     @property
@@ -148,9 +148,10 @@ class _OfSparse:
         return self.call.query.device
 
 
-class Forward(_OfSparse):
+class Forward(OfCall):
     """A forward call; its results are attention_out and, where they are wanted, softmax_max and softmax_sum."""
 
+    call: Sparse
     verb = "attention_forward"
 
     @property
@@ -189,32 +190,27 @@ class Forward(_OfSparse):
 
 
 class _ForwardRun(Filled):
-    __slots__ = ("call", "clears", "outputs")
+    __slots__ = ("call", "stats")
 
     def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
-        self.call, self.outputs = call, outputs
-        written = (room(outputs["attention_out"]), *statistics(call.query))
-        self.clears = not covered(call.extents.q_len, call.query, call.layout)
-        super().__init__((call.operands(*written),), written)
-
-    def begin(self) -> None:
-        if self.clears:
-            for tensor in self.rooms:
-                tensor.zero_()
+        out, *self.stats = (outputs.get(name) for name in RESULTS)
+        assert out is not None
+        self.call, written = call, (room(out), *statistics(call.query))
+        clears = () if covered(call.extents.q_len, call.query, call.layout) else written
+        super().__init__((call.operands(*written),), written, (out,), clears)
 
     def finish(self) -> None:
-        out, max_, sum_ = self.rooms
-        if out is not self.outputs["attention_out"]:
-            self.outputs["attention_out"].copy_(out)  # This output's rows are not of neighbouring elements.
+        super().finish()
+        _, max_, sum_ = self.rooms
         # A row without keys has 0 and 0, also where there is a sink but the sequence has no keys at all.
         empty = max_ == -torch.inf
         for b in self.call.extents.keyless:
             self.call.rows(empty.unsqueeze(-1), self.call.problem.heads_q).sequence(
                 b, self.call.problem.heads_q, int(self.call.extents.q_len[b])
             ).fill_(True)
-        for name, value in zip(STATISTICS, (max_, sum_), strict=True):
-            if name in self.outputs:
-                self.outputs[name].copy_(self.call.grouped(value.masked_fill(empty, 0)))
+        for target, value in zip(self.stats, (max_, sum_), strict=True):
+            if target is not None:
+                target.copy_(self.call.grouped(value.masked_fill(empty, 0)))
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -232,9 +228,10 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: t.new_empty(t.shape) for name, t in given if t is not None}
 
 
-class Backward(_OfSparse):
+class Backward(OfCall):
     """A gradient call, from the saved output and the saved statistics in CANN's order."""
 
+    call: Sparse
     verb = "attention_backward"
 
     def __init__(self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
@@ -251,13 +248,12 @@ class Backward(_OfSparse):
 
 
 class _BackwardRun(Filled):
-    __slots__ = ("call", "gradients", "outputs", "saved", "stats")
+    __slots__ = ("call", "saved", "stats")
 
     def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
         dout, out, *self.saved = saved
-        self.call, self.outputs, self.stats = call, outputs, statistics(call.query)
-        self.gradients = {name: room(tensor) for name, tensor in outputs.items()}
-        g, heads = self.gradients, call.problem.heads_q
+        self.call, self.stats, heads = call, statistics(call.query), call.problem.heads_q
+        g = {name: room(tensor) for name, tensor in outputs.items()}
 
         def keys(name: str) -> Any:
             return call.keys(g[name]) if name in g else None
@@ -271,26 +267,18 @@ class _BackwardRun(Filled):
             dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
         )
-        super().__init__((call.operands(out, *self.stats), grads), (*self.stats, *g.values()))
+        sides = {"dquery": (call.extents.q_len, call.layout), "dkey": (call.extents.kv_len, call.layout_kv)}
+        sides |= {"dquery_rope": sides["dquery"], "dvalue": sides["dkey"], "dkey_rope": sides["dkey"]}
+        clears = (t for name, t in g.items() if name == "dsinks" or not covered(sides[name][0], t, sides[name][1]))
+        operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
+        super().__init__(operands, rooms, tuple(outputs.values()), tuple(clears))
 
     def begin(self) -> None:
-        call, (max_, sum_) = self.call, self.stats
+        super().begin()
+        max_, sum_ = self.stats
         for saved, stats in zip(self.saved, self.stats, strict=True):
-            call.grouped(stats).copy_(saved)
+            self.call.grouped(stats).copy_(saved)
         max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys
-        sides = (("q", call.extents.q_len, call.layout), ("k", call.extents.kv_len, call.layout_kv))
-        for side, lengths, layout in sides:
-            names = ("dquery", "dquery_rope") if side == "q" else ("dkey", "dvalue", "dkey_rope")
-            for tensor in (self.gradients[n] for n in names if n in self.gradients):
-                if not covered(lengths, tensor, layout):
-                    tensor.zero_()
-        if "dsinks" in self.gradients:
-            self.gradients["dsinks"].zero_()
-
-    def finish(self) -> None:
-        for name, tensor in self.gradients.items():
-            if tensor is not self.outputs[name]:
-                self.outputs[name].copy_(tensor)  # As for a forward call's output.
 
 
 # ------------------------------------------------------------------------------------------------------------ lowering

@@ -65,7 +65,7 @@ class Plain(_OfCall):
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and of fresh results."""
         given = outputs["out"], outputs["max"], outputs["sum"]
-        return _PlainRun((operands_of(self.call, *given),), given if uncovered(self.call, "q") else ())
+        return Filled((operands_of(self.call, *given),), clears=given if uncovered(self.call, "q") else ())
 
 
 class Backward(_OfCall):
@@ -119,18 +119,8 @@ def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
     return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
 
 
-class _PlainRun(Filled):
-    """rooms are the results where some rows belong to no sequence, else none."""
-
-    __slots__ = ()
-
-    def begin(self) -> None:
-        for tensor in self.rooms:
-            tensor.zero_()
-
-
 class _ForwardRun(Filled):
-    __slots__ = ("call", "clears", "out", "outputs", "stats")
+    __slots__ = ("call", "lanes")
 
     def __init__(self, forward: Forward, outputs: Mapping[str, Tensor]) -> None:
         call, memo = forward.call, forward.memo
@@ -139,29 +129,22 @@ class _ForwardRun(Filled):
             blank = torch.empty(0, dtype=torch.float32, device=call.q.device)
             shape = stats_shape(call.q, call.form, call.problem.heads_q)
             known = memo["forward_run"] = [blank, shape, uncovered(call, "q"), None]
-        blank, shape, self.clears, rows = known
-        self.call, self.outputs = call, outputs
-        target = outputs["attention_out"]
-        self.out = room(target)
-        self.stats = blank.new_empty(shape), blank.new_empty(shape)
+        blank, shape, clears, rows = known
+        target, out = outputs["attention_out"], room(outputs["attention_out"])
+        self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
+        rooms = out, blank.new_empty(shape), blank.new_empty(shape)
         if rows is None:
-            operands = operands_of(call, self.out, *self.stats)
-            if self.out is target:
-                known[3] = pattern(call, operands, (self.out, *self.stats))
+            operands = operands_of(call, *rooms)
+            if out is target:
+                known[3] = pattern(call, operands, rooms)
         else:
-            operands = over(rows, (call.q, call.k, call.v, self.out, *self.stats))
-        super().__init__((operands,), self.stats if self.out is target else (self.out, *self.stats))
-
-    def begin(self) -> None:
-        if self.clears:
-            for tensor in (self.out, *self.stats):
-                tensor.zero_()
+            operands = over(rows, (call.q, call.k, call.v, *rooms))
+        super().__init__((operands,), rooms, (target,), rooms if clears else ())
 
     def finish(self) -> None:
-        outputs = self.outputs
-        if self.out is not outputs["attention_out"]:
-            outputs["attention_out"].copy_(self.out)  # This output's rows are not of neighbouring elements.
-        lay_lanes(self.call, *self.stats, outputs["softmax_max"], outputs["softmax_sum"])
+        super().finish()
+        _, max_, sum_ = self.rooms
+        lay_lanes(self.call, max_, sum_, *self.lanes)
 
 
 class _BackwardRun(Filled):
