@@ -14,6 +14,7 @@ from benchmarks.features import with_threads
 from benchmarks.pair import Pair
 from benchmarks.sparse import CHOSEN, DIM, HEADS, INDEX_DIM, INDEX_HEADS, KEYS, ROPE, TWO_THREADS, goals, lengths, one
 from fusion_attention.backends import cpu
+from fusion_attention.expressions import dtype_text
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import (
     Extents,
@@ -48,7 +49,7 @@ class Loss:
 
     @property
     def problem(self) -> IndexerLossProblem:
-        dtype, slots = str(self.q.dtype).removeprefix("torch."), 0 if self.indices is None else self.indices.shape[2]
+        dtype, slots = dtype_text(self.q), 0 if self.indices is None else self.indices.shape[2]
         sizes = HEADS, self.k.shape[1], self.q.shape[2] - ROPE, INDEX_HEADS, INDEX_DIM, ROPE
         return IndexerLossProblem(*sizes, dtype, dtype, self.scale, select_count=slots)  # type: ignore[arg-type]
 

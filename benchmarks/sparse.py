@@ -14,6 +14,7 @@ from benchmarks.dense import DTYPES, PEAKS
 from benchmarks.features import with_threads
 from benchmarks.pair import Pair
 from fusion_attention.backends import cpu
+from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import RowView
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import (
@@ -60,7 +61,7 @@ class Selection:
 
     @property
     def problem(self) -> Problem:
-        dtype = str(self.q.dtype).removeprefix("torch.")
+        dtype = dtype_text(self.q)
         chosen = dict(select_count=self.indices.shape[2], select_block=self.block)
         return Problem(HEADS, 1, DIM, DIM, ROPE, dtype, (DIM + ROPE) ** -0.5, **chosen)  # type: ignore[arg-type]
 
@@ -195,7 +196,7 @@ def gradients(quick: bool) -> Iterator[Pair]:
 
 def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], None]:
     """Our choice of keys, as a call without arguments."""
-    indices, kind = torch.empty(len(q), 1, CHOSEN, dtype=torch.int32), str(q.dtype).removeprefix("torch.")
+    indices, kind = torch.empty(len(q), 1, CHOSEN, dtype=torch.int32), dtype_text(q)
     problem = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN)  # type: ignore[arg-type]
     extents, operands = lengths(len(q), len(k)), IndexerOperands(one(q), one(k), one(w), one(indices))
     plan = cpu.schedule(problem, extents, "indexer_topk")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import to_array
-from fusion_attention.expressions import size_of
+from fusion_attention.expressions import dtype_text, size_of
 from fusion_attention.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, Tensors
 
 
@@ -90,7 +90,7 @@ def _tensor(
     shape = tuple(int(size_of(word, sizes) or 0) for word in (p.words(layout) if words is True else words.split()))
     first = next((value for value in args.values() if isinstance(value, torch.Tensor)), None)
     own = p.dtypes.split()[0] if p.dtypes and p.dtypes[0] != "=" else ""
-    own = own or ("float32" if first is None else str(first.dtype).removeprefix("torch."))
+    own = own or ("float32" if first is None else dtype_text(first))
     if not dtype and p.make:
         return p.make(shape)
     if dtype == "zeros":

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import show
+from fusion_attention.expressions import dtype_text, show
 from fusion_attention.lower import Call, Form, mode_band
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
@@ -300,7 +300,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         dim_qk=n["D"],
         dim_v=n["Dv"],
         dim_rope=n["Dr"] or 0,
-        dtype=str(n["q"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["q"]),
         scale=(n["D"] + (n["Dr"] or 0)) ** -0.5 if n["scale"] is None else float(n["scale"]),
         bias="slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix",
         has_blocked=n["blocked"] is not None,

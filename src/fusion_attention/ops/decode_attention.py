@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import show
+from fusion_attention.expressions import dtype_text, show
 from fusion_attention.lower import LAYOUTS
 from fusion_attention.mask import Band
 from fusion_attention.ops.attention import band_fits, broadcasts
@@ -350,7 +350,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         heads_kv=heads,
         dim_qk=n["D"],
         dim_v=n["Dv"],
-        dtype=str(n["q"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["q"]),
         scale=n["D"] ** -0.5 if n["scale"] is None else float(n["scale"]),
         bias="none" if n["bias"] is None else "matrix",
         has_blocked=n["blocked"] is not None,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fusion_attention.contract import Bound
+from fusion_attention.expressions import dtype_text
 from fusion_attention.lower import Call, Form, band_empties_rows, mode_band
 from fusion_attention.ops.flash_checks import prefix_fits
 from fusion_attention.ops.training import Backward, Forward
@@ -100,7 +101,7 @@ def _problem(n: dict[str, Any], form: Form, extents: Extents) -> Problem:
         dim_qk=n["D"],
         dim_v=n["Dv"],
         dim_rope=n["Dr"] or 0,
-        dtype=str(n["query"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["query"]),
         scale=float(n["scale"]),
         bias=bias,
         bias_scaled=bias in ("matrix", "table") and n["pse_type"] == 1,

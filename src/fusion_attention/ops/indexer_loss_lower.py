@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, Staged, room
 from fusion_attention.contract import Bound
+from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import RowView
 from fusion_attention.lower import row_view
 from fusion_attention.ops.sparse_lower import covered, extents_of, grouped, statistics
@@ -239,12 +240,8 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Loss | Statistics:
     return (DenseLoss if staged else Loss)(extents, n["layout"], tensors, problem)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _indexer(n: Mapping[str, Any]) -> IndexerProblem:
-    return IndexerProblem(n["N1"], n["D"], _dtype(n["query_index"]), _dtype(n["weights"]), top_k=0)
+    return IndexerProblem(n["N1"], n["D"], dtype_text(n["query_index"]), dtype_text(n["weights"]), top_k=0)
 
 
 def _loss(n: Mapping[str, Any]) -> IndexerLossProblem:
@@ -256,8 +253,8 @@ def _loss(n: Mapping[str, Any]) -> IndexerLossProblem:
         heads_index=n["Ni"],
         dim_index=n["Di"],
         dim_rope=rope if n["query_rope"] is not None else 0,
-        dtype=_dtype(n["query"]),
-        weights_dtype=_dtype(n["weights"]),
+        dtype=dtype_text(n["query"]),
+        weights_dtype=dtype_text(n["weights"]),
         scale=(n["D"] + rope) ** -0.5 if n["scale_value"] is None else float(n["scale_value"]),
         has_sink=n["sinks"] is not None,
         select_count=n["K"] if n["sparse_indices"] is not None else 0,

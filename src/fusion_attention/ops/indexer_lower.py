@@ -10,6 +10,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
+from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import row_view
 from fusion_attention.ops.sparse_checks import keys_in
@@ -187,8 +188,8 @@ def _problem(n: Mapping[str, Any]) -> IndexerProblem:
     return IndexerProblem(
         heads=n["N1"],
         dim=n["D"],
-        dtype=str(n["query"].dtype).removeprefix("torch."),
-        weights_dtype=str(n["weights"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["query"]),
+        weights_dtype=dtype_text(n["weights"]),
         top_k=n["K"],
         has_values=n["return_values"],
         page_size=n["Ps"] if n["block_table"] is not None else 0,

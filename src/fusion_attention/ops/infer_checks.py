@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.expressions import show
+from fusion_attention.expressions import dtype_text, show
 
 Tensor = torch.Tensor
 
@@ -132,7 +132,7 @@ def is_contiguous(*tensors: Any) -> bool:
 def dtype_of(value: Any) -> str:
     """'int8' of a tensor or of several; "" of none."""
     flat = value if isinstance(value, tuple) else () if value is None else (value,)
-    return " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in flat}))
+    return " and ".join(sorted({dtype_text(t) for t in flat}))
 
 
 FUNCTIONS = {

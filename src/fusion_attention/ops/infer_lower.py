@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Bound
+from fusion_attention.expressions import dtype_text
 from fusion_attention.mask import Band
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import page_layout, sizes
@@ -115,7 +116,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         heads_kv=n["N2"],
         dim_qk=n["D"],
         dim_v=n["D"],
-        dtype=str(n["query"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["query"]),
         scale=float(n["scale_value"]),
         bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
         has_blocked=n["atten_mask"] is not None,

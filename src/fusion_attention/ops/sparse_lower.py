@@ -15,6 +15,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
+from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import LAYOUTS, row_view
 from fusion_attention.mask import Band
@@ -318,7 +319,7 @@ def _problem(n: Mapping[str, Any]) -> Problem:
         dim_qk=n["D"],
         dim_v=n["Dv"],
         dim_rope=rope if n["query_rope"] is not None else 0,
-        dtype=str(n["query"].dtype).removeprefix("torch."),
+        dtype=dtype_text(n["query"]),
         scale=(n["D"] + rope) ** -0.5 if n["scale_value"] is None else float(n["scale_value"]),
         has_sink=n["sinks"] is not None,
         shares_kv=n["value"] is None,
