@@ -12,12 +12,12 @@ import torch
 
 from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
 from fusion_attention.backends.cpu import decode
-from fusion_attention.backends.cpu.indexer import plan_indexer, run_indexer, run_indexer_backward
-from fusion_attention.backends.cpu.indexer_loss import (
+from fusion_attention.backends.cpu.indexer import (
+    plan_indexer,
     plan_indexer_loss,
-    plan_indexer_lse,
+    run_indexer,
+    run_indexer_backward,
     run_indexer_loss,
-    run_indexer_lse,
 )
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import lay, plan_backward, run_backward, run_forward
@@ -79,9 +79,7 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
     if isinstance(problem, IndexerLossProblem):
         return plan_indexer_loss(problem, extents, variant)
     if isinstance(problem, IndexerProblem):
-        if verb == "indexer_lse":
-            return plan_indexer_lse(problem, extents, variant)
-        return plan_indexer(problem, extents, backward, variant)
+        return plan_indexer(problem, extents, verb, variant)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
@@ -162,7 +160,7 @@ def indexer_backward(
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
     """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
     if len(extents):
-        run_indexer_lse(schedule, problem, operands)
+        run_indexer(schedule, problem, operands)
 
 
 def indexer_loss(

@@ -1,47 +1,96 @@
-"""The lightning indexer by the native core: the choice of keys, and its backward.
+"""The lightning indexer by the native core: the choice of keys, its backward, and its loss with what that reads.
 
 Knows memory and the core's numbering. Refuses to know what is computed.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention import _native
-from fusion_attention.backends.cpu.native import DTYPES, extents_of, rows_of
-from fusion_attention.backends.cpu.sparse import key_rows
-from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
+from fusion_attention.backends.cpu.sparse import arguments, key_rows, saved
+from fusion_attention.problem import (
+    Extents,
+    IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
+    IndexerOperands,
+    IndexerProblem,
+)
 
 
 def plan_indexer(
-    problem: IndexerProblem, extents: Extents, backward: bool, variant: str | None
+    problem: IndexerProblem, extents: Extents, verb: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     p = problem
-    dtypes = DTYPES[p.torch_dtype], DTYPES[getattr(torch, p.weights_dtype)]
-    fields = p.heads, 1, p.dim, 0, 0, dtypes[0], 1.0, False, False, p.top_k, 1, True, dtypes[1]
-    if backward:
+    fields = _fields(p, p.heads, p.dim, 0 if verb == "indexer_lse" else p.top_k)
+    if verb == "indexer_backward":
         return _native.SparsePlan(fields, extents_of(extents), True, variant)
     return _native.IndexerPlan(fields, extents_of(extents), variant)
 
 
+def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
+    """As plan_indexer."""
+    p, dtype = problem, DTYPES[problem.torch_dtype]
+    attention = p.heads_q, p.heads_kv, p.dim_qk, 0, p.dim_rope, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype
+    index = _fields(p, p.heads_index, p.dim_index, p.select_count)
+    return _native.SparsePlan(index, attention, extents_of(extents), variant)
+
+
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Writes indices, and values where there are any."""
-    o, dtype = operands, problem.torch_dtype
-    read = rows_of(o.q, dtype), None, rows_of(o.indices, torch.int32), key_rows(o.k, dtype, len(o.q.address))
-    weights = rows_of(o.weights, getattr(torch, problem.weights_dtype))
-    values = rows_of(o.values, dtype) if o.values else None
-    plan.run(torch.get_num_threads(), (*read, *[None] * 5, weights, values, *[None] * 7, 0, 0))
+    """Writes indices, and values where there are any; a plan of statistics writes these."""
+    values = rows_of(operands.values, problem.torch_dtype) if operands.values else None
+    plan.run(torch.get_num_threads(), arguments(**_read(problem, operands), values=values))
 
 
 def run_indexer_backward(
     plan: _native.SparsePlan, problem: IndexerProblem, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
     """Writes dq, dk and dweights."""
-    o, g, dtype = operands, grads, problem.torch_dtype
-    weights_dtype = getattr(torch, problem.weights_dtype)
-    read = rows_of(o.q, dtype), None, rows_of(o.indices, torch.int32), key_rows(o.k, dtype, len(o.q.address))
-    dout, dq, dk = (rows_of(view, dtype) for view in (g.dvalues, g.dq, g.dk))
-    weights, dweights = rows_of(o.weights, weights_dtype), rows_of(g.dweights, weights_dtype)
-    written = dout, dq, None, dk, None, None, dweights
-    plan.run(torch.get_num_threads(), (*read, *[None] * 5, weights, None, *written, 0, 0))
+    dout = rows_of(grads.dvalues, problem.torch_dtype)
+    plan.run(torch.get_num_threads(), arguments(**_read(problem, operands), dout=dout, **_written(problem, grads)))
+
+
+def run_indexer_loss(
+    plan: _native.SparsePlan, problem: IndexerLossProblem, operands: IndexerLossOperands, grads: IndexerGrads
+) -> None:
+    """Writes the loss, and dq, dk and dweights of the indexer."""
+    p, o, dtype = problem, operands, problem.torch_dtype
+    q_rope, k_rope = (rows_of(view, dtype) if p.dim_rope else None for view in (o.q_rope, o.k_rope))
+    ropes: dict[str, Any] = {"q_rope": q_rope, "k_rope": k_rope}
+    loss = torch.zeros(1)
+    with Floats() as floats:
+        sink = floats.address(o.sink) if p.has_sink else 0
+        attention = arguments(q=rows_of(o.q, dtype), k=rows_of(o.k, dtype), **ropes, **saved(o.stats), sink=sink)
+        own = arguments(**_read(p, o.index), **_written(p, grads))
+        plan.run(torch.get_num_threads(), own, attention, loss.data_ptr())
+    o.loss.copy_(loss)
+
+
+def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
+    found: torch.dtype = getattr(torch, problem.weights_dtype)
+    return found
+
+
+def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
+    dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
+    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype
+
+
+def _read(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands) -> dict[str, Any]:
+    return {
+        "q": rows_of(o.q, p.torch_dtype),
+        "k": key_rows(o.k, p.torch_dtype, len(o.q.address)),
+        "weights": rows_of(o.weights, _weights_dtype(p)),
+        "indices": rows_of(o.indices, torch.int32) if o.indices else None,
+        **(saved(o.stats) if o.stats else {}),
+    }
+
+
+def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
+    dq, dk = (rows_of(view, p.torch_dtype) for view in (g.dq, g.dk))
+    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p))}

@@ -13,9 +13,7 @@ import torch
 from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.kv import PagedView, RowView
-from fusion_attention.problem import Extents, Grads, Operands, Problem
-
-_NONE = (None,)
+from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
@@ -29,25 +27,25 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
     """Writes out and statistics of every row of every sequence; empty rows are 0."""
     with Floats() as floats:
-        read = _operands(problem, operands)
-        plan.run(torch.get_num_threads(), (*read, *_NONE * 9, floats.address(operands.sink), 0))
+        given = arguments(**_operands(problem, operands), sink=floats.address(operands.sink))
+        plan.run(torch.get_num_threads(), given)
 
 
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients from the saved statistics and the saved out."""
     p, g, dtype = problem, grads, problem.torch_dtype
     dsink = torch.zeros(p.heads_q)
-    ropes = (g.dq_rope, g.dk_rope) if p.dim_rope else (None, None)
-    written = (
-        *(rows_of(view, dtype) for view in (g.dout, g.dq)),
-        rows_of(ropes[0], dtype) if ropes[0] else None,
-        rows_of(g.dk, dtype),
-        rows_of(ropes[1], dtype) if ropes[1] else None,
-        rows_of(g.dv, dtype) if g.dv and not p.shares_kv else None,
-    )
+    written: dict[str, Any] = {
+        "dout": rows_of(g.dout, dtype),
+        "dq": rows_of(g.dq, dtype),
+        "dq_rope": rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
+        "dk": rows_of(g.dk, dtype),
+        "dk_rope": rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
+        "dv": rows_of(g.dv, dtype) if g.dv and not p.shares_kv else None,
+    }
     with Floats() as floats:
-        addresses = floats.address(operands.sink), dsink.data_ptr() if p.has_sink else 0
-        plan.run(torch.get_num_threads(), (*_operands(p, operands), *_NONE * 2, *written, None, *addresses))
+        sinks = {"sink": floats.address(operands.sink), "dsink": dsink.data_ptr() if p.has_sink else 0}
+        plan.run(torch.get_num_threads(), arguments(**_operands(p, operands), **written, **sinks))
     if g.dsink is not None:
         g.dsink.copy_(dsink)
 
@@ -66,16 +64,32 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
     return view.pool.data_ptr(), zero, zero + view.stride_head, view.stride_token, view.dim, *table
 
 
-def _operands(p: Problem, o: Operands) -> tuple[Any, ...]:
+def _operands(p: Problem, o: Operands) -> dict[str, Any]:
     dtype, sequences = p.torch_dtype, len(o.q.address)
-    return (
-        rows_of(o.q, dtype),
-        rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
-        rows_of(o.indices, torch.int32),
-        key_rows(o.k, dtype, sequences),
-        key_rows(o.k_rope, dtype, sequences) if p.dim_rope and o.k_rope else None,
-        key_rows(o.v, dtype, sequences),
-        rows_of(o.out, dtype),
-        rows_of(o.stats.max, torch.float32),
-        rows_of(o.stats.sum, torch.float32),
-    )
+    return {
+        "q": rows_of(o.q, dtype),
+        "q_rope": rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
+        "indices": rows_of(o.indices, torch.int32),
+        "k": key_rows(o.k, dtype, sequences),
+        "k_rope": key_rows(o.k_rope, dtype, sequences) if p.dim_rope and o.k_rope else None,
+        "v": key_rows(o.v, dtype, sequences),
+        "out": rows_of(o.out, dtype),
+        **saved(o.stats),
+    }
+
+
+def saved(stats: Stats) -> dict[str, Any]:
+    """Statistics as arguments() takes them."""
+    return {"max_": rows_of(stats.max, torch.float32), "sum_": rows_of(stats.sum, torch.float32)}
+
+
+def arguments(
+    *,
+    q: Any, k: Any, indices: Any = None, q_rope: Any = None, k_rope: Any = None, v: Any = None,
+    out: Any = None, max_: Any = None, sum_: Any = None, weights: Any = None, values: Any = None, dout: Any = None,
+    dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None, dweights: Any = None,
+    sink: int = 0, dsink: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
+    read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
+    return *read, dout, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink
