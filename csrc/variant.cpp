@@ -9,6 +9,7 @@
 #include "forward.h"
 #include "gradient.h"
 #include "peak.h"
+#include "single.h"
 
 namespace fusion {
 namespace {
@@ -22,20 +23,12 @@ template <class Format> std::size_t scratch_bytes(const Problem &problem) {
 }
 
 void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
-    switch (job.problem->dtype) {
-    case Dtype::float32: return pack_panels<Single, float>(job, unit, first, end);
-    case Dtype::float16: return pack_panels<Single, Half>(job, unit, first, end);
-    case Dtype::bfloat16: return pack_panels<Single, Brain>(job, unit, first, end);
-    }
+    FUSION_SINGLE(pack_panels, (job, unit, first, end))
 }
 
 std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
                            void *scratch) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return attend<Single, Half>(job, unit, head, tile, ahead, scratch);
-    case Dtype::bfloat16: return attend<Single, Brain>(job, unit, head, tile, ahead, scratch);
-    default: return attend<Single, float>(job, unit, head, tile, ahead, scratch);
-    }
+    FUSION_SINGLE(attend, (job, unit, head, tile, ahead, scratch))
 }
 
 template <class Format> std::size_t row_bytes(const Problem &problem, std::int64_t rows) {
@@ -47,43 +40,23 @@ template <class Format> std::size_t key_bytes(const Problem &problem) {
 }
 
 RowNotes pack_rows_single(const Job &job, const RowTile &rows) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return pack_rows<Single, Half>(job, rows);
-    case Dtype::bfloat16: return pack_rows<Single, Brain>(job, rows);
-    default: return pack_rows<Single, float>(job, rows);
-    }
+    FUSION_SINGLE(pack_rows, (job, rows))
 }
 
 void load_keys_single(const Job &job, const KeyTile &keys) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return load_keys<Single, Half>(job, keys);
-    case Dtype::bfloat16: return load_keys<Single, Brain>(job, keys);
-    default: return load_keys<Single, float>(job, keys);
-    }
+    FUSION_SINGLE(load_keys, (job, keys))
 }
 
 void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return meet<Single, Half>(job, rows, keys);
-    case Dtype::bfloat16: return meet<Single, Brain>(job, rows, keys);
-    default: return meet<Single, float>(job, rows, keys);
-    }
+    FUSION_SINGLE(meet, (job, rows, keys))
 }
 
 void store_keys_single(const Job &job, const KeyTile &keys) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return store_dk_dv<Single, Half>(job, keys);
-    case Dtype::bfloat16: return store_dk_dv<Single, Brain>(job, keys);
-    default: return store_dk_dv<Single, float>(job, keys);
-    }
+    FUSION_SINGLE(store_dk_dv, (job, keys))
 }
 
 void store_rows_single(const Job &job, const RowTile &rows) {
-    switch (job.problem->dtype) {
-    case Dtype::float16: return store_dq<Single, Half>(job, rows);
-    case Dtype::bfloat16: return store_dq<Single, Brain>(job, rows);
-    default: return store_dq<Single, float>(job, rows);
-    }
+    FUSION_SINGLE(store_dq, (job, rows))
 }
 
 std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }

@@ -2,6 +2,7 @@
 
 #include "indexer.h"
 #include "loss_tiles.h"
+#include "single.h"
 #include "sparse.h"
 #include "sparse_gradient.h"
 
@@ -19,14 +20,6 @@ template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::
 template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
     return IndexScratch<Format>(p, IndexSizes(p), rows, nullptr).bytes;
 }
-
-// A kernel of Single for the problem's dtype.
-#define FUSION_SINGLE(name, call)                                             \
-    switch (job.problem->dtype) {                                             \
-    case Dtype::float16: return name<Single, Half> call;                      \
-    case Dtype::bfloat16: return name<Single, Brain> call;                    \
-    default: return name<Single, float> call;                                 \
-    }
 
 std::int64_t attend_single(const SparseJob &job, const SparseItem &item, void *scratch) {
     FUSION_SINGLE(select_attend, (job, item, scratch))
@@ -69,8 +62,6 @@ void index_scores_single(const SparseJob &job, std::int64_t seq, std::int64_t ro
 void index_choose_single(const SparseJob &job, std::int64_t seq, std::int64_t row, const float *scores, void *scratch) {
     FUSION_SINGLE(index_choose, (job, seq, row, scores, scratch))
 }
-
-#undef FUSION_SINGLE
 
 constexpr SparseVariant variant = {
     {scratch_bytes<Single>, attend_single, gradient_bytes<Single>, sum_columns<Single>, gradient_single, store_single,
