@@ -5,18 +5,20 @@ Nothing here knows the lowering or a back end.
 
 import math
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+
+from fusion_attention.testing.cases import Named
 
 Tensor = torch.Tensor
 Args = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """One call of npu_incre_flash_attention.
 
     Args:
@@ -47,11 +49,6 @@ class Case:
     pse: str = ""
     padding: int = -1
     out: str = ""
-
-    @property
-    def id(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(f"{name}={str(value).replace(' ', '')}" for name, value in changed) or "default"
 
     @property
     def group(self) -> int:

@@ -20,8 +20,19 @@ UNLIMITED = (1 << 31) - 1
 SEED, OFFSET = 0x5DEECE66D, 11
 
 
+class Named:
+    """A dataclass of a case, named by what is special about it."""
+
+    @property
+    def id(self) -> str:
+        """The fields that differ from their defaults."""
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
+        changed = (f"{name}={str(value).replace(' ', '')}" for name, value, default in values if value != default)
+        return ",".join(changed) or "default"
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """One call of training attention, forward and backward, in CANN's words.
 
     Args:
@@ -72,12 +83,6 @@ class Case:
     sink: bool = False
     inner_precise: int = 0
     softmax_layout: str = ""
-
-    @property
-    def id(self) -> str:
-        """The fields that differ from their defaults."""
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(f"{name}={str(value).replace(' ', '')}" for name, value in changed) or "default"
 
     @property
     def packed(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,13 @@ from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer_lower import Forward as IndexerForward
 from fusion_attention.ops.indexer_lower import Indexer, indexer_call
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
-from fusion_attention.testing.cases import Results, Tensor, hostile, poisoned
+from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 
 WILD = 1 << 30  # a page that is not there
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Named):
     """What every kind of case says of its rows.
 
     Args:
@@ -45,12 +45,6 @@ class Rows:
     q_rest: int = 0
     kv_rest: int = 0
     mode: int = 3
-
-    @property
-    def id(self) -> str:
-        """The fields that differ from their defaults."""
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(f"{name}={str(value).replace(' ', '')}" for name, value in changed) or "default"
 
     @property
     def packed(self) -> bool:
