@@ -90,7 +90,7 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
 
 def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
     """What bind() takes, by canonical name: memory of tensors, values of int arrays."""
-    args = dict(zip(op.by_name, values, strict=True))
+    args = op.named(values)
     for i in op.positions[Tensor]:
         value = values[i]
         if value is not None:

@@ -32,7 +32,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-_NAMES = tuple(p.name for p in record.RECORD.params)
 _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
@@ -119,7 +118,7 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         torch.Size([2, 5, 4, 64])
     """
     # The record's parameters come first in the signature, in its order.
-    args = dict(zip(_NAMES, locals().values(), strict=False))
+    args = record.RECORD.named(locals().values())
     out, max_, sum_ = _attention(args, backend)
     return (out, max_ + sum_.log()) if return_lse else out
 

@@ -4,7 +4,6 @@ indexer_loss() teaches the one what the other needs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,14 +15,6 @@ __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-
-
-_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (sparse.OWN, indexer.OWN, loss_records.OWN)}
-
-
-def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A function's arguments (by its own names) by the record's canonical names."""
-    return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
 
 
 def lightning_indexer(
@@ -72,7 +63,7 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()
         [0, -1, -1]
     """
-    args = _canonical("lightning_indexer", locals())
+    args = indexer.OWN.named(locals().values())
     operators.autocast(args, ("query", "key"))
     found = lowered_operators.results(indexer.OWN, args, backend)
     return found["sparse_indices_out"], found["sparse_values_out"]
@@ -141,7 +132,7 @@ def sparse_attention(
         >>> torch.allclose(out, dense.transpose(1, 2), atol=1e-5)
         True
     """
-    args = _canonical("sparse_attention", locals())
+    args = sparse.OWN.named(locals().values())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
     found = lowered_operators.results(sparse.OWN, args, backend, whole=return_lse)
     out = found["attention_out"]
@@ -214,7 +205,7 @@ def indexer_loss(
         >>> index_q.grad.shape
         torch.Size([1, 6, 2, 8])
     """
-    args = _canonical("indexer_loss", locals())
+    args = loss_records.OWN.named(locals().values())
     operators.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
     return lowered_operators.results(loss_records.OWN, args, backend)["loss"].reshape(())
 

@@ -7,7 +7,7 @@ know what any operator computes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,13 +121,7 @@ class Tensors(Tensor):
 
 @dataclass(frozen=True)
 class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor.
-
-    Args:
-        in_memory: the two-phase face takes them as a tensor, read when phase 2 runs.
-    """
-
-    in_memory: bool = False
+    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +233,7 @@ class Op:
     trains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
+    names: tuple[str, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
@@ -248,6 +243,7 @@ class Op:
         def positions(kind: type) -> tuple[int, ...]:
             return tuple(i for i, p in enumerate(self.params) if type(p) is kind)
 
+        object.__setattr__(self, "names", tuple(p.name for p in self.params))
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
@@ -275,6 +271,10 @@ class Op:
             params += [] if p.name in without else [p]
             params += (after or {}).get(p.name, ())
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
+
+    def named(self, values: Iterable[Any]) -> dict[str, Any]:
+        """Values in the order of the parameters by canonical name; the last parameters may lack theirs."""
+        return dict(zip(self.names, values, strict=False))
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
         """The layout of a tensor in a call: the record's, or its own."""

@@ -78,7 +78,7 @@ def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, 
     slots = [p.name for side in sides for p in live.op.tensors(side)]
     if not 0 <= at < len(slots):
         raise Refusal(INVALID, f"index: expected 0 to {len(slots) - 1}, got {at}")
-    held = dict(zip(live.op.by_name, live.values, strict=True))[slots[at]]
+    held = live.op.named(live.values)[slots[at]]
     if held is None:
         raise Refusal(INVALID, f"index: {at} was null in phase 1")
     if held is not tensor:

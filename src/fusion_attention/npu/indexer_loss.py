@@ -26,8 +26,8 @@ Lengths = Sequence[int] | Tensor | None
 
 
 def _results(op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The results of a function with these arguments (by its own names), in the record's order."""
-    found = lowered_operators.results(op, {p.name: given[p.shown] for p in op.params if p.shown in given})
+    """The results of a function with these arguments, in the record's order."""
+    found = lowered_operators.results(op, op.named(given.values()))
     return tuple(found[name] for name in op.results)
 
 

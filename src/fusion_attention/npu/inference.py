@@ -16,7 +16,6 @@ __all__ = ["npu_incre_flash_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-_NAMES = tuple(p.name for p in infer.TORCH.params)
 
 
 def npu_incre_flash_attention(
@@ -86,5 +85,4 @@ def npu_incre_flash_attention(
         >>> list(out.shape)
         [2, 1, 256]
     """
-    args = dict(zip(_NAMES, locals().values(), strict=False))
-    return lowered_operators.results(infer.TORCH, args)["attention_out"]
+    return lowered_operators.results(infer.TORCH, infer.TORCH.named(locals().values()))["attention_out"]

@@ -6,7 +6,6 @@ Each function binds its record, lowers and runs; differentiable as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -23,15 +22,6 @@ __all__ = [
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 UNLIMITED = sparse.UNLIMITED
-
-
-# (canonical name, torch_npu's) of the parameters of every function.
-_NAMES = {op.name: tuple((p.name, p.shown) for p in op.params) for op in (*sparse.RECORDS, *indexer.RECORDS)}
-
-
-def _canonical(op: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A function's arguments (by its own names) by the record's canonical names."""
-    return {name: given[shown] for name, shown in _NAMES[op] if shown in given}
 
 
 def _every(found: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +78,7 @@ def npu_lightning_indexer(
         >>> list(indices.shape), list(values.shape)
         ([1, 6, 1, 4], [1, 6, 1, 4])
     """
-    args = _canonical("npu_lightning_indexer", locals())
+    args = indexer.TORCH.named(locals().values())
     operators.autocast(args, ("query", "key"))
     indices, values = _every(lowered_operators.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
@@ -133,7 +123,7 @@ def npu_lightning_indexer_grad(
         >>> list(dw.shape)
         [1, 6, 4]
     """
-    args = _canonical("npu_lightning_indexer_grad", locals())
+    args = indexer.TORCH_GRAD.named(locals().values())
     dq, dk, dweights = lowered_operators.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
@@ -202,7 +192,7 @@ def npu_sparse_flash_attention(
         >>> list(out.shape)
         [1, 6, 4, 16]
     """
-    args = _canonical("npu_sparse_flash_attention", locals())
+    args = sparse.TORCH.named(locals().values())
     operators.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
     found = lowered_operators.results(sparse.TORCH, args)
     out = found["attention_out"]
@@ -259,7 +249,7 @@ def npu_sparse_flash_attention_grad(
         >>> list(dk.shape)
         [1, 9, 1, 16]
     """
-    args = _canonical("npu_sparse_flash_attention_grad", locals())
+    args = sparse.TORCH_GRAD.named(locals().values())
     found = lowered_operators.results(sparse.TORCH_GRAD, args)
     dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope

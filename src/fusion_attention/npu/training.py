@@ -32,12 +32,6 @@ UNLIMITED = flash.UNLIMITED
 
 
 _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
-_NAMES = {op.name: tuple(p.name for p in op.params) for op in flash.RECORDS}
-
-
-def _canonical(op: Op, given: dict[str, Any]) -> dict[str, Any]:
-    """A function's arguments (in the record's order) by the record's canonical names."""
-    return dict(zip(_NAMES[op.name], given.values(), strict=False))
 
 
 def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
@@ -180,7 +174,7 @@ def npu_fusion_attention(
         >>> list(out.shape), list(smax.shape)
         ([1, 16, 2, 64], [1, 2, 16, 8])
     """
-    return _forward(flash.TORCH_V1, _canonical(flash.TORCH_V1, locals()))
+    return _forward(flash.TORCH_V1, flash.TORCH_V1.named(locals().values()))
 
 
 def npu_fusion_attention_v2(
@@ -241,7 +235,7 @@ def npu_fusion_attention_v2(
         >>> list(out.shape)
         [1, 16, 2, 64]
     """
-    return _forward(flash.TORCH_V2, _canonical(flash.TORCH_V2, locals()))
+    return _forward(flash.TORCH_V2, flash.TORCH_V2.named(locals().values()))
 
 
 def npu_fusion_attention_v3(
@@ -289,7 +283,7 @@ def npu_fusion_attention_v3(
         >>> list(out.shape)
         [16, 2, 64]
     """
-    *tensors, seed, offset, _ = _forward(flash.TORCH_V3, _canonical(flash.TORCH_V3, locals()))
+    *tensors, seed, offset, _ = _forward(flash.TORCH_V3, flash.TORCH_V3.named(locals().values()))
     drawn = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed])
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
@@ -355,7 +349,7 @@ def npu_fusion_attention_grad(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V1, _canonical(flash.TORCH_GRAD_V1, locals()))
+    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V1, flash.TORCH_GRAD_V1.named(locals().values()))
     return dq, dk, dv, dpse, dsink
 
 
@@ -420,7 +414,7 @@ def npu_fusion_attention_grad_v2(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    grads = _backward(flash.TORCH_GRAD_V2, _canonical(flash.TORCH_GRAD_V2, locals()))
+    grads = _backward(flash.TORCH_GRAD_V2, flash.TORCH_GRAD_V2.named(locals().values()))
     dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
@@ -480,5 +474,5 @@ def npu_fusion_attention_grad_v3(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V3, _canonical(flash.TORCH_GRAD_V3, locals()))
+    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V3, flash.TORCH_GRAD_V3.named(locals().values()))
     return dq, dk, dv, dpse, dsink

@@ -17,7 +17,7 @@ from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
 from fusion_attention.ops.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
-    KV_LENGTHS,
+    INDEX_ENDS,
     LAYOUT,
     LAYOUT_KV,
     LAYOUTS,
@@ -30,7 +30,6 @@ from fusion_attention.ops.sparse import (
     OWN_SAMPLE,
     PACKED_SAMPLE,
     PRE,
-    Q_LENGTHS,
     QUERY,
     TABLE,
     key_layout,
@@ -170,9 +169,7 @@ V1 = Op(
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
     "CANN, aclnnLightningIndexer",
     (
-        *(QUERY, KEY, WEIGHTS),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), COUNT, MODE, PRE, NEXT),
         *(RETURN_VALUES, CHOSEN, VALUES),
     ),
@@ -201,9 +198,7 @@ GRAD_V1 = replace(
     summary="Gradients of the values that LightningIndexer chose, padded or packed.",
     source="CANN, aclnnLightningIndexerGrad",
     params=(
-        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
     ),
     rules=LENGTHS + NEEDS_KEY_LENGTHS + SCORES[1:] + SELECTION + LIMITS,
@@ -221,9 +216,7 @@ TORCH = replace(
     summary="torch_npu's lightning indexer: (sparse_indices, sparse_values).",
     source="Ascend op-plugin, npu_lightning_indexer",
     params=(
-        *(QUERY, KEY, WEIGHTS),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), replace(COUNT, default=2048)),
         *(MODE, PRE, NEXT, spelled(RETURN_VALUES, "return_value"), CHOSEN, VALUES),
     ),
@@ -235,9 +228,7 @@ TORCH_GRAD = replace(
     source="Ascend op-plugin, npu_lightning_indexer_grad",
     rules=SCORES[:1] + GRAD_V1.rules,
     params=(
-        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_key"),
+        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS),
     ),
 )

@@ -23,6 +23,7 @@ from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
 from fusion_attention.ops.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
+    INDEX_ENDS,
     KEY,
     KEY_ROPE,
     KV_LENGTHS,
@@ -103,9 +104,6 @@ SUM_INDEX = Tensor(
     dtypes="float32",
     shape=INDEX_STATISTICS,
     make=torch.ones,
-)
-Q_ENDS, KV_ENDS = (
-    spelled(p, name) for p, name in ((Q_LENGTHS, "actual_seq_lengths_query"), (KV_LENGTHS, "actual_seq_lengths_key"))
 )
 KLEN = spelled(KV_LENGTHS, "actual_seq_klen")
 RESULT = (
@@ -206,7 +204,7 @@ V1 = Op(
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
     "CANN, aclnnSparseLightningIndexerGradKLLoss",
     (
-        *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, Q_ENDS, KV_ENDS),
+        *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, LAYOUT, *WINDOW, DETERMINISTIC, *RESULT),
     ),
     (*MEANING, *SELECTION, *LIMITS),
@@ -230,7 +228,7 @@ DENSE_V1 = replace(
     summary="How far the indexer's distribution over all keys is from the attention's, and the gradients.",
     source="CANN, aclnnDenseLightningIndexerGradKLLoss",
     params=(
-        *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, Q_ENDS, KV_ENDS),
+        *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, LAYOUT, *WINDOW, *RESULT),
     ),
     rules=(*MEANING, *DENSE_LIMITS),
@@ -244,7 +242,7 @@ LSE_V1 = replace(
     summary="The softmax statistics of an indexer's scores over all keys of a row.",
     source="CANN, aclnnDenseLightningIndexerSoftmaxLse",
     params=(
-        *(*LSE_PARAMS[:2], spelled(LSE_PARAMS[2], "weight"), Q_ENDS, KV_ENDS, LAYOUT, *WINDOW),
+        *(*LSE_PARAMS[:2], spelled(LSE_PARAMS[2], "weight"), *INDEX_ENDS, LAYOUT, *WINDOW),
         output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32"),
         output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32"),
     ),

@@ -42,9 +42,7 @@ ANTI_OFFSET = Tensor("antiquant_offset", "Added to the integers before scaling."
 BLOCK_TABLE = Tensor(
     "block_table", "The pages of every item, in order.", True, dtypes="int32", shape="B pages", make=in_order
 )
-PADDING_SIZE = Array(
-    "kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True, in_memory=True
-)
+PADDING_SIZE = Array("kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True)
 NUM_HEADS = Attr("num_heads", "Query heads.", axis="N1", code=INVALID)
 SCALE = Attr("scale_value", "Factor on query . key.", type=float, default=1.0)
 LAYOUT = Attr("input_layout", "Axis order of query, the output, and a cache without pages.", type=str, code=INVALID)

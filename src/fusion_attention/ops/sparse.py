@@ -84,6 +84,8 @@ TABLE = Tensor(
 )
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND (needed): their cumulative ends.", True)
 KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence; TND (needed): their cumulative ends.", True)
+ENDS = spelled(Q_LENGTHS, "actual_seq_lengths_query"), spelled(KV_LENGTHS, "actual_seq_lengths_kv")
+INDEX_ENDS = ENDS[0], spelled(KV_LENGTHS, "actual_seq_lengths_key")
 QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="=query", shape=rows("1", "N1", "Dr"))
 KEY_ROPE = Tensor(
     "key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "N2", "Dr"), form=key_layout
@@ -261,9 +263,7 @@ V1 = Op(
     "Attention over the blocks of keys that every row selects.",
     "CANN, aclnnSparseFlashAttention",
     (
-        *(QUERY, KEY, VALUE, INDICES, TABLE),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY, KEY, VALUE, INDICES, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
         *(ATTENTION_MODE, RETURN_STATS, OUT, MAX_OUT, SUM_OUT),
     ),
@@ -289,9 +289,7 @@ GRAD_V1 = replace(
     summary="Gradients of SparseFlashAttention, padded or packed.",
     source="CANN, aclnnSparseFlashAttentionGrad",
     params=(
-        *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
     ),
     rules=RULES + LIMITS + BACKWARD,
@@ -309,9 +307,7 @@ TORCH = replace(
     summary="torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
     source="Ascend op-plugin, npu_sparse_flash_attention",
     params=(
-        *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE),
-        spelled(Q_LENGTHS, "actual_seq_lengths_query"),
-        spelled(KV_LENGTHS, "actual_seq_lengths_kv"),
+        *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, replace(BLOCK, default=1), spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
         *(ATTENTION_MODE, RETURN_STATS, SINKS, OUT, MAX_OUT, SUM_OUT),
     ),
