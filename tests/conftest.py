@@ -11,14 +11,7 @@ import pytest
 import torch
 
 # What allocates results: their fresh memory holds NaN, or -99 in integers.
-ALLOCATING = (
-    "autograd",
-    "ops.training",
-    "ops.decode",
-    "ops.sparse_lower",
-    "ops.indexer_lower",
-    "ops.indexer_loss_lower",
-)
+ALLOCATING = ("memory", "ops.training", "ops.decode", "ops.sparse_lower", "ops.indexer_loss_lower")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +33,7 @@ def poisoned_scratch() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What autograd.py allocates for results is NaN, so that an element nobody writes cannot pass."""
+    """What modules allocate for results is NaN, so that an element nobody writes cannot pass."""
     allocate = torch.Tensor.new_empty
 
     def new_empty(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
+from fusion_attention.memory import empty
 from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
 from fusion_attention.problem import Operands
@@ -42,7 +43,7 @@ def attention_backward(
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty."""
     q_rope, k_rope, bias, _, _, _, sink = call.extras
     present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
-    gradients = tuple(call.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in present)
+    gradients = tuple(call.q.new_empty(0) if t is None else empty(t, t.shape) for t in present)
     run_backward(call, dout, (out, *stats), gradients, backend)
     return gradients
 
@@ -100,7 +101,7 @@ class _Laid:
 
     def results(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memory for out, max and sum."""
-        out, max_, sum_ = [like.new_empty(shape, dtype=dtype) for shape, dtype in self._shapes]
+        out, max_, sum_ = [empty(like, shape, dtype) for shape, dtype in self._shapes]
         return out, max_, sum_
 
     def run(self, *given: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fusion_attention.memory import empty
 from fusion_attention.problem import Extents
 
 
@@ -117,7 +118,7 @@ def room(output: torch.Tensor) -> torch.Tensor:
     """The output itself where back ends can write it (rows of neighbouring elements), else memory of its shape."""
     if output.stride(-1) == 1 or output.shape[-1] <= 1:
         return output
-    return torch.empty_like(output, memory_format=torch.contiguous_format)
+    return empty(output, output.shape)
 
 
 def tensors_in(operands: Any) -> Iterator[torch.Tensor]:

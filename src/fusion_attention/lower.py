@@ -15,6 +15,7 @@ import torch
 
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band, tokens
+from fusion_attention.memory import empty
 from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
@@ -285,7 +286,7 @@ def grads_of(call: Call, dout: torch.Tensor, gradients: tuple[torch.Tensor, ...]
     if call.extras[BIAS] is not None and dbias.numel():
         # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
         wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        summed = torch.empty_like(dbias, dtype=wide, memory_format=torch.contiguous_format)
+        summed = empty(dbias, dbias.shape, wide)
     rope = p.dim_rope > 0
     grads = Grads(
         dout=row_view(dout, form.layout, p.heads_q, e, "q"),

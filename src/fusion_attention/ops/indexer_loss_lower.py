@@ -16,6 +16,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import RowView
 from fusion_attention.lower import row_view
+from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_lower import covered, extents_of, grouped, statistics
 from fusion_attention.problem import (
     Extents,
@@ -38,7 +39,7 @@ RESULTS = ("dquery_index", "dkey_index", "dweights", "loss")
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the results of a loss with these arguments."""
-    gradients = (n[name].new_empty(n[name].shape) for name in DIFFERENTIABLE)
+    gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
     loss = n["query"].new_empty(1, dtype=torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
 

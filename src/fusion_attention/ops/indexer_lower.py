@@ -13,6 +13,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import row_view
+from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_checks import keys_in
 from fusion_attention.ops.sparse_lower import OfCall, covered, extents_of, key_view, unpaged
 from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
@@ -68,8 +69,8 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the results of a forward call with these arguments."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
-    found = {RESULTS[0]: q.new_empty(shape, dtype=torch.int32)}
-    return found | ({RESULTS[1]: q.new_empty(shape)} if n["return_values"] else {})
+    found = {RESULTS[0]: empty(q, shape, torch.int32)}
+    return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
 
 
 class Forward(OfCall):
@@ -130,7 +131,7 @@ class _ForwardRun(Filled):
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the gradients."""
-    return {name: n[source].new_empty(n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
+    return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 
 class Backward(OfCall):

@@ -19,6 +19,7 @@ from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import LAYOUTS, row_view
 from fusion_attention.mask import Band
+from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_checks import PAGED, keys_in
 from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 
@@ -130,7 +131,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for every result of a forward call with these arguments."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
-    out = q.new_empty((*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
+    out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
     rows = (heads, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], heads, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     stats = (q.new_empty((*rows, q.shape[-2] // heads), dtype=dtype) for _ in STATISTICS)
@@ -226,7 +227,7 @@ def unpaged(page_size: int) -> None:
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the gradients of all tensors that are given."""
     given = ((name, n[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
-    return {name: t.new_empty(t.shape) for name, t in given if t is not None}
+    return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
 class Backward(OfCall):

@@ -24,6 +24,7 @@ from fusion_attention.lower import (
     stats_shape,
     uncovered,
 )
+from fusion_attention.memory import empty
 from fusion_attention.problem import Operands, Stats
 
 Tensor = torch.Tensor
@@ -83,7 +84,7 @@ class Backward(_OfCall):
         """The gradients of all that the call has."""
         q_rope, k_rope, _, _, _, _, sink = self.call.extras
         given = (self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink)
-        return {name: t.new_empty(t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
+        return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, its saved results and its gradients."""
@@ -95,8 +96,8 @@ def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     q, p = call.q, call.problem
     shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(row_shape(q, call.form.layout, p.heads_q, p.dim_v))
-    return out, q.new_empty(shape, dtype=dtype), q.new_empty(shape, dtype=dtype)
+    out = empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v))
+    return out, empty(q, shape, dtype), empty(q, shape, dtype)
 
 
 def pattern(call: Call, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
