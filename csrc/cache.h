@@ -46,9 +46,9 @@ struct DecodeOperands : Operands {  // k, v and k_rope of the base are not used
 };
 
 // Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A unit
-// is rows [row0, row1) and keys [begin, end), which lie in one chunk.
+// is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one chunk.
 struct DecodeUnit {
-    std::int64_t seq, head, row0, row1, begin, end;
+    std::int64_t seq, head, heads, row0, row1, begin, end;
     std::int64_t place;  // of its partial result, in floats; -1: it is the only unit of its rows
 };
 
@@ -64,6 +64,9 @@ struct DecodeJob {
 
 constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed together
 constexpr std::int64_t decode_chunk = 1024;  // keys of a unit, at most
-constexpr std::int64_t decode_rows = 64;    // rows of a unit, at most
+constexpr std::int64_t decode_rows = 64;    // rows of a head of a unit, at most
+constexpr std::int64_t decode_slots = 128;  // and of a unit, each head's rounded up to slots_of()
+
+constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }
 
 }  // namespace fusion

@@ -21,7 +21,7 @@ constexpr float smallest_weight = 1.17549435e-38f;
 
 // Stored integers: from sums of whole numbers to the products that they stand for.
 template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
-    const Floats scale = all(w.s.row_scale[row]), plus = all(w.s.row_offset[row]), sum = all(w.s.row_sum[row]);
+    const Floats scale = all(w.s.row_scale[w.slot(row)]), plus = all(w.s.row_offset[w.slot(row)]), sum = all(w.s.row_sum[w.slot(row)]);
     for (std::int64_t c = 0; c < t.count; c += lanes) {
         Floats x = load<Floats>(scores + c) * scale + plus;
         if (t.keys.kind == Dequant::token) {
@@ -240,7 +240,7 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
 // Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
 template <class F> __attribute__((noinline)) bool load_tile(const DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
-    const KeySpan span = {u.seq, u.head, t.first, t.count, u.begin, u.end};
+    const KeySpan span = {u.seq, w.kv_head, t.first, t.count, u.begin, u.end};
     const auto &s = w.s;
     t.keys = find_meaning(w.o.quantised_keys, span, s.spare_rows, s.token[0], s.token[1]);
     t.values = find_meaning(w.o.quantised_values, span, s.spare_rows, s.token[2], s.token[3]);
@@ -264,13 +264,31 @@ template <class F> __attribute__((noinline)) bool load_tile(const DecodeWork<F> 
     return true;
 }
 
-// The tile after t, or the first of the next unit: its keys' rows, to be fetched ahead.
-template <class F> void find_next(const DecodeWork<F> &w, const DecodeTile &t, const DecodeUnit *next) {
+// Where a unit's tiles lie: its heads side by side in memory are met tile by tile, others one after the other, so that
+// neighbouring reads are neighbours in memory.
+struct Course {
+    std::int64_t first, tiles, heads;
+    bool by_tile;
+
+    explicit Course(const DecodeUnit &u, const Cache &keys)
+        : first(u.begin / lanes * lanes), tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
+          by_tile(keys.table || keys.stride_head[u.seq] < decode_tile * keys.stride_token) {}
+
+    std::int64_t head(std::int64_t step) const { return by_tile ? step % heads : step / tiles; }
+    std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
+};
+
+// The rows of the keys of a step, or of the first one of the next unit: to be fetched ahead.
+template <class F>
+void find_next(const DecodeWork<F> &w, const Course &course, std::int64_t step, const DecodeUnit *next) {
     const DecodeUnit *u = &w.unit;
-    std::int64_t first = t.first + t.count;
-    if (first >= u->end && next && next->begin < next->end) u = next, first = next->begin / lanes * lanes;
-    if (first >= u->end) first = u->end - 1;  // nothing follows: rows that are near anyway
-    find_rows(w.o.keys, {u->seq, u->head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
+    std::int64_t head = u->head, first = u->end - 1;  // nothing follows: rows that are near anyway
+    if (step < course.tiles * course.heads) {
+        head += course.head(step), first = course.key(step);
+    } else if (next && next->begin < next->end) {
+        u = next, head = u->head, first = u->begin / lanes * lanes;
+    }
+    find_rows(w.o.keys, {u->seq, head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
 }
 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
@@ -307,9 +325,9 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
 template <class F> bool settle(const DecodeWork<F> &w) {
     const Quantised &v = w.o.quantised_values;
     const bool scaled = F::integer && v.kind == Dequant::channel;
-    const float *scale = scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.unit.head, 0)) : nullptr;
+    const float *scale = scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
     const float *offset =
-        scaled && v.offset.base ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.unit.head, 0)) : nullptr;
+        scaled && v.offset.base ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0)) : nullptr;
     Ints largest = {};
     for (std::int64_t row = 0; row < w.rows(); ++row) {
         const float *state = w.state(row);
@@ -333,34 +351,50 @@ template <class F> bool settle(const DecodeWork<F> &w) {
     return !any((Words)(largest >= 0x7f800000));
 }
 
+// Returns the heads of the unit, as bits, whose rows meet what is not finite: their partial results mean nothing.
 template <class F>
-bool attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial,
-            bool careful) {
-    const DecodeWork<F> w(job, unit, scratch, partial, careful);
-    for (std::int64_t row = 0; row < w.rows(); ++row) {
-        std::memset(w.state(row), 0, w.stride * 4);
-        w.state(row)[0] = -infinity;
+std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial,
+                     bool careful) {
+    DecodeWork<F> w(job, unit, scratch, partial, careful);
+    const bool sees = unit.begin < unit.end;
+    std::uint32_t wild = 0;
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        w.turn_to(head);
+        for (std::int64_t row = 0; row < w.rows(); ++row) {
+            std::memset(w.state(row), 0, w.stride * 4);
+            w.state(row)[0] = -infinity;
+        }
+        if (sees && !place_queries(w)) wild |= 1u << head;
     }
-    if (unit.begin >= unit.end) return true;
-    if (!place_queries(w)) return false;
-    DecodeTile t = {unit.begin / lanes * lanes, 0, 0, {}, {}};
-    find_next(w, t, nullptr);
-    for (; t.first < unit.end; t.first += t.count) {
-        const std::int64_t left = round_up<std::int64_t>(unit.end, lanes) - t.first;
-        t.count = least<std::int64_t>(decode_tile, left);
-        t.real = least(t.count, unit.end - t.first);
+    if (!sees) return 0;
+    const Course course(unit, w.o.keys);
+    find_next(w, course, 0, nullptr);
+    for (std::int64_t step = 0; step < course.tiles * course.heads; ++step) {
+        const std::int64_t head = course.head(step), first = course.key(step);
+        const std::int64_t count = least<std::int64_t>(decode_tile, round_up<std::int64_t>(unit.end, lanes) - first);
+        DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
+        w.turn_to(head);
         std::memcpy(w.s.key_rows, w.s.next_rows, t.count * sizeof *w.s.key_rows);
-        if (!load_tile(w, t)) return false;
-        find_next(w, t, next);
-        attend_tile(w, t);
+        if (!(wild >> head & 1) && !load_tile(w, t)) wild |= 1u << head;
+        find_next(w, course, step + 1, next);
+        if (!(wild >> head & 1)) attend_tile(w, t);
     }
-    return careful || settle(w);
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        w.turn_to(head);
+        if (!careful && !(wild >> head & 1) && !settle(w)) wild |= 1u << head;
+    }
+    return wild;
 }
 
 template <class F>
 void attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
-    if (!attend<F>(job, unit, next, scratch, partial, false)) {
-        attend<Floating>(job, unit, next, scratch, partial, true);
+    const std::uint32_t wild = attend<F>(job, unit, next, scratch, partial, false);
+    for (std::int64_t head = 0; wild >> head; ++head) {
+        if (!(wild >> head & 1)) continue;
+        DecodeUnit one = unit;
+        one.head += head, one.heads = 1;
+        const std::int64_t floats = (unit.row1 - unit.row0) * partial_stride(*job.problem);
+        attend<Floating>(job, one, nullptr, scratch, partial + head * floats, true);
     }
 }
 

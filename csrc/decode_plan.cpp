@@ -29,7 +29,7 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0, "a head dim is not positive");
     require(p.dropout == Dropout::none, "dropout is none of its features");
     row_floats_ = variant_.decode.partial_floats(problem_);
-    scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + row_floats_ * decode_rows * sizeof(float);
+    scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + row_floats_ * decode_slots * sizeof(float);
     cut_units();
 }
 
@@ -73,7 +73,7 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
         const std::int64_t from = std::max(begin, (chunk0 + c) * decode_chunk);
         const std::int64_t to = std::min(end, (chunk0 + c + 1) * decode_chunk);
         for (std::int64_t head = 0; head < heads; ++head) {
-            units_.push_back({b, head, row0, row1, from, to, count > 1 ? place + (c * heads + head) * size : -1});
+            units_.push_back({b, head, 1, row0, row1, from, to, count > 1 ? place + (c * heads + head) * size : -1});
         }
     }
     if (count == 1) return;
@@ -94,27 +94,39 @@ std::size_t DecodePlan::workspace_bytes(int threads) const {
     return units_.empty() ? 0 : partials + scratch_bytes_ * static_cast<std::size_t>(team(threads));
 }
 
+// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that all threads end
+// together.
+DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const {
+    std::size_t first = taken.load(std::memory_order_relaxed);
+    DecodeUnit unit;
+    do {
+        if (first >= units_.size()) return {0, 0, 0, 0, 0, 0, 0, 0};
+        unit = units_[first];
+        const auto left = static_cast<std::int64_t>(units_.size() - first) / (2 * members);
+        const std::int64_t most = decode_slots / slots_of(unit.row1 - unit.row0);
+        unit.heads = std::clamp<std::int64_t>(std::min(left, problem_.heads_kv - unit.head), 1, most);
+    } while (!taken.compare_exchange_weak(first, first + static_cast<std::size_t>(unit.heads), std::memory_order_relaxed));
+    return unit;
+}
+
 // Called by every thread of a team: takes units until none is left, always knowing the next one to fetch ahead.
-std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *partials, std::size_t *taken) const {
-    const auto take = [&] {
-        std::size_t mine;
-#pragma omp atomic capture
-        mine = (*taken)++;
-        return mine < units_.size() ? &units_[mine] : nullptr;
-    };
+std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,
+                                      int members) const {
     // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any thread.
     auto *const rows = reinterpret_cast<float *>(own);
-    char *const scratch = own + row_floats_ * decode_rows * sizeof(float);
+    char *const scratch = own + row_floats_ * decode_slots * sizeof(float);
     std::int64_t empty = 0;
-    const DecodeUnit *unit = take();
-    while (unit) {
-        const DecodeUnit *const next = take();
-        variant_.decode.attend(job, *unit, next, scratch, rows);
-        if (unit->place < 0) {
-            empty += variant_.decode.finish(job, {unit->seq, unit->head, unit->row0, unit->row1, 0, 0, 1}, rows);
+    DecodeUnit unit = take(taken, members);
+    while (unit.heads) {
+        const DecodeUnit next = take(taken, members);
+        variant_.decode.attend(job, unit, next.heads ? &next : nullptr, scratch, rows);
+        const std::int64_t floats = (unit.row1 - unit.row0) * static_cast<std::int64_t>(row_floats_);
+        if (unit.place < 0) {
+            for (std::int64_t i = 0; i < unit.heads; ++i) {
+                empty += variant_.decode.finish(job, {unit.seq, unit.head + i, unit.row0, unit.row1, i * floats, 0, 1}, rows);
+            }
         } else {
-            const auto floats = static_cast<std::size_t>(unit->row1 - unit->row0) * row_floats_;
-            std::memcpy(partials + unit->place, rows, floats * sizeof(float));
+            std::memcpy(partials + unit.place, rows, static_cast<std::size_t>(unit.heads * floats) * sizeof(float));
         }
         unit = next;
     }
@@ -128,11 +140,11 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
     const int members = team(threads);
     char *const scratch = memory.data();
     auto *const partials = reinterpret_cast<float *>(scratch + scratch_bytes_ * static_cast<std::size_t>(members));
-    std::size_t taken = 0;
+    std::atomic<std::size_t> taken = 0;
     std::int64_t empty = 0;
     if (members == 1) {
         const FlushDenormals flushed;
-        empty = attend_units(job, scratch, partials, &taken);
+        empty = attend_units(job, scratch, partials, taken, 1);
         for (const DecodeRows &rows : merges_) empty += variant_.decode.finish(job, rows, partials);
         return empty;
     }
@@ -140,7 +152,7 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
     {
         const FlushDenormals flushed;
         char *const own = scratch + scratch_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
-        empty += attend_units(job, own, partials, &taken);
+        empty += attend_units(job, own, partials, taken, members);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
         for (std::size_t i = 0; i < merges_.size(); ++i) empty += variant_.decode.finish(job, merges_[i], partials);

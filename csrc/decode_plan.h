@@ -7,6 +7,7 @@
 
 #include "variant.h"
 
+#include <atomic>
 #include <vector>
 
 namespace fusion {
@@ -32,7 +33,9 @@ private:
     void cut_units();
     void cut_rows(std::int64_t seq, std::int64_t row0, std::int64_t row1);
     int team(int threads) const;
-    std::int64_t attend_units(const DecodeJob &job, char *own, float *partials, std::size_t *taken) const;
+    DecodeUnit take(std::atomic<std::size_t> &taken, int members) const;
+    std::int64_t attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,
+                              int members) const;
 
     const Variant &variant_;
     DecodeProblem problem_;

@@ -56,7 +56,7 @@ template <class F> struct DecodeSizes {  // of rows, in words
 struct DecodeScratch {  // one thread's
     float *q;           // [blocks][words * lanes], digits of integers: up to four vectors for one of words
     std::int32_t *start; // [blocks][2][lanes]
-    float *row_scale, *row_offset, *row_sum;  // [decode_rows]
+    float *row_scale, *row_offset, *row_sum;  // [decode_slots]
     float *fade, *factor;                     // [lanes]
     float *scores, *weights;                  // [lanes][decode_tile]
     std::uint8_t *seen;                       // [decode_tile / 8]
@@ -73,7 +73,7 @@ struct DecodeScratch {  // one thread's
             at += round_up<std::size_t>(count * sizeof *part, 64);
         };
         const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
-        const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = round_up<std::int64_t>(decode_rows, lanes);
+        const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
         take(q, rows * (k + r));
         take(start, rows * 2);
         take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
@@ -94,14 +94,15 @@ struct RowBlock {
     int phases;
 };
 
-template <class F> struct DecodeWork {  // a unit and all that it needs
+template <class F> struct DecodeWork {  // a unit, of whose heads one has its turn, and all that it needs
     const DecodeProblem &p;
     const DecodeOperands &o;
     const Sequence &seq;
     const DecodeUnit &unit;
     DecodeScratch s;
-    float *const partial;  // [rows][partial_stride]
+    float *const partial;  // [heads][rows][partial_stride]
     const std::int64_t group, stride;
+    std::int64_t turn = 0, kv_head;
     const bool careful;
     const DecodeSizes<F> sizes;
     const bool dressed;
@@ -109,15 +110,17 @@ template <class F> struct DecodeWork {  // a unit and all that it needs
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch), partial(partial_),
-          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), careful(careful_), sizes(p, careful_),
+          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_), sizes(p, careful_),
           dressed(is_dressed(p)), natural(natural_scale(p)),
           factor(natural * log2_e) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
     std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
-    std::int64_t head(std::int64_t row) const { return unit.head * group + (unit.row0 + row) % group; }
-    float *state(std::int64_t row) const { return partial + row * stride; }  // peak, sum
-    float *out(std::int64_t row) const { return partial + row * stride + partial_head; }
+    std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
+    float *state(std::int64_t row) const { return partial + (turn * rows() + row) * stride; }  // peak, sum
+    float *out(std::int64_t row) const { return state(row) + partial_head; }
+    std::int64_t slot(std::int64_t row) const { return turn * slots_of(rows()) + row; }
+    void turn_to(std::int64_t head) { turn = head, kv_head = unit.head + head; }
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
@@ -128,9 +131,9 @@ template <class F> struct DecodeWork {  // a unit and all that it needs
     }
     Words *query(std::int64_t row) const {
         const std::int64_t size = round_up<std::int64_t>(p.dim_qk, 64) + round_up<std::int64_t>(p.dim_rope, 64);
-        return reinterpret_cast<Words *>(s.q + row * size);
+        return reinterpret_cast<Words *>(s.q + slot(row) * size);
     }
-    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + row * 2); }
+    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 2); }
 };
 
 struct DecodeTile {  // keys [first, first + count) of a chunk, whole vectors of them; `real` of them before its end
@@ -177,8 +180,8 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const Quantised &k = w.o.quantised_keys;
     const float *scale = nullptr, *offset = nullptr;
     if (k.kind == Dequant::channel) {
-        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.unit.head, 0));
-        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.unit.head, 0));
+        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.kv_head, 0));
+        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.kv_head, 0));
     }
     float *line = w.s.line;
     std::memset(line, 0, size * 4);
@@ -198,9 +201,9 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const float step = largest_of(top) / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
     const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
-    w.s.row_scale[row] = share > 0.0f ? step * times : 0.0f;
-    w.s.row_offset[row] = added * times;
-    w.s.row_sum[row] = total * times;
+    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
+    w.s.row_offset[w.slot(row)] = added * times;
+    w.s.row_sum[w.slot(row)] = total * times;
     auto *highs = reinterpret_cast<std::int8_t *>(line + size), *lows = highs + size;
     for (std::int64_t d = 0; d < size; d += lanes) {
         const Ints number = F::whole(load<Floats>(line + d) * share);
