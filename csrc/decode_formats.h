@@ -14,15 +14,15 @@ namespace fusion {
 namespace {
 namespace decode {
 
-template <int... I> FUSION_INLINE Floats pick_even(Floats a, Floats b, std::integer_sequence<int, I...>) {
+template <class V, int... I> FUSION_INLINE V pick_even(V a, V b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (2 * I)...);
 }
-template <int... I> FUSION_INLINE Floats pick_odd(Floats a, Floats b, std::integer_sequence<int, I...>) {
+template <class V, int... I> FUSION_INLINE V pick_odd(V a, V b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
 // sum[key], whose lanes are [query row][phase], becomes sum[query row], whose lanes are keys. N sums are left.
-template <int Phases, int Rows, int N = lanes> FUSION_INLINE void gather_keys(Floats (&sum)[lanes]) {
+template <int Phases, int Rows, int N = lanes, class V> FUSION_INLINE void gather_keys(V (&sum)[lanes]) {
     using Lanes = std::make_integer_sequence<int, lanes>;
     if constexpr (Phases > 1) {
         FUSION_UNROLL for (int i = 0; i < N / 2; ++i) {
@@ -30,7 +30,7 @@ template <int Phases, int Rows, int N = lanes> FUSION_INLINE void gather_keys(Fl
         }
         gather_keys<Phases / 2, Rows, N / 2>(sum);
     } else if constexpr (Rows > 1) {
-        Floats odd[N / 2];
+        V odd[N / 2];
         FUSION_UNROLL for (int i = 0; i < N / 2; ++i) {
             odd[i] = pick_odd(sum[2 * i], sum[2 * i + 1], Lanes{});
             sum[i] = pick_even(sum[2 * i], sum[2 * i + 1], Lanes{});

@@ -64,14 +64,14 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
     const bool sees = seq.hi > seq.lo || seq.prefix > 0;
     const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, 0, seq.kv_len);
     const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, seq.kv_len) : begin;
-    const std::int64_t chunk0 = begin / decode_chunk;
-    const std::int64_t count = std::max<std::int64_t>((end + decode_chunk - 1) / decode_chunk - chunk0, 1);
+    const std::int64_t chunk = decode_chunk(problem_), chunk0 = begin / chunk;
+    const std::int64_t count = std::max<std::int64_t>((end + chunk - 1) / chunk - chunk0, 1);
     const auto size = static_cast<std::int64_t>(row_floats_) * (row1 - row0);
     pairs_ += (end - begin) * (row1 - row0) * heads;
     const auto place = static_cast<std::int64_t>(partial_floats_);
     for (std::int64_t c = 0; c < count; ++c) {
-        const std::int64_t from = std::max(begin, (chunk0 + c) * decode_chunk);
-        const std::int64_t to = std::min(end, (chunk0 + c + 1) * decode_chunk);
+        const std::int64_t from = std::max(begin, (chunk0 + c) * chunk);
+        const std::int64_t to = std::min(end, (chunk0 + c + 1) * chunk);
         for (std::int64_t head = 0; head < heads; ++head) {
             units_.push_back({b, head, 1, row0, row1, from, to, count > 1 ? place + (c * heads + head) * size : -1});
         }

@@ -198,7 +198,9 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     }
     const float total = sum_of(sum), added = sum_of(plus);
     if (!(sum_of(wild) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
-    const float step = largest_of(top) / 32639.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    // Digits that two signed bytes hold, and a sum that 32 bits hold.
+    const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::bias * n));
+    const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
     const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
@@ -307,7 +309,7 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
 }
 
 template <class F, int P>
-FUSION_INLINE void add_digits(Floats (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
+FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
                               std::int64_t steps, const Ahead &ahead, const Ahead &again, std::int64_t key) {
     constexpr int half = lanes / 2;
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
@@ -326,9 +328,7 @@ FUSION_INLINE void add_digits(Floats (&sum)[lanes], const Words *q, const Ints *
                 }
             }
         }
-        FUSION_UNROLL for (int i = 0; i < half; ++i) {
-            sum[from + i] = __builtin_convertvector(high[i], Floats) * 256.0f + __builtin_convertvector(low[i], Floats);
-        }
+        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = (high[i] << 8) + low[i];
     }
 }
 
@@ -339,17 +339,22 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
-        Floats sum[lanes] = {};
         const bool more = b.row == 0 && w.sizes.direct_keys && key + again_keys < t.count;
         const Ahead again = {more ? w.s.key_rows : nullptr, 0, w.sizes.key_words * 4};
         if constexpr (F::integer) {
+            Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
+            gather_keys<P, rows>(sum);
+            FUSION_UNROLL for (int i = 0; i < rows; ++i) {
+                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats));
+            }
         } else {
+            Floats sum[lanes] = {};
             add_products<F, P>(sum, q, w.s.key_rows + key, steps, ahead, again, key);
             if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, {}, key);
+            gather_keys<P, rows>(sum);
+            FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);
         }
-        gather_keys<P, rows>(sum);
-        FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);
     }
 }
 
