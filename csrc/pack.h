@@ -117,16 +117,46 @@ FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, 
     }
 }
 
+// A whole panel's width of two rows of V, without a way through float32.
+template <class Format, class T> class ValuePairs {
+public:
+    FUSION_INLINE void pack(const T *row, std::int64_t stride, typename Format::Word *to) {
+        static_assert(panel == 2 * lanes);
+        const auto low = load<typename Format::Both>(row), high = load<typename Format::Both>(row + stride);
+        note(low), note(high);
+        store(to, Format::zip(low, high, false));
+        store(to + lanes, Format::zip(low, high, true));
+    }
+    bool any_not_finite() const { return any((Words)(largest_ >= 0x7f80)); }
+
+private:
+    FUSION_INLINE void note(typename Format::Both x) {
+        const typename Format::Both magnitude = x & 0x7fff;
+        largest_ = magnitude > largest_ ? magnitude : largest_;
+    }
+    typename Format::Both largest_ = {};
+};
+
+// Formats of one element per word have nothing to pair.
+template <class T> class ValuePairs<Single, T> {};
+
 // One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
 template <class Format, class T, bool Tame>
 bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
                  const Packed<Format> &to, std::int64_t key) {
     Ints largest = {};
+    ValuePairs<Format, T> pairs;
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
         for (std::int64_t column = 0; column < sizes.columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
             auto *at = to.values(column, key + i, width);
+            if constexpr (Format::depth == 2 && !Tame) {
+                if (i + 1 < here && n - column >= panel) {
+                    pairs.pack(row + column, stride, at);
+                    continue;
+                }
+            }
             for (std::int64_t d = 0; d < width; d += lanes) {
                 const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
                                                                             n - column - d, largest)
@@ -134,6 +164,9 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
                 store(at + d, words);
             }
         }
+    }
+    if constexpr (Format::depth == 2) {
+        if (pairs.any_not_finite()) return true;
     }
     return any_not_finite(largest);
 }

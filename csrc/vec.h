@@ -335,15 +335,23 @@ struct Pair {
     static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
         return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
     }
+    typedef std::int16_t Both __attribute__((vector_size(lanes * 4)));
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
-        typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
         return interleaved((Both)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]),
                            std::make_integer_sequence<int, 2 * lanes>{});
     }
+    // The same of rows of twice as many elements: the words of the first half, or of the second.
+    static FUSION_INLINE Words zip(Both low, Both high, bool second) {
+        using Lanes = std::make_integer_sequence<int, 2 * lanes>;
+        return second ? zipped<lanes>(low, high, Lanes{}) : zipped<0>(low, high, Lanes{});
+    }
 
 private:
-    template <class Both, int... I> static FUSION_INLINE Words interleaved(Both x, std::integer_sequence<int, I...>) {
+    template <int first, int... I> static FUSION_INLINE Words zipped(Both x, Both y, std::integer_sequence<int, I...>) {
+        return (Words)__builtin_shufflevector(x, y, (first + I / 2 + I % 2 * 2 * lanes)...);
+    }
+    template <int... I> static FUSION_INLINE Words interleaved(Both x, std::integer_sequence<int, I...>) {
         return (Words)__builtin_shufflevector(x, x, (I / 2 + I % 2 * lanes)...);
     }
 };
