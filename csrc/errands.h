@@ -33,7 +33,7 @@ public:
     }
 
 private:
-    static constexpr std::int64_t line = 64, most_lines = 32;
+    static constexpr std::int64_t line = 64, most_lines = 64;
 
     // Where the next row begins; null behind the last one, and then no turn has anything to do. Out of line: the loop over
     // panels that asks needs its registers.

@@ -49,7 +49,9 @@ private:
     void add_items(std::size_t unit);
     bool alone(int threads) const;
     std::size_t team(int threads) const;
-    std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, char *packed, void *scratch) const;
+    std::size_t bundle(std::size_t team) const;
+    std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, std::size_t bundle, char *packed,
+                            void *scratch) const;
     std::int64_t work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready, char *packed,
                                void *scratch) const;
     std::int64_t do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed, void *scratch) const;
