@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE
@@ -124,6 +125,24 @@ def test_neighbours_do_not_matter() -> None:
     together = run(problem, LENGTHS, "packed")
     alone = [value for b, pair in enumerate(LENGTHS) for value in run(problem, [pair], "padded", first=b)]
     assert_same_bits(together, alone)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 7])
+def test_threads_share_short_sequences(heads: int) -> None:
+    # So many that a thread takes several heads of a sequence at a time, or every single one of a prime number.
+    lengths = [40 + n % 5 for n in range(70)]
+    q, k, v = (torch.randn(sum(lengths), heads, 16) for _ in range(3))
+    usual, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
+    finally:
+        torch.set_num_threads(usual)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    golden = fa.attention(q, k, v, layout="TND", q_len=lengths, backend="golden")
+    torch.testing.assert_close(found[0], golden, rtol=1e-4, atol=1e-5)
 
 
 def test_threads_do_not_matter() -> None:
