@@ -43,3 +43,12 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    allocate_like = torch.empty_like
+
+    def empty_like(*args: Any, **options: Any) -> torch.Tensor:
+        fresh = allocate_like(*args, **options)
+        if sys._getframe(1).f_globals["__name__"] == "fusion_attention.memory":
+            fresh.fill_(torch.nan if fresh.is_floating_point() else -99)
+        return fresh
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)

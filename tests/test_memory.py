@@ -63,6 +63,15 @@ def test_tensors_without_memory_ask_for_nothing() -> None:
     assert memory.empty(torch.empty(2, device="meta"), (64 << 20,)).is_meta
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3, 5), (1, 1, 1), (3, 1, 40 << 20)])
+def test_memory_from_a_template(shape: tuple[int, ...]) -> None:
+    template = memory.template(torch.empty(0), shape, torch.uint8)
+    assert template.untyped_storage().nbytes() == 1
+    for tensor in (memory.another(template), memory.another(template)):
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, torch.uint8, True)
+        assert tensor.untyped_storage().nbytes() == tensor.numel()
+
+
 @granted
 def test_results_and_gradients_ask() -> None:
     size, heads = 49152, 3  # results of 36 MiB

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
-from fusion_attention.memory import empty
+from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
 from fusion_attention.problem import Operands
@@ -75,7 +75,7 @@ def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torc
     key = ("laid", backend)
     laid: _Laid | None = None if call.memo is None else call.memo.get(key)
     if laid is not None:
-        results = laid.results(call.q)
+        results = laid.results()
         laid.run(call.q, call.k, call.v, *results)
         return results
     results = fresh(call)
@@ -90,18 +90,18 @@ def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torc
 class _Laid:
     """What the calls of one memo share: plan, views and the shapes of results. Holds no tensor of a caller."""
 
-    __slots__ = ("_core", "_plan", "_rows", "_shapes")
+    __slots__ = ("_core", "_plan", "_rows", "_templates")
 
     def __init__(self, call: Call, results: Tensors, views: Operands, rows: Operands, backend: str) -> None:
-        self._shapes = tuple((t.shape, t.dtype) for t in results)
+        self._templates = [template(call.q, t.shape, t.dtype) for t in results]
         self._plan = plan(call.problem, call.extents, call.q.device, backend)
         self._rows = rows
         lay = getattr(self._plan.module, "lay_forward", None)
         self._core = lay(self._plan.problem, self._plan.schedule, views) if lay else None
 
-    def results(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memory for out, max and sum."""
-        out, max_, sum_ = [empty(like, shape, dtype) for shape, dtype in self._shapes]
+        out, max_, sum_ = map(another, self._templates)
         return out, max_, sum_
 
     def run(self, *given: torch.Tensor) -> None:

@@ -128,7 +128,7 @@ def bind(
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
-    given = [args.get(name) for name in op.by_name]
+    given = list(map(args.get, op.by_name))
     arrays = []
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
