@@ -11,7 +11,7 @@ import torch
 
 from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
-from fusion_attention.backends.cpu.sparse import arguments, key_rows, saved
+from fusion_attention.backends.cpu.sparse import arguments, key_rows
 from fusion_attention.problem import (
     Extents,
     IndexerGrads,
@@ -44,7 +44,7 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
     """Writes indices, and values where there are any; a plan of statistics writes these."""
     values = rows_of(operands.values, problem.torch_dtype) if operands.values else None
-    plan.run(torch.get_num_threads(), arguments(**_read(problem, operands), values=values))
+    plan.run(torch.get_num_threads(), _arguments(problem, operands, values=values))
 
 
 def run_indexer_backward(
@@ -52,7 +52,7 @@ def run_indexer_backward(
 ) -> None:
     """Writes dq, dk and dweights."""
     dout = rows_of(grads.dvalues, problem.torch_dtype)
-    plan.run(torch.get_num_threads(), arguments(**_read(problem, operands), dout=dout, **_written(problem, grads)))
+    plan.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
 
 
 def run_indexer_loss(
@@ -61,12 +61,19 @@ def run_indexer_loss(
     """Writes the loss, and dq, dk and dweights of the indexer."""
     p, o, dtype = problem, operands, problem.torch_dtype
     q_rope, k_rope = (rows_of(view, dtype) if p.dim_rope else None for view in (o.q_rope, o.k_rope))
-    ropes: dict[str, Any] = {"q_rope": q_rope, "k_rope": k_rope}
+    max_, sum_ = (rows_of(view, torch.float32) for view in (o.stats.max, o.stats.sum))
     loss = torch.zeros(1)
     with Floats() as floats:
-        sink = floats.address(o.sink) if p.has_sink else 0
-        attention = arguments(q=rows_of(o.q, dtype), k=rows_of(o.k, dtype), **ropes, **saved(o.stats), sink=sink)
-        own = arguments(**_read(p, o.index), **_written(p, grads))
+        attention = arguments(
+            q=rows_of(o.q, dtype),
+            k=rows_of(o.k, dtype),
+            q_rope=q_rope,
+            k_rope=k_rope,
+            max_=max_,
+            sum_=sum_,
+            sink=floats.address(o.sink) if p.has_sink else 0,
+        )
+        own = _arguments(p, o.index, **_written(p, grads))
         plan.run(torch.get_num_threads(), own, attention, loss.data_ptr())
     o.loss.copy_(loss)
 
@@ -81,14 +88,16 @@ def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count:
     return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype
 
 
-def _read(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands) -> dict[str, Any]:
-    return {
-        "q": rows_of(o.q, p.torch_dtype),
-        "k": key_rows(o.k, p.torch_dtype, len(o.q.address)),
-        "weights": rows_of(o.weights, _weights_dtype(p)),
-        "indices": rows_of(o.indices, torch.int32) if o.indices else None,
-        **(saved(o.stats) if o.stats else {}),
-    }
+def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
+    return arguments(
+        q=rows_of(o.q, p.torch_dtype),
+        k=key_rows(o.k, p.torch_dtype, len(o.q.address)),
+        weights=rows_of(o.weights, _weights_dtype(p)),
+        indices=rows_of(o.indices, torch.int32) if o.indices else None,
+        max_=rows_of(o.stats.max, torch.float32) if o.stats else None,
+        sum_=rows_of(o.stats.sum, torch.float32) if o.stats else None,
+        **more,
+    )
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.kv import PagedView, RowView
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
@@ -27,8 +27,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
     """Writes out and statistics of every row of every sequence; empty rows are 0."""
     with Floats() as floats:
-        given = arguments(**_operands(problem, operands), sink=floats.address(operands.sink))
-        plan.run(torch.get_num_threads(), given)
+        plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
 
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
@@ -45,7 +44,7 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
     }
     with Floats() as floats:
         sinks = {"sink": floats.address(operands.sink), "dsink": dsink.data_ptr() if p.has_sink else 0}
-        plan.run(torch.get_num_threads(), arguments(**_operands(p, operands), **written, **sinks))
+        plan.run(torch.get_num_threads(), _arguments(p, operands, **written, **sinks))
     if g.dsink is not None:
         g.dsink.copy_(dsink)
 
@@ -64,23 +63,21 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
     return view.pool.data_ptr(), zero, zero + view.stride_head, view.stride_token, view.dim, *table
 
 
-def _operands(p: Problem, o: Operands) -> dict[str, Any]:
+def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
+    """arguments() of a call that reads or writes an output and its statistics."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
-    return {
-        "q": rows_of(o.q, dtype),
-        "q_rope": rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
-        "indices": rows_of(o.indices, torch.int32),
-        "k": key_rows(o.k, dtype, sequences),
-        "k_rope": key_rows(o.k_rope, dtype, sequences) if p.dim_rope and o.k_rope else None,
-        "v": key_rows(o.v, dtype, sequences),
-        "out": rows_of(o.out, dtype),
-        **saved(o.stats),
-    }
-
-
-def saved(stats: Stats) -> dict[str, Any]:
-    """Statistics as arguments() takes them."""
-    return {"max_": rows_of(stats.max, torch.float32), "sum_": rows_of(stats.sum, torch.float32)}
+    return arguments(
+        q=rows_of(o.q, dtype),
+        q_rope=rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
+        indices=rows_of(o.indices, torch.int32),
+        k=key_rows(o.k, dtype, sequences),
+        k_rope=key_rows(o.k_rope, dtype, sequences) if p.dim_rope and o.k_rope else None,
+        v=key_rows(o.v, dtype, sequences),
+        out=rows_of(o.out, dtype),
+        max_=rows_of(o.stats.max, torch.float32),
+        sum_=rows_of(o.stats.sum, torch.float32),
+        **more,
+    )
 
 
 def arguments(
