@@ -121,11 +121,11 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             const std::int64_t from = at + F::bytes(j * lanes);
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
         }
-        if (key < again) {
+        // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
+        const char *const *const soon = key < again ? rows + key + again_values : fetches ? ahead.rows + key - again : nullptr;
+        if (soon) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) {
-                    __builtin_prefetch(rows[key + again_values + k] + at + byte, 0, FUSION_NEAR);
-                }
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) __builtin_prefetch(soon[k] + at + byte, 0, FUSION_NEAR);
             }
         }
         if (fetches) {

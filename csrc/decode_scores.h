@@ -340,7 +340,8 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const bool more = b.row == 0 && w.sizes.direct_keys && key + again_keys < t.count;
-        const Ahead again = {more ? w.s.key_rows : nullptr, 0, w.sizes.key_words * 4};
+        Ahead again = {more ? w.s.key_rows : nullptr, 0, w.sizes.key_words * 4};
+        if (!more && ahead.rows && ahead.rows == w.s.value_rows) again = {ahead.rows - t.count, 0, ahead.to};  // values come next
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
