@@ -1,9 +1,9 @@
-// Some rows of one sequence and key/value head meet the keys of one chunk: a partial result of peak, sum and values.
+// Some rows of one sequence and a few key/value heads meet the keys of one chunk: partial results of peak, sum and values.
 //
-// All rows share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is scored for up
-// to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed, the next half is
-// on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is computed again with care.
-// Start reading at attend_unit(); finish_rows() merges partial results.
+// All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is scored
+// for up to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed, the next
+// half is on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is computed again
+// with care. Start reading at attend_unit(); finish_rows() merges partial results.
 
 #pragma once
 
