@@ -20,6 +20,7 @@ from fusion_attention.ops import decode_attention as record
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
+_Slots = tuple[int, int, int]  # page, first slot, how many
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
 
@@ -160,14 +161,14 @@ class PagedKVCache:
                 raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype}, got {got}")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
-        pages, slots = self._extend(sequences, k.shape[1])
+        runs = self._extend(sequences, k.shape[1])
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
             if scales is not None:
                 rows, scale = _quantise(rows, self.stored)
-                scales[pages, :, slots] = scale
-            pool[pages, :, slots] = rows
+                _store(scales, scale, runs)
+            _store(pool, rows, runs)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
         found = self._sequences.get(sequence)
@@ -180,22 +181,21 @@ class PagedKVCache:
         if self._shared[page] == 0:
             self._free.append(page)
 
-    def _extend(self, sequences: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of every new token; takes new pages, and copies a shared one that is written."""
-        size, held = self.page_size, dict(enumerate(self._shared))
-        needed, copies = 0, []
+    def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
+        """Where the new tokens go; takes new pages, and copies a shared one that is written."""
+        size, held, needed, copies = self.page_size, dict[int, int](), 0, []
         for sequence in sequences:
             pages, tokens = self._of(sequence)
             needed += -(-(tokens + count) // size) - len(pages)
-            if count and tokens % size and held[pages[-1]] > 1:
-                held[pages[-1]] -= 1  # The last one to write keeps it.
+            if count and tokens % size and (holders := held.get(pages[-1], self._shared[pages[-1]])) > 1:
+                held[pages[-1]] = holders - 1  # The last one to write keeps it.
                 copies.append(sequence)
         if needed + len(copies) > len(self._free):
             raise CacheFullError(
                 f"PagedKVCache: {needed + len(copies)} more pages needed, {len(self._free)} free "
                 "(free() sequences, or make the cache with more pages)"
             )
-        ids, slots = [], []
+        runs = []
         for sequence in sequences:
             pages, tokens = self._sequences[sequence]
             if sequence in copies:
@@ -203,15 +203,14 @@ class PagedKVCache:
                 for pool in (*self._pools, *self._scales):
                     pool[pages[-1]] = pool[old]
                 self._release(old)
-            while len(pages) * size < tokens + count:
+            end = tokens + count
+            while len(pages) * size < end:
                 pages.append(self._take())
-            ids += [pages[t // size] for t in range(tokens, tokens + count)]
-            slots += [t % size for t in range(tokens, tokens + count)]
-            self._sequences[sequence] = (pages, tokens + count)
-        device = self._pools[0].device
-        return torch.tensor(ids, dtype=torch.int64, device=device), torch.tensor(
-            slots, dtype=torch.int64, device=device
-        )
+            for page in range(tokens // size, -(-end // size)):
+                first = max(tokens, page * size)
+                runs.append((pages[page], first % size, min(end, (page + 1) * size) - first))
+            self._sequences[sequence] = (pages, end)
+        return runs
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -244,6 +243,19 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(huge)
     return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
+
+
+def _store(pool: Tensor, rows: Tensor, runs: list[_Slots]) -> None:
+    """Rows [tokens, heads, ..] into a pool [pages, heads, size, ..]."""
+    if len(runs) <= 4:  # Copies of neighbouring slots, which a few sequences are stored faster by.
+        first = 0
+        for page, slot, count in runs:
+            pool[page, :, slot : slot + count] = rows[first : first + count].transpose(0, 1)
+            first += count
+        return
+    where = [(page, slot + i) for page, slot, count in runs for i in range(count)]
+    pages, slots = torch.tensor(where, dtype=torch.int64, device=pool.device).unbind(1)
+    pool[pages, :, slots] = rows
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
@@ -337,8 +349,8 @@ def decode_attention(
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
             return _outside(cache, sequences, args, return_lse, backend)
-        args |= cache.arguments(sequences)
-    elif isinstance(cache, tuple) and len(cache) == 2:
+        return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)
+    if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
         args["k"], args["v"] = cache, None
@@ -348,8 +360,11 @@ def decode_attention(
 _NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
 
 
-def _attended(args: dict[str, Any], return_lse: bool, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    out, max_, sum_ = lowered_operators.results(record.RECORD, args, backend).values()
+def _attended(
+    args: dict[str, Any], return_lse: bool, backend: str, own: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """own: a cache of this module made the page table, whose pages there are."""
+    out, max_, sum_ = lowered_operators.results(record.RECORD, args, backend, reads=not own).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 
@@ -357,4 +372,4 @@ def _attended(args: dict[str, Any], return_lse: bool, backend: str) -> Tensor | 
 def _outside(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return _attended(args | cache.arguments(sequences), return_lse, backend)
+    return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)

@@ -142,11 +142,16 @@ for _name in ("lowered", "lowered_grad"):
     _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 
 
-def results(op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False) -> dict[str, Tensor]:
-    """The results of a call by canonical name, as lowered_autograd says; in a trace, those it has not are empty."""
+def results(
+    op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False, reads: bool = True
+) -> dict[str, Tensor]:
+    """The results of a call by canonical name, as lowered_autograd says; in a trace, those it has not are empty.
+
+    reads: as bind(); False where the caller made what would be read.
+    """
     if needed(args.values()):
         tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
         found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
         return dict(zip(_results_of(op.name), found, strict=True))
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        return lowered_autograd.results(bind(op, args), backend, whole=whole)
+        return lowered_autograd.results(bind(op, args, reads=reads), backend, whole=whole)
