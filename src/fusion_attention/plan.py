@@ -34,7 +34,6 @@ class Plan:
     Attributes:
         backend: the name of the back end that was chosen.
         verb: what is computed: the back end's function of that name.
-        workspace_bytes: memory that a run takes besides operands and results, on the lengths it was planned for.
         capacity: the extents it was planned for, where update() may be called; else None.
     """
 
@@ -43,9 +42,15 @@ class Plan:
     backend: str
     verb: str
     schedule: Any
-    workspace_bytes: int
     module: ModuleType
     capacity: _Capacity | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that a run takes besides operands and results, on the lengths it was planned for."""
+        planned = self.capacity.extents if self.capacity else self.extents
+        found: int = self.module.workspace_bytes(self.problem, planned, self.verb)
+        return found
 
     def update(self, kv_len: Any) -> None:
         """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
@@ -212,5 +217,4 @@ def _made(
     name = choose(problem, device, backend)
     module = _load(name)
     schedule = module.schedule(problem, extents, verb)
-    workspace = module.workspace_bytes(problem, extents, verb)
-    return Plan(problem, extents, name, verb, schedule, workspace, module, capacity)
+    return Plan(problem, extents, name, verb, schedule, module, capacity)
