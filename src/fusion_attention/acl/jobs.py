@@ -18,6 +18,7 @@ from fusion_attention.calls import Filled, Lowered, tensors_in
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Failure, Op, Tensor, members
 from fusion_attention.expressions import evaluate, scope, show
 from fusion_attention.plan import Plan, plan
+from fusion_attention.problem import Operands
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
@@ -106,6 +107,9 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
+        for operands in job.filled.operands:
+            if isinstance(operands, Operands):
+                operands.told = {}
     return job
 
 

@@ -91,28 +91,32 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
     empty = native.run_forward(schedule.dense, problem, operands) if schedule.dense else 0
-    p, o, dtype = problem, operands, problem.torch_dtype
-    stored = _STORED.get(p.kv_dtype, dtype)
     with native.Floats() as floats:
-        values = (
-            native.rows_of(o.q, dtype),
-            native.rows_of(o.out, dtype if p.out_quant == "none" else torch.int8),
-            native.rows_of(o.stats.max, torch.float32),
-            native.rows_of(o.stats.sum, torch.float32),
-            native.rows_of(o.q_rope, dtype) if p.dim_rope else None,
-            native._matrix(o.bias, native.DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
-            floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
-            native._matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
-            floats.address(o.sink) if p.has_sink else 0,
-            _cache(o.k, stored),
-            _cache(o.v, stored),
-            _cache(o.k_rope, dtype) if p.dim_rope else None,
-            *_quantised(o.dequant_k, p.dequant_k),
-            *_quantised(o.dequant_v, p.dequant_v),
-            _per_channel(o.out_scale) if p.out_quant != "none" else None,
-            _per_channel(o.out_offset) if p.out_quant != "none" else None,
-        )
+        values = native.told(_operands, problem, operands, floats)
         return empty + schedule.decode.run(torch.get_num_threads(), values)
+
+
+def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:
+    dtype = p.torch_dtype
+    stored = _STORED.get(p.kv_dtype, dtype)
+    return (
+        native.rows_of(o.q, dtype),
+        native.rows_of(o.out, dtype if p.out_quant == "none" else torch.int8),
+        native.rows_of(o.stats.max, torch.float32),
+        native.rows_of(o.stats.sum, torch.float32),
+        native.rows_of(o.q_rope, dtype) if p.dim_rope else None,
+        native._matrix(o.bias, native.DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
+        floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
+        native._matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
+        floats.address(o.sink) if p.has_sink else 0,
+        _cache(o.k, stored),
+        _cache(o.v, stored),
+        _cache(o.k_rope, dtype) if p.dim_rope else None,
+        *_quantised(o.dequant_k, p.dequant_k),
+        *_quantised(o.dequant_v, p.dequant_v),
+        _per_channel(o.out_scale) if p.out_quant != "none" else None,
+        _per_channel(o.out_offset) if p.out_quant != "none" else None,
+    )
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _n
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
     with Floats() as floats:
-        return plan.run(torch.get_num_threads(), _operands(problem, operands, floats))
+        return plan.run(torch.get_num_threads(), told(_operands, problem, operands, floats))
 
 
 def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Callable[..., int]:
@@ -78,6 +78,7 @@ class Floats:
 
     def __enter__(self) -> Floats:
         self._kept: list[torch.Tensor] = []
+        self.copied = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,6 +89,7 @@ class Floats:
         if values is None:
             return 0
         self._kept.append(values.to(torch.float32).contiguous())
+        self.copied = self.copied or self._kept[-1] is not values
         return self._kept[-1].data_ptr()
 
 
@@ -99,6 +101,20 @@ def _problem(p: Problem) -> tuple[Any, ...]:
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
     return tuple(getattr(extents, name) for name in EXTENT_ROWS)
+
+
+def told(
+    tell: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
+) -> tuple[Any, ...]:
+    """What the core is told of operands, said once of those that stay as they are."""
+    if o.told is None:
+        return tell(p, o, floats)
+    found = o.told.get(tell)
+    if found is None:
+        found = tell(p, o, floats)
+        if not floats.copied:
+            o.told[tell] = found
+    return found
 
 
 def _operands(p: Problem, o: Operands, floats: Floats) -> tuple[Any, ...]:
