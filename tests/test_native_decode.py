@@ -330,6 +330,24 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
         assert all(torch.equal(a, want[len(q_len) * i + b]) for i, a in enumerate(bits(native(own, variant))))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind: str) -> None:
+    dequant = "channel" if kind else "none"
+    form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
+    case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
+    want = native(case, variant, threads=1)
+    compare(narrowed(case), want, specified(case.call), variant)
+    (case.v.scale or case.v.numbers)[0][3, 0] = math.inf
+    for threads in (1, 2):
+        got = native(case, variant, threads=threads)
+        for name in got:
+            for value, clean in zip(got[name], want[name], strict=True):
+                others = [head for head in range(20) if head not in (6, 7)]
+                assert torch.equal(value[others], clean[others]), (name, threads)
+        assert not got["out"][0][6:8].isfinite().any()
+
+
 def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1, empty_rows="mean")
     call = converted(make(problem, (1, 200, 0, 2), (300, 200, 4, 0), Band.causal()), torch.bfloat16)
