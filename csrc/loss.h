@@ -128,7 +128,7 @@ template <class Format> struct ListScratch {
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
     std::int64_t pitch;            // of the attention's scores
-    Word *q, *rows;                // of one key head's query heads; of a block of keys, of either
+    Word *q, *rows;                // of one key head's query heads; of two blocks of keys, of either
     float *scores, *shift, *share; // [key][pitch], [head]
     float *products;               // [key][pitch of the gradient], of the whole list
     float *target, *given;         // [key], of the whole list
@@ -141,7 +141,7 @@ template <class Format> struct ListScratch {
         const std::int64_t listed = most_keys(index, longest);
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
-        carver.take(rows, block_rows * most(sizes.words, own.words));
+        carver.take(rows, 2 * block_rows * most(sizes.words, own.words));
         carver.take(scores, chunk * pitch);
         carver.take(shift, pitch);
         carver.take(share, pitch);
@@ -152,26 +152,47 @@ template <class Format> struct ListScratch {
     }
 };
 
-// Products of a chunk's keys with heads that lie beside each other, to [key][pitch].
-template <class Format, class T>
-void score_chunk(const SparseJob &job, const SparseItem &item, const Chunk &chunk, const typename Format::Word *q,
-                 typename Format::Word *rows, float *to, std::int64_t pitch, std::int64_t columns, Ahead<T> &ahead) {
-    const SparseProblem &p = *job.problem;
-    const SparseOperands &o = *job.operands;
-    const SparseSizes<Format> sizes(p);
-    const std::int64_t words = sizes.words, main = sizes.main_words;
-    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
-        const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-        for (std::int64_t i = at; i < at + here; i += Format::depth) {
-            auto *const row = rows + (i - at) * words;
-            gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, nullptr, 0);
-            if (p.dim_rope) gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main, nullptr, 0);
+// A list whose keys are multiplied with heads, where they lie if that can be, else gathered block by block.
+template <class Format, class T> struct ListReader {
+    const SparseJob job;
+    const SparseItem item;
+    const SparseSizes<Format> sizes;
+    const std::int32_t *keys;
+    typename Format::Word *rows;
+    const bool streams;
+    Ahead<T> ahead;
+    Stream<Format, T> stream;
+
+    // heads: that every key is multiplied with; rows: two blocks.
+    ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count, std::int64_t heads,
+               typename Format::Word *rows_)
+        : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), streams(suits_stream<Format>(*job.problem)),
+          ahead(job, item, keys, streams ? 0 : count, ListScratch<Format>::chunk, heads * sizes.words),
+          stream(job, item, sizes, keys, count, rows, nullptr, 0, 0) {}
+
+    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch].
+    void score(const Chunk &chunk, const typename Format::Word *q, float *to, std::int64_t pitch, std::int64_t columns) {
+        const SparseProblem &p = *job.problem;
+        const SparseOperands &o = *job.operands;
+        const std::int64_t words = sizes.words, main = sizes.main_words;
+        for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
+            const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+            if (streams && here == block_rows) {
+                stream.multiply(chunk.keys - keys + at, at, q, to, pitch, columns);
+                continue;
+            }
+            for (std::int64_t i = at; i < at + here; i += Format::depth) {
+                auto *const row = rows + (i - at) * words;
+                gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, nullptr, 0);
+                if (!p.dim_rope) continue;
+                gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main, nullptr, 0);
+            }
+            clear_rows(here, words, rows);
+            ahead.gathered(here);
+            by_panels<Format, block_rows, false>(rows, words, q, words, words, to, pitch, columns, nullptr, ahead);
         }
-        clear_rows(here, words, rows);
-        ahead.gathered(here);
-        by_panels<Format, block_rows, false>(rows, words, q, words, words, to + at * pitch, pitch, columns, nullptr, ahead);
     }
-}
+};
 
 // Adds what one key head's query heads think of a chunk's keys.
 template <class Format>
@@ -211,10 +232,10 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
             s.shift[h] = saved.shift;
             s.share[h] = saved.share;
         }
-        Ahead<T> ahead(job, own, keys, count, s.chunk, s.pitch * sizes.words);
+        ListReader<Format, T> reader(job, own, keys, count, s.pitch, s.rows);
         for (std::int64_t at = 0; at < count; at += s.chunk) {
             const Chunk chunk = {keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-            score_chunk<Format, T>(job, own, chunk, s.q, s.rows, s.scores, s.pitch, s.pitch, ahead);
+            reader.score(chunk, s.q, s.scores, s.pitch, s.pitch);
             add_probabilities(s, probability, chunk.count, s.target + at);
         }
     }
@@ -224,12 +245,16 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
 template <class Format, class T>
 void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, std::int64_t count, const Turn &turn,
                   const KeySums &table) {
+    constexpr std::int64_t soon = 16;  // keys whose rows are asked for before they are needed
     const auto &s = w.s;
     const std::int64_t last = count ? s.keys[count - 1] : -1;
     Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
         for (std::int64_t i = 0; i < chunk.count; i += Format::depth) {
+            for (std::int64_t e = i + soon; e < least(i + soon + Format::depth, chunk.left); ++e) {
+                prefetch(row_of<T>(w.o.k, w.item.seq, w.item.head_kv, chunk.keys[e]), w.p.dim_qk);
+            }
             gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, 0, 0, nullptr, s.across, s.deep);
         }
         const IndexerWeights weights = {list.products + at * s.pitch, list.given + at, s.share, s.delta, s.pitch};
@@ -261,8 +286,8 @@ void select_loss(const SparseJob &job, const SparseItem &item, const Turn &turn,
         list_target<Format, T>(attention, item, list, s.keys, count);
         load_heads<Format, T>(w);
         load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-        Ahead<T> ahead(job, item, s.keys, count, s.chunk, s.padded_heads * w.sizes.words);
-        score_chunk<Format, T>(job, item, {s.keys, count, count}, s.q, list.rows, list.products, s.pitch, s.padded_heads, ahead);
+        ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows);
+        reader.score({s.keys, count, count}, s.q, list.products, s.pitch, s.padded_heads);
         weigh_scores(list.products, s.pitch, item.heads, s.share, count, list.given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
         *loss = judge(list.given, list.target, count, likelihood_of(list.given, count, share));

@@ -308,20 +308,18 @@ void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead
     const bool apart = !w.beside && !w.p.indexes;
     for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
         const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-        const auto *rows = s.rows;
+        float *const scores = s.scores + at * s.pitch, *const dprobs = s.dprobs + at * s.pitch;
         if (w.streams && here == block_rows) {
-            const std::int64_t i = chunk.keys - s.keys + at;
-            stream.multiply(i, at, s.q, s.scores + at * s.pitch, s.pitch, s.padded_heads);
-            rows = stream.rows(i);
-        } else {
-            gather_block<Format, T>(w, chunk, at, here);
-            ahead.gathered(here);
-            by_panels<Format, block_rows, false>(rows, words, s.q, words, words, s.scores + at * s.pitch, s.pitch,
-                                                 s.padded_heads, nullptr, ahead);
+            stream.multiply(chunk.keys - s.keys + at, at, s.q, scores, s.pitch, s.padded_heads);
+            if (!w.p.indexes) stream.multiply_first(value_words, s.dout, dprobs, s.pitch, s.padded_heads);
+            continue;
         }
+        gather_block<Format, T>(w, chunk, at, here);
+        ahead.gathered(here);
+        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, scores, s.pitch, s.padded_heads, nullptr, ahead);
         if (w.p.indexes) continue;
-        by_panels<Format, block_rows, false>(apart ? s.value_rows : rows, apart ? value_words : words, s.dout, value_words,
-                                             value_words, s.dprobs + at * s.pitch, s.pitch, s.padded_heads, nullptr, ahead);
+        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout, value_words,
+                                             value_words, dprobs, s.pitch, s.padded_heads, nullptr, ahead);
     }
 }
 
