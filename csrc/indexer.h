@@ -29,6 +29,7 @@ template <class Format> struct IndexScratch {
     float *scores;        // [index_chunk + lanes]
     std::int32_t *ranks;  // [row][capacity + lanes], of candidates: scores as integers in the same order
     std::int32_t *places; // and their keys
+    std::int32_t *rest;   // [capacity + lanes]
     std::int64_t *counts;
     std::int32_t *floors; // [row], a rank must be larger to be a candidate
     std::uint64_t *list, *spare;
@@ -43,6 +44,7 @@ template <class Format> struct IndexScratch {
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
         carver.take(places, rows * (sizes.capacity + lanes));
+        carver.take(rest, sizes.capacity + lanes);
         carver.take(counts, rows);
         carver.take(floors, rows);
         carver.take(list, sizes.chosen);
@@ -188,25 +190,60 @@ FUSION_INLINE void put_chosen(std::int32_t *to, Ints x, std::uint32_t mask) {
 #endif
 }
 
-// The k-th largest of `count` ranks, and how many are larger.
-inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, std::int64_t k, std::uint32_t *histogram,
+// How many of n ranks, whole vectors of them, are at least `bound`.
+inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::int32_t bound) {
+    Ints found = {};
+    for (std::int64_t i = 0; i < n; i += lanes) found -= load<Ints>(ranks + i) >= bound;
+    std::int64_t sum = 0;
+    for (int i = 0; i < lanes; ++i) sum += found[i];
+    return sum;
+}
+
+// The k-th largest of `count` ranks, and how many are larger: by bisection, in `rest` ever fewer of them; rest has room for
+// a vector more.
+inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, std::int64_t k, std::int32_t *rest,
                                 std::int64_t &larger_ones) {
-    constexpr std::uint32_t flip = 0x80000000;  // unsigned order
-    std::uint32_t found = 0;
-    larger_ones = 0;
-    for (int shift = 21, width = 11; shift >= 0; width = shift < 11 && shift > 0 ? shift : 11, shift -= width) {
-        const std::uint64_t known = ~std::uint64_t{0} << (shift + width);
-        std::memset(histogram, 0, sizeof(std::uint32_t) << width);
-        for (std::int64_t i = 0; i < count; ++i) {
-            const std::uint32_t rank = static_cast<std::uint32_t>(ranks[i]) ^ flip;
-            if (((rank ^ found) & known) == 0) ++histogram[rank >> shift & ((1u << width) - 1)];
-        }
-        std::int64_t bin = (std::int64_t{1} << width) - 1;
-        for (; larger_ones + histogram[bin] < k; --bin) larger_ones += histogram[bin];
-        found |= static_cast<std::uint32_t>(bin) << shift;
-        if (shift == 0) break;
+    constexpr std::int32_t below = -0x7fffffff - 1;  // no rank
+    Ints least_one = all(std::int32_t{0x7fffffff}), largest_one = all(below);
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Ints x = load<Ints>(ranks + i);
+        const Ints there = lane_numbers() < static_cast<std::int32_t>(least<std::int64_t>(count - i, lanes));
+        least_one = there & (x < least_one) ? x : least_one;
+        x = there ? x : all(below);
+        largest_one = x > largest_one ? x : largest_one;
+        store(rest + i, x);
     }
-    return static_cast<std::int32_t>(found ^ flip);
+    std::int32_t low = least_one[0], high = largest_one[0];
+    for (int i = 1; i < lanes; ++i) {
+        low = least(low, least_one[i]);
+        high = most(high, largest_one[i]);
+    }
+    std::int64_t n = count, from_low = count, above_high = 0, gone = 0;  // gone: larger than high and no longer in rest
+    while (low < high) {
+        const auto half = (static_cast<std::uint32_t>(high) - static_cast<std::uint32_t>(low) + 1) / 2;
+        const auto middle = static_cast<std::int32_t>(static_cast<std::uint32_t>(low) + half);
+        const std::int64_t found = gone + count_from(rest, n, middle);
+        if (found >= k) {
+            low = middle;
+            from_low = found;
+        } else {
+            high = middle - 1;
+            above_high = found;
+        }
+        if (from_low - above_high > n / 2) continue;
+        std::int64_t kept = 0;
+        for (std::int64_t i = 0; i < n; i += lanes) {
+            const Ints x = load<Ints>(rest + i);
+            const std::uint32_t mask = mask_of((x >= low) & (x <= high));
+            put_chosen(rest + kept, x, mask);
+            kept += __builtin_popcount(mask);
+        }
+        store(rest + kept, all(below));
+        n = kept;
+        gone = above_high;
+    }
+    larger_ones = above_high;
+    return low;
 }
 
 // Keeps the `chosen` largest of more candidates, the first ones among equals.
@@ -214,7 +251,7 @@ template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot)
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes), *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
     std::int64_t larger_ones, kept = 0;
-    const std::int32_t floor = select_rank(ranks, count, w.sizes.chosen, w.s.histogram, larger_ones);
+    const std::int32_t floor = select_rank(ranks, count, w.sizes.chosen, w.s.rest, larger_ones);
     std::int64_t equals = w.sizes.chosen - larger_ones;
     for (std::int64_t i = 0; i < count; i += lanes) {
         const Ints rank = load<Ints>(ranks + i), place = load<Ints>(places + i);
