@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every pair in turns, one table; on request the figures as JSON and as a chart."""
+"""`python -m benchmarks`: every pair in turns, row by row; on request the figures as JSON and as a chart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from benchmarks import backward, chart, decode_rows, dense, features, loss, memory, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
+from benchmarks.report import Report
 from fusion_attention import _native
 
 
@@ -63,24 +62,21 @@ def pairs(quick: bool, only: str) -> Iterator[Pair]:
                 yield from group(quick)
 
 
-def show(timings: list[Timing], console: Console) -> None:
-    """The table of all figures."""
-    table = Table(title=TITLE)
-    for name in ("case", "peer", "ours ms", "peer ms", "ratio", "GFLOP/s", "of peak", "goal", "reached"):
-        table.add_column(name, justify="left" if name in ("case", "peer") else "right", no_wrap=True)
-    group = ""
-    for t in timings:
-        if t.group != group:
-            group = t.group
-            table.add_section()
-            table.add_row(f"[bold]{group}")
+COLUMNS = {"case": -42, "peer": -32, "ours ms": 9, "peer ms": 9, "ratio": 6, "GFLOP/s": 7, "of peak": 7, "goal": -18}
+
+
+def timed(given: Iterator[Pair], turns: int, console: Console) -> Iterator[Timing]:
+    """Measures pairs, and shows each as it comes."""
+    report = None
+    for pair in given:
+        t = measure(pair, turns)
+        report = report or Report(console, TITLE, {**COLUMNS, "reached": -7})
         share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
         goals = [f"{t.goal:.2f}" if t.goal else "", f"{t.share_goal:.2f} of peak" if t.share_goal else ""]
         reached = "" if t.reached is None else "yes" if t.reached else "no"
         figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
-        figures = (*figures, ", ".join(g for g in goals if g), reached)
-        table.add_row(t.name, t.peer_name, *figures)
-    console.print(table)
+        report.add(t.name, t.peer_name, *figures, ", ".join(g for g in goals if g), reached, section=t.group)
+        yield t
 
 
 def main(
@@ -98,18 +94,11 @@ def main(
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
-    shown = track(pairs(quick, only), "Measuring", total=None, console=console, transient=True)
-    timings = [measure(pair, turns) for pair in shown]
+    timings = list(timed(pairs(quick, only), turns, console))
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
-    if timings:
-        show(timings, console)
-    found = list(memory.measured(4096 if quick else 65536)) if only in ("all", MEMORY) else []
-    if found:
-        memory.show(found, console)
+    found = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
-    if decoded[0]:
-        decode_rows.show(*decoded, console)
     others = {}
     if only in ("all", "threads"):
         others = {OVERHEAD: features.overhead_us()}

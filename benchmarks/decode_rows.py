@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from benchmarks.decode import READ_BYTES, Shape, onnx_peer, peers, reader, step
 from benchmarks.pair import REACHED, Probe, seconds
+from benchmarks.report import Report
 from fusion_attention import npu
 from fusion_attention import plan as planning
 
@@ -173,33 +172,38 @@ def latencies(turns: int = 3000) -> list[Latency]:
     return found
 
 
-def show(found: list[Row], waits: list[Latency], console: Console) -> None:
-    """The table of decode, which is measured in bytes."""
-    table = Table(
-        title="Decode: medians of alternating turns; share = our rate of reading / the machine's; ratio = peer's / ours"
-    )
-    for name in ("case", "ms", "GB/s", "read", "share", "of peak", "ratios", "goal", "reached"):
-        table.add_column(name, justify="left" if name in ("case", "ratios", "goal") else "right")
+TITLE = "Decode: medians of alternating turns; share = our rate of reading / the machine's; ratio = peer's / ours"
+COLUMNS = {
+    "case": -36,
+    "ms": 7,
+    "GB/s": 6,
+    "read": 6,
+    "share": 6,
+    "of peak": 7,
+    "reached": 7,
+    "ratios": -52,
+    "goal": -40,
+}
+
+
+def show(row: Row, report: Report) -> None:
+    """A line of the table of decode, which is measured in bytes."""
 
     def listed(values: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
 
-    for row in found:
-        figures = (
-            f"{row.ms:.2f}",
-            f"{row.rate:.1f}",
-            f"{row.read:.1f}",
-            f"{row.share:.2f}",
-            f"{row.share_of_peak:.2f}",
-        )
-        reached = "" if row.reached is None else "yes" if row.reached else "no"
-        table.add_row(row.name, *figures, listed(row.ratios), listed(row.goals), reached)
-    console.print(table)
-    for wait in waits:
-        console.print(f"{wait.name}: {wait.us:.1f} us (goal: below {wait.goal:.0f})")
+    figures = (f"{row.ms:.2f}", f"{row.rate:.1f}", f"{row.read:.1f}", f"{row.share:.2f}", f"{row.share_of_peak:.2f}")
+    reached = "" if row.reached is None else "yes" if row.reached else "no"
+    report.add(row.name, *figures, reached, listed(row.ratios), listed(row.goals))
 
 
 def measured(quick: bool, turns: int, console: Console) -> tuple[list[Row], list[Latency]]:
-    """All of it."""
-    shown = track(table(quick, turns), "Measuring", total=len(CASES), console=console, transient=True)
-    return list(shown), latencies()
+    """All of it, shown as it comes."""
+    report, found = Report(console, TITLE, COLUMNS), []
+    for row in table(quick, turns):
+        show(row, report)
+        found.append(row)
+    waits = latencies()
+    for wait in waits:
+        console.print(f"{wait.name}: {wait.us:.1f} us (goal: below {wait.goal:.0f})")
+    return found, waits

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, rows
+from benchmarks.report import Report
 from fusion_attention.backends import cpu
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import Extents, Problem
@@ -82,15 +82,18 @@ def measure_here(name: str, length: int) -> Memory:
     return Memory(name, length, *(round(n / 1e6, 1) for n in (operands, extra, *workspaces(dtype, length))))
 
 
-def show(found: list[Memory], console: Console) -> None:
-    """The table of what long sequences take."""
-    table = Table(title="One head, D 64, causal, forward and backward; MB of resident memory")
-    for name in ("dtype", "length", "inputs, outputs, gradients", "beyond them", "workspace forward", "backward"):
-        table.add_column(name, justify="right")
-    for m in found:
+COLUMNS = ("dtype", "length", "inputs, outputs, gradients", "beyond them", "workspace forward", "backward")
+
+
+def show(rows: Iterable[Memory], console: Console) -> list[Memory]:
+    """What long sequences take, row by row; all of them."""
+    title = "One head, D 64, causal, forward and backward; MB of resident memory"
+    report, found = Report(console, title, {name: max(len(name), 7) for name in COLUMNS}), []
+    for m in rows:
         figures = (m.operands_mb, m.extra_mb, m.forward_mb, m.backward_mb)
-        table.add_row(m.dtype, str(m.length), *(f"{n:.1f}" for n in figures))
-    console.print(table)
+        report.add(m.dtype, str(m.length), *(f"{n:.1f}" for n in figures))
+        found.append(m)
+    return found
 
 
 def measured(length: int, names: Iterable[str] = DTYPES) -> Iterator[Memory]:

@@ -16,6 +16,8 @@ from fusion_attention import _native
 REACHED = 0.97
 # Seconds; shorter calls are made several times in a row, the peer's as often as ours, as a model's layers make them.
 SHORTEST = 0.01
+# Seconds of alternations that a row without a goal is worth, once it has FEWEST.
+PATIENCE, FEWEST = 2.0, 2
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,13 @@ class Probe:
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times a pair and the probe over `turns` alternations, after one of each that does not count."""
-    pair.ours(), pair.peer()
+    """Times a pair and the probe over `turns` alternations, after one of each that does not count; fewer of a pair that
+    takes long and has no goal to reach."""
+    pair.ours()
+    other = seconds(pair.peer)
     once = seconds(pair.ours)
+    if not pair.goal and not pair.share_goal:
+        turns = min(turns, max(FEWEST, int(PATIENCE / (once + other))))
     times = math.ceil(SHORTEST / once)
     probe = Probe(pair.peak, pair.variant, once * times) if pair.peak else None
     rows = [
