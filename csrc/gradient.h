@@ -20,22 +20,23 @@ namespace {
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
 // P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
-// not there, are zeros whatever their products were.
-template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<Format> &w, const Meet &b) {
+// not there, are zeros whatever their products were. Near: scale, maximum and sum go into the exponent at once.
+template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
     // Copies: for all the compiler knows, a store may change what w refers to.
     const KeyPart<Format> k = w.k;
-    const float natural = w.natural, kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
+    const float natural = w.natural, factor = natural * log2_e, kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
-        float peak[depth] = {}, share[depth] = {}, delta[depth] = {};
+        float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
         const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
         for (int e = 0; e < there; ++e) {
             peak[e] = w.r.peak[b.row + i + e];
             share[e] = w.r.share[b.row + i + e];
             delta[e] = w.r.delta[b.row + i + e];
+            if constexpr (Near) shift[e] = w.r.shift[b.row + i + e];
         }
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
@@ -45,9 +46,13 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
                 if (e >= there) break;
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
-                    // The product is rounded as the saved maximum was, so that their difference is exact.
-                    const Floats score = rounded(load<Floats>(scores + at) * natural);
-                    const Floats weight = exp2((score - peak[e]) * log2_e) * share[e];
+                    Floats weight = load<Floats>(scores + at);
+                    if constexpr (Near) {
+                        weight = Format::power(weight * factor - shift[e]);
+                    } else {
+                        // The product is rounded as the saved maximum was, so that their difference is exact.
+                        weight = exp2((rounded(weight * natural) - peak[e]) * log2_e) * share[e];
+                    }
                     Floats dprob = load<Floats>(dprobs + at), kept = weight;
                     if constexpr (Drops) {
                         const std::uint32_t bits = lane_bits(k.keep + (i + e) * (keys / 8), c + u * lanes);
@@ -67,20 +72,30 @@ template <class Format, bool Drops, bool Hidden> void weigh_block(const Meeting<
                 Format::put(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
+            Words kept[2], dscores[2];
+            Format::stack(p[0], p[1], kept);
+            Format::stack(ds[0], ds[1], dscores);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(k.prob_rows + to + u * lanes, Format::stack(p[u]));
-                store(k.dscore_rows + to + u * lanes, Format::stack(ds[u]));
+                store(k.prob_rows + to + u * lanes, kept[u]);
+                store(k.dscore_rows + to + u * lanes, dscores[u]);
             }
         }
     }
 }
 
-template <class Format> void weigh(const Meeting<Format> &w, const Meet &b) {
+template <class Format, bool Near> void weigh_any(const Meeting<Format> &w, const Meet &b) {
     const bool drops = w.p.dropout != Dropout::none;
-    if (drops && b.hidden) return weigh_block<Format, true, true>(w, b);
-    if (drops) return weigh_block<Format, true, false>(w, b);
-    if (b.hidden) return weigh_block<Format, false, true>(w, b);
-    weigh_block<Format, false, false>(w, b);
+    if (drops && b.hidden) return weigh_block<Format, true, true, Near>(w, b);
+    if (drops) return weigh_block<Format, true, false, Near>(w, b);
+    if (b.hidden) return weigh_block<Format, false, true, Near>(w, b);
+    weigh_block<Format, false, false, Near>(w, b);
+}
+
+template <class Format> void weigh(const Meeting<Format> &w, const Meet &b) {
+    if constexpr (Format::fused) {
+        if (b.near) return weigh_any<Format, true>(w, b);
+    }
+    weigh_any<Format, false>(w, b);
 }
 
 // Adds dS, which lies in the scores' place, to the elements that the bias was read from.
@@ -183,11 +198,15 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
     const std::int64_t last = least(begin + round_up<std::int64_t>(w.key_tile.key1 - begin, panel),
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
-    for (std::int64_t i = 0; i < rows; ++i) hidden |= w.r.empty[row + i] != 0;
+    bool near = Format::fused && !w.g.dbias.base;  // dbias takes dS before it is rounded
+    for (std::int64_t i = 0; i < rows; ++i) {
+        hidden |= w.r.empty[row + i] != 0;
+        if constexpr (Format::fused) near &= !w.r.far[row + i];
+    }
     const std::int64_t from = most(first, some_begin / lanes * lanes);
     const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
     const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
-    return {row, rows, first - begin, count, from - begin, to - begin, hidden};
+    return {row, rows, first - begin, count, from - begin, to - begin, hidden, near};
 }
 
 // Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.

@@ -43,6 +43,9 @@ private:
     char *start_, *at_;
 };
 
+// Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
+constexpr float near_peak = 1024.0f;
+
 constexpr std::uint8_t wild_q = 1, wild_dout = 2;
 
 template <class Format> struct RowPart {
@@ -51,7 +54,8 @@ template <class Format> struct RowPart {
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                    // [padded][columns], before scale
     float *peak, *share, *delta;  // the saved maximum, 1 / sum, dout . out
-    std::uint8_t *empty, *wild;
+    float *shift;                 // where Format::fused: peak * log2_e + log2(sum)
+    std::uint8_t *empty, *wild, *far;  // far: the maximum is too large for a shift
     std::size_t bytes;
 
     RowPart(const GradientSizes<Format> &sizes, std::int64_t rows, void *memory)
@@ -66,8 +70,10 @@ template <class Format> struct RowPart {
         carver.take(peak, padded);
         carver.take(share, padded);
         carver.take(delta, padded);
+        carver.take(shift, padded);
         carver.take(empty, padded);
         carver.take(wild, padded);
+        carver.take(far, padded);
         bytes = carver.bytes();
     }
 };
@@ -152,11 +158,15 @@ void pack_row(const Operands &o, const Gradients &g, const Problem &p, const Gra
     }
     const T *dout = row_of<const T>(g.dout, tile.seq, tile.head, row);
     pack_query<Format>(dout, p.dim_v, sizes.value_words, part.dout + i * sizes.value_words);
-    const float peak = *row_of<float>(o.max, tile.seq, tile.head, row);
+    const float peak = *row_of<float>(o.max, tile.seq, tile.head, row), sum = *row_of<float>(o.sum, tile.seq, tile.head, row);
     part.empty[i] = peak == -infinity;
     part.wild[i] = 0;
     part.peak[i] = part.empty[i] ? 0.0f : peak;
-    part.share[i] = part.empty[i] ? 0.0f : 1.0f / *row_of<float>(o.sum, tile.seq, tile.head, row);
+    part.share[i] = part.empty[i] ? 0.0f : 1.0f / sum;
+    if constexpr (Format::fused) {
+        part.far[i] = !(__builtin_fabsf(part.peak[i]) <= near_peak);
+        part.shift[i] = part.peak[i] * log2_e + __builtin_log2f(sum);
+    }
     part.delta[i] = part.empty[i] ? 0.0f : sum_of(dot_rows(dout, row_of<const T>(o.out, tile.seq, tile.head, row), p.dim_v));
 }
 

@@ -35,7 +35,7 @@ template <class Format> struct Meeting {
 struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
     std::int64_t row, rows, at, count;
     std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
-    bool hidden;            // some row does not see some key
+    bool hidden, near;      // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
 };
 
 // ---------------------------------------------------------------------------------------------------------- products

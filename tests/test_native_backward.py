@@ -232,6 +232,18 @@ def test_the_probability_of_an_only_key_is_exactly_one(variant: str, dtype: str,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_large_scores_beside_others(variant: str) -> None:
+    # Exponents of scores like these are rounded by more than bfloat16 leaves, those of their neighbours' are not.
+    problem = Problem(2, 1, 24, 16, dtype="bfloat16", scale=0.2)
+    call = converted(make(problem, (70,), (90,), Band.causal()), problem.torch_dtype)
+    for row in (0, 13, 40, 41, 69):
+        call.q[0][:, row] *= 2000
+    saved = native(call, variant)
+    assert saved["max"][0].max() > 1024
+    compare(call, saved, gradients(call, saved, variant), wanted(call, saved), variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: str) -> None:
     # One sequence's rows fill the memory; a single tile of keys meets them while another thread may pack the next ones.
     problem = Problem(1, 1, 128, 128, dtype="float32", scale=0.09)
