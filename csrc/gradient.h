@@ -219,9 +219,11 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
         if (last <= first) continue;
         std::int64_t &begin = w.k.row_begin[at / panel], &end = w.k.row_end[at / panel];
         if (begin == end) begin = end = first;
-        const std::int64_t gap = weight_at<Format>(end, at), words = (first - end) / depth * panel;
-        std::memset(w.k.prob_rows + gap, 0, words * sizeof *w.k.prob_rows);
-        std::memset(w.k.dscore_rows + gap, 0, words * sizeof *w.k.dscore_rows);
+        if (const std::int64_t words = (first - end) / depth * panel) {
+            const std::int64_t gap = weight_at<Format>(end, at);
+            std::memset(w.k.prob_rows + gap, 0, words * sizeof *w.k.prob_rows);
+            std::memset(w.k.dscore_rows + gap, 0, words * sizeof *w.k.dscore_rows);
+        }
         end = round_up<std::int64_t>(last, depth);
     }
 }

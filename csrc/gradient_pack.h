@@ -115,9 +115,9 @@ template <class Format> struct KeyPart {  // and one thread's scratch
 // -------------------------------------------------------------------------------------------------------------- rows
 
 template <class T> bool has_wild(const T *row, std::int64_t n) {
-    Ints largest = {};
-    for (std::int64_t d = 0; d < n; d += lanes) largest = larger_magnitude(largest, bits_of(load_floats(row + d, n - d)));
-    return any_not_finite(largest);
+    Words wild = {};
+    for (std::int64_t d = 0; d < n; d += lanes) wild |= not_finite(bits_of(load_floats(row + d, n - d)));
+    return any(wild);
 }
 
 template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
@@ -126,24 +126,26 @@ template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
     return sum;
 }
 
-// Rows of n elements, transposed and tame; returns whether any element was not finite.
-template <class Format, class T>
+// Rows of n elements, transposed and tame; returns whether any element was not finite. Few are: first all are packed.
+template <class Format, class T, bool Tame = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
-    Ints largest = {};
+    Words wild = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         for (std::int64_t at = 0; at < deep; at += lanes) {
             Words block[lanes];
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
                 const std::int64_t row = (at + i) * Format::depth;
                 const T *from = first + row * stride + d;
-                block[i] = row < rows ? value_words<Format, T, true>(from, stride, row + 1 < rows, n - d, largest) : Words{};
+                block[i] = row < rows ? value_words<Format, T, Tame>(from, stride, row + 1 < rows, n - d, wild) : Words{};
             }
             transpose(block);
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + (d + i) * deep + at, block[i]);
         }
     }
-    return any_not_finite(largest);
+    if (!any_wild<Format>(wild)) return false;
+    if constexpr (!Tame) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
+    return true;
 }
 
 template <class Format, class T>
@@ -192,7 +194,14 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     const RowPart<Format> part(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
     RowNotes notes = {};
+    constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
     for (std::int64_t i = 0; i < rows; ++i) {
+        if (i + ahead < rows) {
+            const std::int64_t later = tile.row0 + i + ahead;
+            prefetch(row_of<const T>(o.q, b, h, later), p.dim_qk);
+            prefetch(row_of<const T>(dout, b, h, later), p.dim_v);
+            prefetch(row_of<const T>(o.out, b, h, later), p.dim_v);
+        }
         pack_row<Format, T>(o, *job.gradients, p, sizes, part, tile, i);
         const float sum = *row_of<float>(o.sum, b, h, tile.row0 + i);
         if (part.empty[i]) notes.means += sum > 0.0f;
@@ -216,23 +225,25 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
 // -------------------------------------------------------------------------------------------------------------- keys
 
 // The panel of keys from `at` on, `here` rows of n elements, as the last operand of a product over keys, tame.
-template <class Format, class T>
+template <class Format, class T, bool Tame = false>
 bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std::int64_t here, std::int64_t n,
                     typename Format::Word *to) {
     const std::int64_t columns = round_up<std::int64_t>(n, lanes), stride = rows.stride_token;
     const T *row = row_of<const T>(rows, tile.seq, tile.head, tile.key0 + at);
-    Ints largest = {};
+    Words wild = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth, row += Format::depth * stride) {
         for (std::int64_t column = 0; column < columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, columns - column);
             auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
             for (std::int64_t d = column; d < column + width; d += lanes) {
-                store(words + d - column, i < here ? value_words<Format, T, true>(row + d, stride, i + 1 < here, n - d, largest)
+                store(words + d - column, i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild)
                                                    : Words{});
             }
         }
     }
-    return any_not_finite(largest);
+    if (!any_wild<Format>(wild)) return false;
+    if constexpr (!Tame) pack_key_panel<Format, T, true>(rows, tile, at, here, n, to);
+    return true;
 }
 
 template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {
@@ -244,6 +255,10 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
     for (std::int64_t at = 0; at < count; at += panel) {
         const std::int64_t here = least<std::int64_t>(panel, count - at), key = tile.key0 + at;
         const std::int64_t b = tile.seq, h = tile.head;
+        for (std::int64_t i = key + panel; i < least(key + 2 * panel, tile.key1); ++i) {
+            prefetch(row_of<const T>(o.k, b, h, i), p.dim_qk);
+            prefetch(row_of<const T>(o.v, b, h, i), p.dim_v);
+        }
         auto *k = part.k + at * sizes.words;
         pack_keys<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, k);
         pack_keys<Format>(row_of<const T>(o.v, b, h, key), o.v.stride_token, here, p.dim_v, sizes.value_words,

@@ -88,87 +88,52 @@ void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int6
 
 FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) == 0x7f800000); }
 
-// The larger magnitude, as bits: from 0x7f800000 on it is no finite number.
-FUSION_INLINE Ints larger_magnitude(Ints a, Words bits) {
-    const Ints b = (Ints)(bits & 0x7fffffff);
-    return a > b ? a : b;
-}
+// The signs of a word's elements, and the lowest bits of their exponents: a magnitude and such a bit add up into the sign
+// where the exponent is all ones, as that of an infinity or a NaN is.
+template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
+template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
-// Whether the largest magnitude of some lane is that of an infinity or a NaN.
-FUSION_INLINE bool any_not_finite(Ints largest) { return any((Words)(largest >= 0x7f800000)); }
-
-// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
+// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist). Elements that are not finite set their
+// signs in `wild`.
 template <class Format, class T, bool Tame>
-FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Ints &largest) {
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+    Words words;
     if constexpr (Format::depth == 1) {
         (void)stride, (void)second;
-        const Words bits = bits_of(load_floats(row, n));
-        largest = larger_magnitude(largest, bits);
-        return Tame ? bits & ~not_finite(bits) : bits;
+        words = bits_of(load_floats(row, n));
     } else {
-        Words low = bits_of(load_floats(row, n)) >> 16;
-        Words high = second ? bits_of(load_floats(row + stride, n)) : Words{};
-        largest = larger_magnitude(larger_magnitude(largest, low << 16), high);
-        if constexpr (Tame) {
-            low &= ~not_finite(low << 16);
-            high &= ~not_finite(high);
-        }
-        return low | high;
+        words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
     }
+    const Words found = (words & ~signs<Format>) + lowest<Format>;
+    wild |= found;
+    if constexpr (Tame) {
+        const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
+        words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
+    }
+    return words;
 }
 
-// A whole panel's width of two rows of V, without a way through float32.
-template <class Format, class T> class ValuePairs {
-public:
-    FUSION_INLINE void pack(const T *row, std::int64_t stride, typename Format::Word *to) {
-        static_assert(panel == 2 * lanes);
-        const auto low = load<typename Format::Both>(row), high = load<typename Format::Both>(row + stride);
-        note(low), note(high);
-        store(to, Format::zip(low, high, false));
-        store(to + lanes, Format::zip(low, high, true));
-    }
-    bool any_not_finite() const { return any((Words)(largest_ >= 0x7f80)); }
-
-private:
-    FUSION_INLINE void note(typename Format::Both x) {
-        const typename Format::Both magnitude = x & 0x7fff;
-        largest_ = magnitude > largest_ ? magnitude : largest_;
-    }
-    typename Format::Both largest_ = {};
-};
-
-// Formats of one element per word have nothing to pair.
-template <class T> class ValuePairs<Single, T> {};
+template <class Format> FUSION_INLINE bool any_wild(Words wild) { return any(wild & signs<Format>); }
 
 // One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
 template <class Format, class T, bool Tame>
 bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
                  const Packed<Format> &to, std::int64_t key) {
-    Ints largest = {};
-    ValuePairs<Format, T> pairs;
+    Words wild = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
         for (std::int64_t column = 0; column < sizes.columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
             auto *at = to.values(column, key + i, width);
-            if constexpr (Format::depth == 2 && !Tame) {
-                if (i + 1 < here && n - column >= panel) {
-                    pairs.pack(row + column, stride, at);
-                    continue;
-                }
-            }
             for (std::int64_t d = 0; d < width; d += lanes) {
                 const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
-                                                                            n - column - d, largest)
+                                                                            n - column - d, wild)
                                              : Words{};
                 store(at + d, words);
             }
         }
     }
-    if constexpr (Format::depth == 2) {
-        if (pairs.any_not_finite()) return true;
-    }
-    return any_not_finite(largest);
+    return any_wild<Format>(wild);
 }
 
 template <class Format, class T> void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {

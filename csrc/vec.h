@@ -183,7 +183,13 @@ template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
 
 // ------------------------------------------------------------------------------------------------------- conversions
 
-FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
+FUSION_INLINE Words widen(Halves x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
 
 FUSION_INLINE Floats to_floats(Half, Halves x) {
 #if defined(__AVX512F__)
@@ -255,12 +261,13 @@ FUSION_INLINE Floats load_floats(const float *from, std::int64_t n) {
     if (n > 0) std::memcpy(&out, from, n * 4);
     return out;
 }
-template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t n) {
-    if (n >= lanes) return to_floats(T{}, load<Halves>(from));
+template <class T> FUSION_INLINE Halves load_halves(const T *from, std::int64_t n) {
+    if (n >= lanes) return load<Halves>(from);
     Halves out = {};
     if (n > 0) std::memcpy(&out, from, n * 2);
-    return to_floats(T{}, out);
+    return out;
 }
+template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t n) { return to_floats(T{}, load_halves(from, n)); }
 
 FUSION_INLINE void store_floats(float *to, Floats x, std::int64_t n) {
     if (n >= lanes) return store(to, x);
@@ -341,22 +348,16 @@ struct Pair {
     static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
         return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
     }
-    typedef std::int16_t Both __attribute__((vector_size(lanes * 4)));
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
         const Both both = joined(rows[0], rows[1]);
         return interleaved<0, lanes>(both, both, std::make_integer_sequence<int, 2 * lanes>{});
     }
     static FUSION_INLINE void stack(const Floats (&low)[2], const Floats (&high)[2], Words (&to)[2]) {
-        const Both first = joined(low[0], high[0]), second = joined(low[1], high[1]);
-        to[0] = zip(first, second, false);
-        to[1] = zip(first, second, true);
-    }
-    // The same of rows of twice as many elements: the words of the first half, or of the second.
-    static FUSION_INLINE Words zip(Both low, Both high, bool second) {
         using Lanes = std::make_integer_sequence<int, 2 * lanes>;
-        return second ? interleaved<lanes, 2 * lanes>(low, high, Lanes{})
-                      : interleaved<0, 2 * lanes>(low, high, Lanes{});
+        const Both first = joined(low[0], high[0]), second = joined(low[1], high[1]);
+        to[0] = interleaved<0, 2 * lanes>(first, second, Lanes{});
+        to[1] = interleaved<lanes, 2 * lanes>(first, second, Lanes{});
     }
     // 2^x to a relative error of 9e-5, where rounding to bfloat16 leaves 2e-3; exact at 0.
     static FUSION_INLINE Floats power(Floats x) {
@@ -366,6 +367,8 @@ struct Pair {
     }
 
 private:
+    typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
+
     static FUSION_INLINE Both joined(Floats low, Floats high) {
         return (Both)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     }
