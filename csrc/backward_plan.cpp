@@ -13,9 +13,10 @@
 namespace fusion {
 namespace {
 
-// Units whose rows lie packed at a time: one per thread within these bytes; where units are small, more of them, since
-// they may differ in length.
-constexpr std::size_t most_bytes = std::size_t{32} << 20, small_bytes = std::size_t{4} << 20;
+// Threads have rows of different units packed at a time where all together take no more than these bytes.
+constexpr std::size_t most_bytes = std::size_t{32} << 20;
+// What packing and storing a row take, in pairs of a row and a key.
+constexpr double row_work = 100;
 
 void require(bool holds, const char *what) {
     if (!holds) throw std::invalid_argument(std::string("fusion_attention: native backward: ") + what);
@@ -34,11 +35,12 @@ void wait_for(const std::atomic<std::int64_t> &counter, std::int64_t value) {
 
 struct BackwardPlan::State {
     Job job;
-    char *packed;
-    std::size_t slots;   // unit u's rows lie in slot u % slots
+    Shares shares;
+    char *packed, *own;  // rows of shared units, slot after slot; rows of threads' own units
     bool ordered_dbias;  // units share elements of dbias: they add to a column in ascending order
     std::vector<Item> items;
-    std::atomic<std::size_t> next;                          // item
+    std::vector<Lot> lots;
+    std::atomic<std::size_t> next;                          // lot
     std::unique_ptr<std::atomic<std::int64_t>[]> turn;      // per tile of rows: the tile of keys that may add to it
     std::unique_ptr<std::atomic<std::int64_t>[]> left;      // per unit: its unfinished items
     std::unique_ptr<std::atomic<std::int64_t>[]> finished;  // per tile of keys: how many units are done with it
@@ -68,13 +70,13 @@ void BackwardPlan::cut_units() {
         const Sequence &seq = sequences_[b];
         const std::int64_t rows = pieces(seq.q_len, gradient_rows), keys = pieces(seq.kv_len, kernels_.tile_keys);
         const std::int64_t places = places_of(seq, rows);
+        const double work = work_of(seq, rows);
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
-            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, places});
+            // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
+            const std::size_t bytes = group_ * (rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : places * tile_bytes_);
+            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, places, work, bytes});
             row_tiles_ += group_ * rows;
             items_ += group_ * rows + keys;
-            // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
-            const std::size_t bytes = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : places * tile_bytes_;
-            unit_bytes_ = std::max(unit_bytes_, group_ * bytes);
             most_key_tiles_ = std::max(most_key_tiles_, keys);
         }
     }
@@ -100,52 +102,97 @@ std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles
     return std::clamp<std::int64_t>(pieces(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
 }
 
+// Judged by some tiles of rows of a long sequence.
+double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const {
+    const std::int64_t step = row_tiles / 64 + 1;
+    std::int64_t met = 0, end;
+    for (std::int64_t i = 0; i < row_tiles; i += step) {
+        const std::int64_t first = first_meeting(seq, i, end);
+        met += end - first;
+    }
+    const std::int64_t tile = std::min(gradient_rows, seq.q_len) * std::min(kernels_.tile_keys, seq.kv_len) * step;
+    return group_ * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
+}
+
 int BackwardPlan::team_of(int threads) const {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items_, 1)));
 }
 
-std::size_t BackwardPlan::slots_of(int team) const {
-    if (unit_bytes_ == 0) return 1;
+// A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then left
+// they share.
+BackwardPlan::Shares BackwardPlan::shares_of(int team, bool ordered) const {
+    Shares shares = {};
     const auto threads = static_cast<std::size_t>(team);
-    const std::size_t slots = std::max(std::min(threads, most_bytes / unit_bytes_),
-                                       std::min(4 * threads, small_bytes / unit_bytes_));
-    return std::clamp<std::size_t>(slots, 1, units_.size());
+    double left = 0;
+    for (const PlannedUnit &unit : units_) left += unit.work;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+        const PlannedUnit &unit = units_[u];
+        shares.position.push_back(shares.shared.size());
+        if (!ordered && unit.work * (team + 1) <= left && unit.bytes * threads <= most_bytes) {
+            shares.own.push_back(u);
+            shares.own_bytes = std::max(shares.own_bytes, unit.bytes);
+            left -= unit.work;
+        } else {
+            shares.shared.push_back(u);
+            shares.slot_bytes = std::max(shares.slot_bytes, unit.bytes);
+        }
+    }
+    const std::size_t fitting = shares.slot_bytes ? most_bytes / shares.slot_bytes : 1;
+    shares.slots = std::clamp<std::size_t>(std::min(threads, fitting), 1, std::max<std::size_t>(shares.shared.size(), 1));
+    return shares;
+}
+
+std::size_t BackwardPlan::bytes_of(const Shares &shares, int team) const {
+    return shares.slot_bytes * shares.slots + (shares.own_bytes + key_bytes_) * static_cast<std::size_t>(team);
 }
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
     const int team = team_of(threads);
-    return units_.empty() ? 0 : unit_bytes_ * slots_of(team) + key_bytes_ * static_cast<std::size_t>(team);
+    return units_.empty() ? 0 : bytes_of(shares_of(team, false), team);
 }
 
 // A tile of rows of a unit, counted head after head.
-RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, const State &state) const {
+RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows) const {
     const PlannedUnit &u = units_[unit];
     const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
     const std::int64_t q_len = sequences_[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
-    char *const memory = state.packed + unit % state.slots * unit_bytes_ + (head * u.places + tile % u.places) * bytes;
-    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), memory};
+    rows += (head * u.places + tile % u.places) * bytes;
+    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows};
 }
 
-// Units go abreast, as many as there are threads: two tiles of keys of one unit would wait for each other. Rows are
-// packed before the first tile of keys that they meet.
-std::vector<BackwardPlan::Item> BackwardPlan::items_of(std::size_t abreast) const {
-    std::vector<Item> items;
-    items.reserve(items_);
+// Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would wait for each other.
+void BackwardPlan::cut_items(State &state, std::size_t abreast) const {
+    state.items.reserve(items_);
     std::vector<std::int64_t> ranks(most_key_tiles_, 0), packed(abreast);
-    for (std::size_t first = 0; first < units_.size(); first += abreast) {
-        const std::size_t end = std::min(first + abreast, units_.size());
-        std::int64_t tiles = 0;
-        for (std::size_t u = first; u < end; ++u) tiles = std::max(tiles, units_[u].key_tiles);
-        std::fill(packed.begin(), packed.end(), 0);
-        for (std::int64_t t = 0; t <= tiles; ++t) {
-            for (std::size_t u = first; u < end; ++u) add_rows(items, u, t, packed[u - first]);
-            for (std::size_t u = first; u < end; ++u) {
-                if (t < units_[u].key_tiles) items.push_back({u, t, ranks[t]++});
-            }
+    for (const std::size_t unit : state.shares.own) {
+        const std::size_t first = state.items.size();
+        add_items(state.items, &unit, 1, ranks, packed);
+        state.lots.push_back({first, state.items.size(), true});
+    }
+    std::fill(ranks.begin(), ranks.end(), 0);
+    const std::vector<std::size_t> &shared = state.shares.shared;
+    for (std::size_t first = 0; first < shared.size(); first += abreast) {
+        std::size_t item = state.items.size();
+        add_items(state.items, shared.data() + first, std::min(abreast, shared.size() - first), ranks, packed);
+        for (; item < state.items.size(); ++item) state.lots.push_back({item, item + 1, false});
+    }
+}
+
+// The items of units that go abreast. Rows are packed before the first tile of keys that they meet.
+void BackwardPlan::add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count,
+                             std::vector<std::int64_t> &ranks, std::vector<std::int64_t> &packed) const {
+    std::int64_t tiles = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        tiles = std::max(tiles, units_[units[i]].key_tiles);
+        packed[i] = 0;
+    }
+    for (std::int64_t t = 0; t <= tiles; ++t) {
+        for (std::size_t i = 0; i < count; ++i) add_rows(items, units[i], t, packed[i]);
+        for (std::size_t i = 0; i < count; ++i) {
+            if (t < units_[units[i]].key_tiles) items.push_back({units[i], t, ranks[t]++});
         }
     }
-    return items;
 }
 
 // Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`.
@@ -178,21 +225,24 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
     const int team = alone ? 1 : team_of(threads);
-    state.slots = slots_of(team);
-    const Lease memory(unit_bytes_ * state.slots + key_bytes_ * static_cast<std::size_t>(team));
+    state.shares = shares_of(team, state.ordered_dbias);
+    const Shares &shares = state.shares;
+    const Lease memory(bytes_of(shares, team));
     state.packed = memory.data();
-    char *const scratch = state.packed + unit_bytes_ * state.slots;
+    state.own = state.packed + shares.slot_bytes * shares.slots;
     state.turn = std::make_unique<std::atomic<std::int64_t>[]>(row_tiles_);
     state.left = std::make_unique<std::atomic<std::int64_t>[]>(units_.size());
     state.finished = std::make_unique<std::atomic<std::int64_t>[]>(most_key_tiles_);
     state.notes.resize(row_tiles_);
     for (std::int64_t i = 0; i < row_tiles_; ++i) state.turn[i] = -1;  // not packed
     for (std::size_t u = 0; u < units_.size(); ++u) state.left[u] = group_ * units_[u].row_tiles + units_[u].key_tiles;
-    state.items = items_of(state.ordered_dbias ? 1 : std::min<std::size_t>(team, state.slots));
+    cut_items(state, state.ordered_dbias ? 1 : std::min<std::size_t>(team, shares.slots));
 #pragma omp parallel num_threads(team)
     {
         const FlushDenormals flushed;
-        work(state, scratch + key_bytes_ * static_cast<std::size_t>(omp_get_thread_num()));
+        const auto thread = static_cast<std::size_t>(omp_get_thread_num());
+        char *const own = state.own + (shares.own_bytes + key_bytes_) * thread;
+        work(state, own, own + shares.own_bytes);
     }
     std::vector<double> dsink(problem_.heads_q);
     std::int64_t means = 0;
@@ -207,22 +257,30 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     return means;
 }
 
-void BackwardPlan::work(State &state, void *scratch) const {
+void BackwardPlan::work(State &state, char *own, void *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < state.items.size();) {
-        const Item &item = state.items[i];
-        // Units without rows wait too: who comes after them in their slot waits for them alone.
-        if (item.unit >= state.slots) wait_for(state.left[item.unit - state.slots], 0);
-        if (item.rank < 0) {
-            pack_rows(item, state);
-        } else {
-            meet_keys(item, state, scratch);
+    for (std::size_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < state.lots.size();) {
+        const Lot &lot = state.lots[i];
+        for (std::size_t at = lot.first; at < lot.end; ++at) {
+            const Item &item = state.items[at];
+            char *rows = own;
+            if (!lot.own) {
+                const std::size_t position = state.shares.position[item.unit], slots = state.shares.slots;
+                // Units without rows wait too: who comes after them in their slot waits for them alone.
+                if (position >= slots) wait_for(state.left[state.shares.shared[position - slots]], 0);
+                rows = state.packed + position % slots * state.shares.slot_bytes;
+            }
+            if (item.rank < 0) {
+                pack_rows(item, state, rows);
+            } else {
+                meet_keys(item, state, rows, scratch);
+            }
+            state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
-        state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
     }
 }
 
-void BackwardPlan::pack_rows(const Item &item, State &state) const {
+void BackwardPlan::pack_rows(const Item &item, State &state, char *memory) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t tile = item.tile % unit.row_tiles;
@@ -231,14 +289,14 @@ void BackwardPlan::pack_rows(const Item &item, State &state) const {
         first_meeting(seq, tile - unit.places, end);
         wait_for(state.turn[unit.first_tile + item.tile - unit.places], end);
     }
-    const RowTile rows = row_tile(item.unit, item.tile, state);
+    const RowTile rows = row_tile(item.unit, item.tile, memory);
     const std::int64_t first = first_meeting(seq, tile, end);
     state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
     if (first == end) kernels_.store_rows(state.job, rows);
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
 }
 
-void BackwardPlan::meet_keys(const Item &item, State &state, void *scratch) const {
+void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void *scratch) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
@@ -248,7 +306,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, void *scratch) cons
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
         std::int64_t end;
         if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) continue;
-        const RowTile rows = row_tile(item.unit, i, state);
+        const RowTile rows = row_tile(item.unit, i, memory);
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
         kernels_.meet(state.job, rows, keys);

@@ -38,10 +38,22 @@ private:
         std::int64_t first_tile;            // of its tiles of rows among all, head after head
         std::int64_t row_tiles, key_tiles;  // per head
         std::int64_t places;                // for row tiles of a head that are in memory together: tile i lies at i % places
+        double work;                        // in pairs of a row and a key
+        std::size_t bytes;                  // of all places
     };
     struct Item {  // a unit's tile of rows is packed (rank -1), or a tile of keys meets its rows
         std::size_t unit;
         std::int64_t tile, rank;  // rank: how many units come before it at such a tile of keys
+    };
+    struct Lot {  // items that one thread computes in a row: of a unit of its own, or a single one of a shared unit
+        std::size_t first, end;
+        bool own;
+    };
+    struct Shares {
+        std::vector<std::size_t> own, shared;  // units
+        std::vector<std::size_t> position;     // per unit: how many shared ones come before it
+        std::size_t slots;                     // the rows of the i-th shared unit lie in slot i % slots
+        std::size_t slot_bytes, own_bytes;     // of a slot, of what a thread has for its own units
     };
     struct State;  // of a run
 
@@ -49,14 +61,18 @@ private:
     void cut_units();
     std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles) const;
     std::int64_t first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const;
-    RowTile row_tile(std::size_t unit, std::int64_t index, const State &state) const;
-    std::vector<Item> items_of(std::size_t abreast) const;
+    double work_of(const Sequence &seq, std::int64_t row_tiles) const;
+    RowTile row_tile(std::size_t unit, std::int64_t index, char *rows) const;
+    Shares shares_of(int team, bool ordered) const;
+    std::size_t bytes_of(const Shares &shares, int team) const;
+    void cut_items(State &state, std::size_t abreast) const;
+    void add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count, std::vector<std::int64_t> &ranks,
+                   std::vector<std::int64_t> &packed) const;
     void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
     int team_of(int threads) const;
-    std::size_t slots_of(int team) const;
-    void work(State &state, void *scratch) const;
-    void pack_rows(const Item &item, State &state) const;
-    void meet_keys(const Item &item, State &state, void *scratch) const;
+    void work(State &state, char *own, void *scratch) const;
+    void pack_rows(const Item &item, State &state, char *memory) const;
+    void meet_keys(const Item &item, State &state, char *memory, void *scratch) const;
     bool owns_dbias(const Matrix &dbias) const;
 
     const Variant &variant_;
@@ -64,7 +80,7 @@ private:
     Problem problem_;
     std::vector<Sequence> sequences_;
     std::vector<PlannedUnit> units_;
-    std::size_t unit_bytes_ = 0, key_bytes_ = 0, tile_bytes_ = 0;  // of the largest unit's rows, of tiles
+    std::size_t key_bytes_ = 0, tile_bytes_ = 0;
     std::int64_t group_, row_tiles_ = 0, most_key_tiles_ = 0, items_ = 0;
 };
 
