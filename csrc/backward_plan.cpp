@@ -148,7 +148,7 @@ std::size_t BackwardPlan::bytes_of(const Shares &shares, int team) const {
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
     const int team = team_of(threads);
-    return units_.empty() ? 0 : bytes_of(shares_of(team, false), team);
+    return units_.empty() ? 0 : std::max(bytes_of(shares_of(team, false), team), bytes_of(shares_of(team, true), team));
 }
 
 // A tile of rows of a unit, counted head after head.
@@ -258,9 +258,14 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
 }
 
 void BackwardPlan::work(State &state, char *own, void *scratch) const {
+    const std::size_t own_lots = state.shares.own.size();
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < state.lots.size();) {
+    for (std::size_t i = state.next++, after; i < state.lots.size(); i = after) {
         const Lot &lot = state.lots[i];
+        // A unit of one's own is taken while the one before it is computed, which asks for its memory.
+        after = state.next;
+        while (after < own_lots && !state.next.compare_exchange_weak(after, after + 1)) {}
+        const Lot *const then = after < own_lots ? &state.lots[after] : nullptr;
         for (std::size_t at = lot.first; at < lot.end; ++at) {
             const Item &item = state.items[at];
             char *rows = own;
@@ -273,11 +278,71 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
             if (item.rank < 0) {
                 pack_rows(item, state, rows);
             } else {
-                meet_keys(item, state, rows, scratch);
+                meet_keys(item, state, rows, scratch, soon_after(state, at, lot, then));
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
+        if (!then) after = state.next++;
     }
+}
+
+BackwardPlan::Soon BackwardPlan::soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const {
+    Soon soon = {};
+    if (!lot.own) return soon;
+    for (++at; !soon.keys; ++at) {
+        if (at == lot.end) {
+            if (!then) break;
+            at = then->first;
+            then = nullptr;
+        }
+        const Item &item = state.items[at];
+        if (item.rank >= 0) {
+            soon.keys = &item;
+        } else if (soon.count < Soon::most) {
+            soon.rows[soon.count++] = &item;
+        }
+    }
+    return soon;
+}
+
+// What is asked for in one of so many turns.
+GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
+                                     std::int64_t turns) const {
+    const Operands &o = *state.job.operands;
+    const Gradients &g = *state.job.gradients;
+    const std::int64_t dim_qk = problem_.dim_qk, dim_v = problem_.dim_v;
+    GradientAhead ahead;
+    const auto add = [&](const Rows &rows, std::int64_t dim, std::int64_t seq, std::int64_t head, std::int64_t from,
+                         std::int64_t to) {
+        if (to <= from) return;  // perhaps there is no memory at all
+        const std::int64_t size = problem_.dtype == Dtype::float32 ? 4 : 2;
+        const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
+        ahead.add({static_cast<const char *>(rows.base) + at * size, rows.stride_token * size, to - from, dim * size});
+    };
+    const auto add_keys = [&](const Rows &k, const Rows &v, std::int64_t seq, std::int64_t head, std::int64_t key0,
+                              std::int64_t key1) {
+        const std::int64_t from = key0 + (key1 - key0) * turn / turns, to = key0 + (key1 - key0) * (turn + 1) / turns;
+        add(k, dim_qk, seq, head, from, to);
+        add(v, dim_v, seq, head, from, to);
+    };
+    add_keys(g.dk, g.dv, keys.seq, keys.head, keys.key0, keys.key1);
+    if (soon.keys) {
+        const PlannedUnit &unit = units_[soon.keys->unit];
+        const std::int64_t key0 = soon.keys->tile * kernels_.tile_keys;
+        const std::int64_t key1 = std::min(key0 + kernels_.tile_keys, sequences_[unit.seq].kv_len);
+        add_keys(o.k, o.v, unit.seq, unit.head, key0, key1);
+    }
+    if (soon.count) {
+        const Item &item = *soon.rows[turn * soon.count / turns];
+        const RowTile tile = row_tile(item.unit, item.tile, nullptr);
+        const std::int64_t part = turn * soon.count % turns, rows = tile.row1 - tile.row0;
+        const std::int64_t from = tile.row0 + rows * part / turns;
+        const std::int64_t to = tile.row0 + std::min(rows, rows * (part + soon.count) / turns);
+        add(o.q, dim_qk, tile.seq, tile.head, from, to);
+        add(g.dout, dim_v, tile.seq, tile.head, from, to);
+        add(o.out, dim_v, tile.seq, tile.head, from, to);
+    }
+    return ahead;
 }
 
 void BackwardPlan::pack_rows(const Item &item, State &state, char *memory) const {
@@ -296,7 +361,7 @@ void BackwardPlan::pack_rows(const Item &item, State &state, char *memory) const
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
 }
 
-void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void *scratch) const {
+void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void *scratch, const Soon &soon) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
@@ -309,7 +374,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void 
         const RowTile rows = row_tile(item.unit, i, memory);
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
-        kernels_.meet(state.job, rows, keys);
+        kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, i, group_ * unit.row_tiles));
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);
     }

@@ -1,5 +1,8 @@
 // The backward of one problem on given lengths: who computes what when, in which order sums are formed, and the memory.
 //
+// A unit is a sequence and a key/value head. A thread computes a unit alone while enough others are left, and asks for the
+// memory of what it packs next while its products run; the last units all threads share.
+//
 // A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
 // up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, one waiting for the other where it
 // must, so every sum is formed in the same order for any number of threads. Rows are packed when the first tile of keys
@@ -33,7 +36,7 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    struct PlannedUnit {  // a sequence and a key/value head
+    struct PlannedUnit {
         std::int64_t seq, head;
         std::int64_t first_tile;            // of its tiles of rows among all, head after head
         std::int64_t row_tiles, key_tiles;  // per head
@@ -55,6 +58,11 @@ private:
         std::size_t slots;                     // the rows of the i-th shared unit lie in slot i % slots
         std::size_t slot_bytes, own_bytes;     // of a slot, of what a thread has for its own units
     };
+    struct Soon {  // what a thread packs after a tile of keys, as far as its cache holds it
+        static constexpr std::int64_t most = 4;
+        const Item *rows[most], *keys;
+        std::int64_t count;  // of tiles of rows
+    };
     struct State;  // of a run
 
     void check() const;
@@ -72,7 +80,10 @@ private:
     int team_of(int threads) const;
     void work(State &state, char *own, void *scratch) const;
     void pack_rows(const Item &item, State &state, char *memory) const;
-    void meet_keys(const Item &item, State &state, char *memory, void *scratch) const;
+    void meet_keys(const Item &item, State &state, char *memory, void *scratch, const Soon &soon) const;
+    Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
+    GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
+                           std::int64_t turns) const;
     bool owns_dbias(const Matrix &dbias) const;
 
     const Variant &variant_;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bias.h"
+#include "errands.h"
 #include "gradient_pack.h"
 
 namespace fusion {
@@ -24,12 +25,13 @@ template <class Format> struct Meeting {
     const KeyPart<Format> k;
     const bool dressed;   // as in the forward
     const float natural;  // what a score is then multiplied by
+    Errands &errands;
 
-    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_)
+    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, Errands &errands_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
           k(sizes, key_tile.memory), dressed(is_dressed(p)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)) {}
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)), errands(errands_) {}
 };
 
 struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
@@ -126,12 +128,14 @@ template <class Format> struct Next {
         }
     }
     FUSION_INLINE void queries(std::int64_t at) const {
+        w.errands.run();
         if (bias) stored(w.o.bias, at);
         if (row >= w.r.padded) return;
         share(w.r.q + row * w.sizes.words, block_rows * w.sizes.words, at);
         share(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns, at);
     }
     FUSION_INLINE void gradients(std::int64_t at) const {
+        w.errands.run();
         if (dbias) stored(w.g.dbias, at);
         if (row >= w.r.padded) return;
         share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);

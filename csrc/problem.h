@@ -86,6 +86,13 @@ struct Ahead {
     Part q, k, v;
 };
 
+struct GradientAhead {  // the same for the backward, and the memory of results that are stored soon
+    Ahead::Part parts[8];
+    int count = 0;
+
+    void add(const Ahead::Part &part) { parts[count++] = part; }
+};
+
 struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
     std::int64_t seq, head, row0, row1;
     void *memory;

@@ -47,8 +47,8 @@ void load_keys_single(const Job &job, const KeyTile &keys) {
     FUSION_SINGLE(load_keys, (job, keys))
 }
 
-void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys) {
-    FUSION_SINGLE(meet, (job, rows, keys))
+void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const GradientAhead &ahead) {
+    FUSION_SINGLE(meet, (job, rows, keys, ahead))
 }
 
 void store_keys_single(const Job &job, const KeyTile &keys) {
