@@ -75,7 +75,8 @@ class PagedKVCache:
         self._pools = [
             zeros((pages, heads, page_size, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides
         ]
-        self._scales = [torch.zeros(pages, heads, page_size, device=device) for _ in sides if stored]
+        scales = (pages, heads, page_size)
+        self._scales = [torch.zeros(scales, dtype=torch.float32, device=device) for _ in sides if stored]
         self._free = list(range(pages))[::-1]
         self._shared = [0] * pages  # how many sequences hold a page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens

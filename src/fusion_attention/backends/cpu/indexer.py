@@ -62,7 +62,7 @@ def run_indexer_loss(
     p, o, dtype = problem, operands, problem.torch_dtype
     q_rope, k_rope = (rows_of(view, dtype) if p.dim_rope else None for view in (o.q_rope, o.k_rope))
     max_, sum_ = (rows_of(view, torch.float32) for view in (o.stats.max, o.stats.sum))
-    loss = torch.zeros(1)
+    loss = torch.zeros(1, dtype=torch.float32, device="cpu")
     with Floats() as floats:
         attention = arguments(
             q=rows_of(o.q, dtype),

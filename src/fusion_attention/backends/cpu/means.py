@@ -31,7 +31,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         if not empty.any():
             continue
         kv_len = int(extents.kv_len[b])
-        mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v)
+        mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
             v = _values(problem, operands, b, keys)
             mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))

@@ -56,7 +56,7 @@ def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Call
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
     """Writes the gradients and adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    dsink = torch.zeros(p.heads_q)
+    dsink = torch.zeros(p.heads_q, dtype=torch.float32, device="cpu")
     if g.dbias is not None and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (

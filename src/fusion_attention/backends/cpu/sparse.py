@@ -33,7 +33,7 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients from the saved statistics and the saved out."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    dsink = torch.zeros(p.heads_q)
+    dsink = torch.zeros(p.heads_q, dtype=torch.float32, device="cpu")
     written: dict[str, Any] = {
         "dout": rows_of(g.dout, dtype),
         "dq": rows_of(g.dq, dtype),

@@ -1,0 +1,78 @@
+"""What torch is told around a call: defaults, threads and modes change no result, or are refused aloud."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import fusion_attention as fa
+
+Tensor = torch.Tensor
+
+
+@contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype, as model loaders change it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
+
+
+LISTS = torch.arange(4, dtype=torch.int32).expand(2, 6, 2, 4)
+
+
+def sink_of_attention() -> Tensor:
+    sink = rows(4).requires_grad_()
+    fa.attention(rows(2, 6, 4, 16), rows(2, 9, 2, 16), rows(2, 9, 2, 16), sink=sink).sum().backward()
+    assert sink.grad is not None
+    return sink.grad
+
+
+def sink_of_selections() -> Tensor:
+    sink = rows(4).requires_grad_()
+    out = fa.sparse_attention(rows(2, 6, 4, 16), rows(2, 6, 2, 16), rows(2, 6, 2, 16), LISTS, sink=sink)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert sink.grad is not None
+    return sink.grad
+
+
+def loss() -> Tensor:
+    q, k, lists = rows(2, 6, 4, 16), rows(2, 6, 2, 16), LISTS[:, :, :1]
+    _, lse = fa.sparse_attention(q, k, k, LISTS, return_lse=True)
+    return fa.indexer_loss(q, k, lse, rows(2, 6, 3, 8), rows(2, 6, 1, 8), rows(2, 6, 3), lists)
+
+
+def means() -> Tensor:
+    q, k = rows(2, 6, 4, 16), rows(2, 9, 2, 16)
+    return fa.attention(q, k, k, blocked=torch.ones(6, 9, dtype=torch.bool), empty_rows="mean")
+
+
+def from_integers() -> Tensor:
+    cache = fa.PagedKVCache(2, 16, 8, page_size=4, dtype=torch.float32, stored="int8")
+    cache.append([cache.allocate()], rows(1, 9, 2, 16), rows(1, 9, 2, 16))
+    out = fa.decode_attention(rows(1, 1, 4, 16), cache)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [sink_of_attention, sink_of_selections, loss, means, from_integers],
+    ids=lambda call: call.__name__,
+)
+def test_the_default_dtype_does_not_matter(call: Callable[[], Tensor], dtype: torch.dtype) -> None:
+    want = call()
+    with by_default(dtype):
+        got = call()
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
