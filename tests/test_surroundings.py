@@ -1,12 +1,19 @@
 """What torch is told around a call: defaults, threads and modes change no result, or are refused aloud."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fusion_attention as fa
+from fusion_attention import plan as plans
+from fusion_attention.mask import INFINITE
+from fusion_attention.problem import Extents, Problem
 
 Tensor = torch.Tensor
 
@@ -76,3 +83,28 @@ def test_the_default_dtype_does_not_matter(call: Callable[[], Tensor], dtype: to
         got = call()
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
+
+
+def test_a_plan_that_another_thread_pushes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, zero = Problem(heads_q=2, heads_kv=1, dim_qk=8, dim_v=8), np.zeros(1, np.int64)
+    long, short = (Extents(n, n, zero - INFINITE, zero + INFINITE, zero, zero) for n in (zero + 7, zero + 3))
+    others: list[threading.Thread] = []
+
+    class Watched(OrderedDict[Any, plans.Plan]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if found is not None and not others:
+                others.append(threading.Thread(target=ask, args=(short,)))
+                others[0].start()
+                others[0].join(0.5)  # longer only if it has to wait for us
+            return found
+
+    def ask(extents: Extents) -> plans.Plan:
+        return plans.plan(problem, extents, torch.device("cpu"), "golden")
+
+    monkeypatch.setattr(plans, "_PLANS", Watched())
+    monkeypatch.setattr(plans, "_PLANS_KEPT", 1)
+    made = ask(long)
+    assert ask(long) is made
+    others[0].join()
+    assert [p.extents for p in plans._PLANS.values()] == [short]

@@ -106,7 +106,8 @@ class _Laid:
 
     def run(self, *given: torch.Tensor) -> None:
         """Computes from (q, k, v) into (out, max, sum)."""
-        if self._core is None or not self._core(*given):
+        core = self._core  # another thread may forget it meanwhile
+        if core is None or not core(*given):
             self._core = None  # Rows that only the back end itself can complete come back with every call.
             self._plan.run(over(self._rows, given))
 

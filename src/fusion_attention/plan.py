@@ -6,6 +6,7 @@ plan() may take its time and is cached; run() only computes. Refuses to know whe
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ AUTO = ("triton", "cpu")
 BACKENDS = (*AUTO, "golden")
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
+_PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.
 
 
 @dataclass(eq=False, slots=True)
@@ -178,14 +180,16 @@ def plan(
     if updatable:
         return _made(problem, extents, device, backend, verb, _Capacity(extents))
     key = (problem, extents.key, device, backend, verb)
-    found = _PLANS.get(key)
-    if found is None:
-        _PLANS[key] = found = _made(problem, extents, device, backend, verb, None)
+    with _PLANS_LOCK:
+        if found := _PLANS.get(key):
+            _PLANS.move_to_end(key)
+            return found
+    made = _made(problem, extents, device, backend, verb, None)
+    with _PLANS_LOCK:
+        _PLANS[key] = made
         while len(_PLANS) > _PLANS_KEPT:
             _PLANS.popitem(last=False)
-    else:
-        _PLANS.move_to_end(key)
-    return found
+    return made
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
