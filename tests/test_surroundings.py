@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import fusion_attention as fa
 from fusion_attention import plan as plans
@@ -108,3 +109,56 @@ def test_a_plan_that_another_thread_pushes_out(monkeypatch: pytest.MonkeyPatch) 
     assert ask(long) is made
     others[0].join()
     assert [p.extents for p in plans._PLANS.values()] == [short]
+
+
+# --------------------------------------------------------------------------------------------------------- derivatives
+
+Function = Callable[[Tensor], Tensor]
+
+
+def dense(q: Tensor) -> Tensor:
+    return fa.attention(q, rows(2, 6, 2, 16), rows(2, 6, 2, 16)).sum()
+
+
+def selected(q: Tensor) -> Tensor:
+    out = fa.sparse_attention(q, rows(2, 6, 2, 16), rows(2, 6, 2, 16), LISTS)
+    assert isinstance(out, Tensor)
+    return out.sum()
+
+
+families = pytest.mark.parametrize("f", [dense, selected], ids=["dense", "selected"])
+
+
+@families
+def test_a_penalty_on_gradients_is_refused(f: Function) -> None:
+    """The upstream gradient is a constant, so torch's once_differentiable would call the gradients constants too."""
+    q = rows(2, 6, 4, 16).requires_grad_()
+    (gradient,) = torch.autograd.grad(f(q), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot differentiate twice"):
+        gradient.square().sum().backward()
+
+
+@families
+def test_gradients_of_gradients_are_refused_to_torch_func(f: Function) -> None:
+    q = rows(2, 6, 4, 16)
+    with pytest.raises(NotImplementedError, match="cannot differentiate twice"):
+        torch.func.grad(lambda a: torch.func.grad(f)(a).square().sum())(q)
+
+    def first_order(a: Tensor) -> Tensor:
+        return f(a - torch.func.grad(f)(a.detach()))
+
+    inner = torch.func.grad(f)(q)
+    torch.testing.assert_close(torch.func.grad(first_order)(q), torch.func.grad(f)(q - inner))
+
+
+@families
+def test_forward_mode_is_refused(f: Function) -> None:
+    q = rows(2, 6, 4, 16)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(f, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(torch.func.grad(f), (q,), (q,))
+    with forward_ad.dual_level():
+        torch.testing.assert_close(f(q), f(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            f(forward_ad.make_dual(q, q))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from fusion_attention.derivative import once
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
@@ -126,7 +126,6 @@ class _Attention(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Any, *_: Any) -> Any:
         wanted = ctx.needs_input_grad[2:]
         if dout is None:
@@ -134,7 +133,12 @@ class _Attention(torch.autograd.Function):
         out, max_, sum_, q, k, v, *extras = ctx.saved_tensors
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
-        grads = attention_backward(call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend)
+        grads = once(
+            lambda: attention_backward(
+                call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend
+            ),
+            (dout, q, k, v, *extras),
+        )
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads
         inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink)
         return None, None, *(g if need else None for g, need in zip(inputs, wanted, strict=True))

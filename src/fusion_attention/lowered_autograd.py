@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fusion_attention.calls import Differentiable, Lowered
 from fusion_attention.contract import Bound
+from fusion_attention.derivative import once
 from fusion_attention.plan import compute
 
 Tensors = tuple[torch.Tensor, ...]
@@ -70,7 +70,6 @@ class _Run(torch.autograd.Function):
         return tuple(found.values())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
         wanted = ctx.needs_input_grad[5:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
@@ -79,7 +78,11 @@ class _Run(torch.autograd.Function):
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
         results = dict(zip(ctx.results, ctx.saved_tensors[:count], strict=True))
-        call = ctx.bare.on(dict(zip(ctx.inputs, ctx.saved_tensors[count:], strict=True)))
-        grads = call.gradients(results, given, lambda further: run(further, ctx.backend))
-        found = (grads.get(name) if need else None for name, need in zip(ctx.inputs, wanted, strict=True))
-        return None, None, None, None, None, *found
+        inputs = ctx.saved_tensors[count:]
+        call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
+
+        def found() -> list[torch.Tensor | None]:
+            grads = call.gradients(results, given, lambda further: run(further, ctx.backend))
+            return [grads.get(name) if need else None for name, need in zip(ctx.inputs, wanted, strict=True)]
+
+        return None, None, None, None, None, *once(found, (*given.values(), *inputs))

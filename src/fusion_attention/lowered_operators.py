@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.function import _SingleLevelFunction, once_differentiable
+from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import lowered_autograd
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
-from fusion_attention.operators import check, names_of, needed, no_vmap, pack, read, unpack
+from fusion_attention.derivative import below, no_tangents
+from fusion_attention.operators import check, names_of, needed, no_vmap, once_of, pack, read, unpack
 from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
@@ -92,7 +93,7 @@ class _Differentiable(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below():
             found = torch.ops.fusion_attention.lowered(list(tensors), *rest)
         arrays, *ctx.rest = rest
         op = read(rest[-1]).op
@@ -107,7 +108,6 @@ class _Differentiable(_SingleLevelFunction):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
         wanted = ctx.needs_input_grad[1:]
         given = [t if smooth else None for t, smooth in zip(upstream, ctx.smooth, strict=True)]
@@ -122,6 +122,7 @@ class _Differentiable(_SingleLevelFunction):
 
 
 def _forward_autograd(tensors: Any, *rest: Any) -> Any:
+    no_tangents(tensors)
     op = read(rest[-1]).op
     if op.trains and torch.is_grad_enabled():
         named, trained = zip(names_of(op.name)[0], tensors, strict=True), _trained(op)
@@ -138,6 +139,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("fusion_attention::lowered", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("fusion_attention::lowered_grad", _backward_fake, lib=_LIBRARY)
 _LIBRARY.impl("lowered", _forward_autograd, "Autograd")
+_LIBRARY.impl("lowered_grad", once_of("lowered_grad"), "Autograd")
 for _name in ("lowered", "lowered_grad"):
     _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.function import _SingleLevelFunction, once_differentiable
+from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
+from fusion_attention.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, attention, flash_lower
@@ -45,6 +46,7 @@ def needed(args: Iterable[Any]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
+        or forward_mode()
     ):
         return True
     return not _USUAL.issuperset(map(type, args)) and any(
@@ -272,7 +274,7 @@ class _Differentiable(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, rest: tuple[Any, ...], places: tuple[int, ...], *tensors: Any) -> Tensors:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below():
             results = torch.ops.fusion_attention.attn_fwd(list(tensors), *rest)
         arrays, ints, floats, seed, call = rest
         ctx.save_for_backward(*results, seed, *tensors, *arrays)
@@ -282,7 +284,6 @@ class _Differentiable(_SingleLevelFunction):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Any, *_: Any) -> Any:
         wanted = ctx.needs_input_grad[2:]
         gradients: list[Any] = [None] * len(wanted)
@@ -313,6 +314,7 @@ def _places(op: Op, args: Mapping[str, Any]) -> tuple[int, ...]:
 def _forward_autograd(
     tensors: Given, arrays: Given, ints: Any, floats: Any, seed: torch.Tensor | None, call: str
 ) -> Any:
+    no_tangents(tensors)
     rest = (arrays, ints, floats, seed, call)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         text = read(call)
@@ -321,6 +323,23 @@ def _forward_autograd(
             return _Differentiable.apply(rest, places, *tensors)  # type: ignore[attr-defined]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.fusion_attention.attn_fwd(tensors, *rest)
+
+
+def once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
+    """What autograd calls for an operator of ours that computes gradients."""
+
+    def call(*args: Any) -> list[torch.Tensor]:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        no_tangents(tensors)
+
+        def compute() -> list[torch.Tensor]:
+            with below():
+                found: list[torch.Tensor] = getattr(torch.ops.fusion_attention, operator)(*args)
+                return found
+
+        return list(once(compute, tensors))  # type: ignore[arg-type]
+
+    return call
 
 
 def no_vmap(*args: Any) -> Any:
@@ -336,6 +355,7 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("fusion_attention::attn_fwd", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("fusion_attention::attn_bwd", _backward_fake, lib=_LIBRARY)
 _LIBRARY.impl("attn_fwd", _forward_autograd, "Autograd")
+_LIBRARY.impl("attn_bwd", once_of("attn_bwd"), "Autograd")
 for _name in ("attn_fwd", "attn_bwd"):
     _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
 

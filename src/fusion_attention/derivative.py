@@ -1,0 +1,67 @@
+"""Which derivatives there are: one, backwards. Any other is refused where somebody asks for it, never silently zero.
+
+Refuses to know what is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
+
+Tensor = torch.Tensor
+
+
+class _Once(_SingleLevelFunction):
+    """Gradients, with a derivative that raises. Of one level: torch.func brings the level itself."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Iterable[Tensor | None]], *_: Any) -> tuple[Tensor | None, ...]:
+        return tuple(compute())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            "fusion_attention: cannot differentiate twice: gradients of gradients are not computed (detach() the "
+            "gradients, or leave out create_graph=True)"
+        )
+
+
+def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients that compute() makes of some tensors; to differentiate them raises.
+
+    torch's once_differentiable lets them pass as constants where the upstream gradient is one.
+    """
+    read = tuple(reads)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
+        with enable_single_level_autograd_function():
+            found: tuple[Tensor | None, ...] = _Once.apply(compute, *read)  # type: ignore[attr-defined]
+            return found
+    with torch.no_grad():
+        return tuple(compute())
+
+
+@contextmanager
+def below() -> Iterator[None]:
+    """Where an operator runs whose derivative autograd notes here; further levels of torch.func note it themselves."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
+def no_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Raises where a tensor carries a tangent."""
+    if forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "fusion_attention: forward-mode derivatives (jvp, jacfwd, dual numbers) are not computed: use backward(), "
+            "torch.func.grad or torch.func.vjp"
+        )
