@@ -162,3 +162,36 @@ def test_forward_mode_is_refused(f: Function) -> None:
         torch.testing.assert_close(f(q), f(q))
         with pytest.raises(NotImplementedError, match="forward-mode"):
             f(forward_ad.make_dual(q, q))
+
+
+# ------------------------------------------------------------------------------------------- memory that torch pretends
+
+PRETENDED = [torch._neg_view, lambda t: torch._efficientzerotensor(t.shape)]
+pretended = pytest.mark.parametrize("view", PRETENDED, ids=["negated", "zeros"])
+
+
+@pretended
+def test_memory_that_does_not_hold_the_values_is_refused(view: Function) -> None:
+    q, k = rows(2, 6, 4, 16), rows(2, 6, 2, 16)
+    fa.attention(q, k, k)
+    with pytest.raises(fa.ContractError, match="attention: k: expected a tensor whose values lie in memory"):
+        fa.attention(q, view(k), k)
+    with pytest.raises(fa.ContractError, match="k: expected a tensor whose values"):
+        fa.decode_attention(q[:, :1], (view(k), k))
+    with pytest.raises(fa.ContractError, match="sink: expected a tensor whose values"):
+        fa.sparse_attention(q, k, k, LISTS, sink=view(rows(4)))
+
+
+@families
+@pretended
+def test_such_memory_as_a_gradient(f: Function, view: Function) -> None:
+    def gradient(upstream: Tensor) -> Tensor:
+        q, k = rows(2, 6, 4, 16).requires_grad_(), rows(2, 6, 2, 16)
+        out = fa.attention(q, k, k) if f is dense else fa.sparse_attention(q, k, k, LISTS)
+        assert isinstance(out, Tensor)
+        out.backward(upstream)
+        assert q.grad is not None
+        return q.grad
+
+    upstream = view(rows(2, 6, 4, 16))
+    assert torch.equal(gradient(upstream), gradient(upstream.clone()))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fusion_attention.derivative import once
+from fusion_attention.expressions import lazy
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
@@ -131,6 +132,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return (None,) * (2 + len(wanted))
         out, max_, sum_, q, k, v, *extras = ctx.saved_tensors
+        dout = dout.clone() if lazy(dout) else dout
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
         grads = once(

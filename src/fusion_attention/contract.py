@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.expressions import dtype_text, evaluate, parse, scope, shape_text, show, size_of
+from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
 from fusion_attention.record import (
     INVALID,
     LEVELS,
@@ -164,10 +164,10 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
     try:
         for i in at[Tensor]:
             t = given[i]
-            key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device))
+            key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
         key += [type(given[i]) for i in at[Array]]
         for i in at[Tensors]:
-            key += [(type(t), t.shape, t.dtype, t.stride(), t.device) for t in given[i] or ()]
+            key += [(type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()]
         found = tuple(key)
         return found, op.signatures.get(found)
     except Exception:  # No tensor, no strides (sparse, nested), no hash.
@@ -326,6 +326,8 @@ def _no_tensor(value: Any, output: bool) -> _Fault | None:
             f"a {kind.removeprefix('torch.')} one",
             "to_dense(), dequantize() or to_padded_tensor()",
         )
+    if lazy(value):
+        return "a tensor whose values lie in memory", "a view that torch negates, or zeros without memory", "clone() it"
     if output and any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
         return (
             "memory of its own for every element",

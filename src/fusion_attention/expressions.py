@@ -85,6 +85,11 @@ def dtype_text(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory does not hold its values: torch negates them when it reads, or there is none."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
 def show(value: Any) -> str:
     """A value as an error shows it: short, whatever it is."""
     try:

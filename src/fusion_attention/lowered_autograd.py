@@ -12,6 +12,7 @@ import torch
 from fusion_attention.calls import Differentiable, Lowered
 from fusion_attention.contract import Bound
 from fusion_attention.derivative import once
+from fusion_attention.expressions import lazy
 from fusion_attention.plan import compute
 
 Tensors = tuple[torch.Tensor, ...]
@@ -73,7 +74,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         wanted = ctx.needs_input_grad[5:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
-        given = {name: t for name, t in given.items() if name in ctx.smooth}
+        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.smooth}
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
