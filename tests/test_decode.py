@@ -302,6 +302,18 @@ def test_a_full_cache_stores_nothing() -> None:
             cache.append([a, b], wrong, rows(2, 1))
 
 
+def test_lists_of_tensors_are_counted() -> None:
+    """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
+    q, one = rows(1, 1, 4), rows(1, 6)
+    fa.decode_attention(q, (one, one))
+    with pytest.raises(fa.ContractError, match="dim_v: expected v, or dim_v"):
+        fa.decode_attention(q, [one, one])
+    q = rows(2, 1, 4)
+    fa.decode_attention(q, ([one, one], [one, one]))
+    with pytest.raises(fa.ContractError, match="v: expected as k"):
+        fa.decode_attention(q, ([one], [one, one, one]))
+
+
 def test_forks_that_write_together_copy_as_often_as_needed() -> None:
     cache = paged()
     a = cache.allocate()

@@ -167,7 +167,7 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
             key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
         key += [type(given[i]) for i in at[Array]]
         for i in at[Tensors]:
-            key += [(type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()]
+            key.append(tuple((type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()))
         found = tuple(key)
         return found, op.signatures.get(found)
     except Exception:  # No tensor, no strides (sparse, nested), no hash.
