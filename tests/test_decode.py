@@ -297,9 +297,31 @@ def test_a_full_cache_stores_nothing() -> None:
     assert cache.lengths() == [15, 15]
     cache.append([a, b], rows(2, 1), rows(2, 1))
     assert cache.free_pages == 0
-    for wrong in (rows(2, 1).half(), rows(2, 1, 3), rows(1, 1)):
+    c = cache.allocate()
+    for wrong in (rows(1, 0).half(), rows(1, 0, 3), rows(2, 0), rows(1, 0).to("meta"), rows(1, 0).numpy()):
         with pytest.raises(ValueError, match="PagedKVCache: k: expected"):
-            cache.append([a, b], wrong, rows(2, 1))
+            cache.append([c], wrong, rows(1, 0))
+    with pytest.raises(ValueError, match="v: expected .* on cpu, got .* on meta"):
+        cache.append([c], rows(1, 0), rows(1, 0).to("meta"))
+
+
+@pytest.mark.parametrize("wrong", [{"dim_v": 24, "shares_kv": True}, {"dtype": torch.int32}, {"dtype": "float32"}], ids=str)
+def test_a_cache_that_no_call_could_read_is_not_made(wrong: Args) -> None:
+    with pytest.raises(ValueError, match=f"PagedKVCache: {next(iter(wrong))}: expected"):
+        fa.PagedKVCache(2, 16, 8, **wrong)
+
+
+def test_what_a_cache_brings_is_not_said_again() -> None:
+    """A length beside a cache would otherwise be dropped, and the answer be that of another question."""
+    cache = paged()
+    a = cache.allocate()
+    cache.append([a], rows(1, 6), rows(1, 6))
+    table, scale = cache.block_table([a]), torch.ones(2)
+    for name, value in {"kv_len": [3], "block_table": table, "k_scale": scale, "v_offset": scale, "dim_v": 8}.items():
+        with pytest.raises(fa.ContractError, match=f"decode_attention: {name}: expected nothing beside a PagedKVCache"):
+            fa.decode_attention(rows(1, 1, 4), cache, **{name: value})
+    with pytest.raises(fa.ContractError, match="sequences: expected a PagedKVCache to choose from"):
+        fa.decode_attention(rows(1, 1, 4), (rows(1, 6), rows(1, 6)), sequences=[a])
 
 
 def test_lists_of_tensors_are_counted() -> None:

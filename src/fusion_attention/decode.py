@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from fusion_attention import lowered_operators
+from fusion_attention.contract import ContractError, Failure
+from fusion_attention.expressions import show
 from fusion_attention.mask import Band
 from fusion_attention.ops import decode_attention as record
 
@@ -66,6 +68,10 @@ class PagedKVCache:
         dim_v = dim if dim_v is None else dim_v
         if min(heads, dim, dim_v, pages, page_size) < 1:
             raise ValueError("PagedKVCache: heads, dim, dim_v, pages and page_size: expected positive numbers")
+        if shares_kv and dim_v > dim:
+            raise ValueError(f"PagedKVCache: dim_v: expected at most dim={dim} where keys are values, got {dim_v}")
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"PagedKVCache: dtype: expected a floating point dtype, got {dtype!r}")
         if stored not in ("", *_LARGEST):
             raise ValueError(f'PagedKVCache: stored: expected "", "int8" or "int4", got {stored!r}')
         self.heads, self.dim, self.dim_v, self.page_size = heads, dim, dim_v, page_size
@@ -155,11 +161,15 @@ class PagedKVCache:
         if (v is None) is not self.shares_kv:
             raise ValueError(f"PagedKVCache: v: expected {'None' if self.shares_kv else 'values'} beside k")
         for name, tensor, d in zip("kv", given, (self.dim, self.dim_v), strict=False):
-            assert tensor is not None
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"PagedKVCache: {name}: expected a tensor, got {show(tensor)}")
             shape = (len(sequences), k.shape[1] if k.dim() > 1 else 0, self.heads, d)
-            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
-                got = f"{list(tensor.shape)} of {tensor.dtype}"
-                raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype}, got {got}")
+            device = self._pools[0].device
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype or tensor.device != device:
+                got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+                raise ValueError(
+                    f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}"
+                )
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])
@@ -347,6 +357,7 @@ def decode_attention(
     # The record's parameters in the signature's order; the cache stands for k and v.
     args = dict(zip(_NAMES, locals().values(), strict=False))
     del args["cache"], args["sequences"]
+    _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
             return _outside(cache, sequences, args, return_lse, backend)
@@ -358,6 +369,22 @@ def decode_attention(
     return _attended(args, return_lse, backend)
 
 
+def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) -> None:
+    """Raises where the caller says what the cache knows, or asks for sequences of bare tensors."""
+    failures = []
+    if isinstance(cache, PagedKVCache):
+        said = [name for name in _BROUGHT if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
+        advice = "it brings its own: sequences= chooses among its sequences"
+        failures = [Failure(_OP, name, "nothing beside a PagedKVCache", show(args[name]), advice) for name in said]
+    elif sequences is not None:
+        advice = "tensors hold one sequence per row of q: index them"
+        failures = [Failure(_OP, "sequences", "a PagedKVCache to choose from", show(sequences), advice)]
+    if failures:
+        raise ContractError(failures)
+
+
+_OP = record.RECORD.name
+_BROUGHT = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
 _NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
 
 

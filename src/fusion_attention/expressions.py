@@ -107,4 +107,6 @@ def _text(value: Any) -> str:
     if isinstance(value, np.ndarray) and value.ndim == 1:
         shown = ", ".join(map(str, value[:8].tolist()))
         return f"[{shown}{', ...' if len(value) > 8 else ''}]"
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype} {list(value.shape)}"
     return repr(value)
