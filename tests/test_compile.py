@@ -2,9 +2,11 @@
 lengths, and clear refusals.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,6 +268,35 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout": "BSH", "heads": np.int64(4)},
+        {"scale": np.float32(0.25), "keep_prob": 0.5, "seed": np.int32(3)},
+        {"band": fa.Band.window(np.int64(2), np.int32(1)), "q_len": np.array([3, 4], np.int32)},
+    ],
+    ids=["heads", "scale and seed", "band and lengths"],
+)
+def test_numbers_of_numpy(given: dict[str, Any]) -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    q, k, v = (t.flatten(2) if "layout" in given else t for t in (q, k, v))
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    want = fa.attention(q, k, v, **plain)
+    assert torch.equal(fa.attention(q, k, v, **given), want)
+    with Seen():
+        assert torch.equal(fa.attention(q, k, v, **given), want)
+
+
+def test_a_trace_refuses_what_a_call_refuses() -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    for wrong in ([3.7, 4.0], [True, True], np.array([3.5, 4.0])):
+        for mode in (contextlib.nullcontext(), Seen()):
+            with mode, pytest.raises(fa.ContractError, match="q_len: expected integers"):
+                fa.attention(q, k, v, q_len=wrong)  # type: ignore[call-overload]
+    with Seen(), pytest.raises(TypeError, match="attention: band: expected a plain number or word, got"):
+        fa.attention(q, k, v, band=(1, 2))
 
 
 def test_a_mode_sees_one_operator() -> None:

@@ -131,7 +131,7 @@ def _attention(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tens
         return operators.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)
-        seed = args["seed"]
+        seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
         return autograd.attention(call, backend)

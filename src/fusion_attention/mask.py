@@ -5,6 +5,8 @@ Knows intervals, their two alignments and prefixes. Refuses to know what any int
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +57,9 @@ class Band:
     prefix: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("lo", "hi"):
+            with contextlib.suppress(TypeError):  # what is no whole number a call names
+                object.__setattr__(self, name, operator.index(getattr(self, name)))
         if self.align not in ("start", "end"):
             raise ValueError(f'Band: align: expected "start" or "end", got {self.align!r}')
         if self.prefix and self.lo > -INFINITE:

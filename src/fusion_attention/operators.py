@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
@@ -22,6 +23,7 @@ from fusion_attention import autograd
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
+from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, attention, flash_lower
@@ -103,14 +105,18 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         value = args.get(name)
         if value is None:
             continue
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, (bool, str)):
             words[name] = value
         elif isinstance(value, (int, torch.SymInt)):
             ints[name] = value
         elif isinstance(value, (float, torch.SymFloat)):
             floats[name] = value
-        else:
+        elif isinstance(value, Band):
             words[name] = tuple(getattr(value, f.name) for f in fields(value))
+        else:
+            raise TypeError(f"{op}: {name}: expected a plain number or word, got {show(value)}")
     given: list[Any] = []
     lists: dict[str, int] = {}
     for name in tensors:
@@ -130,7 +136,8 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
 def _as_tensor(lengths: Any) -> torch.Tensor | None:
     if lengths is None or isinstance(lengths, torch.Tensor):
         return lengths
-    return torch.tensor(lengths, dtype=torch.int64)
+    # What is no whole number stays so for bind() to refuse; an empty list has no dtype of its own.
+    return torch.tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
