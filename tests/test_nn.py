@@ -146,6 +146,15 @@ def test_who_learns(form: str) -> None:
         assert {name for name, p in layer.named_parameters() if p.grad is not None} == indexer
 
 
+def test_integers_of_quantised_layers_stay_out_of_stages() -> None:
+    model = nn.ModuleList([make("heads")])
+    whole = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    model.register_parameter("stored", whole)
+    for stage in dsa.STAGES:
+        dsa.set_stage(model, stage)
+        assert not whole.requires_grad
+
+
 def test_the_indexer_learns() -> None:
     """Warm-up alone lets the selection find what the attention looks at."""
     layer = make("grouped", "warmup")

@@ -424,7 +424,8 @@ def set_stage(model: nn.Module, stage: str) -> None:
     indexers = {parameter for layer in layers for parameter in layer.indexer.parameters()}
     for layer in layers:
         layer.stage = stage
-    for parameter in model.parameters():
+    # Integers, as quantised layers keep them, learn in no stage.
+    for parameter in (p for p in model.parameters() if p.is_floating_point() or p.is_complex()):
         parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
 
 
