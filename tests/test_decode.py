@@ -301,11 +301,13 @@ def test_a_full_cache_stores_nothing() -> None:
     for wrong in (rows(1, 0).half(), rows(1, 0, 3), rows(2, 0), rows(1, 0).to("meta"), rows(1, 0).numpy()):
         with pytest.raises(ValueError, match="PagedKVCache: k: expected"):
             cache.append([c], wrong, rows(1, 0))
-    with pytest.raises(ValueError, match="v: expected .* on cpu, got .* on meta"):
+    with pytest.raises(ValueError, match=r"v: expected .* on cpu, got .* on meta"):
         cache.append([c], rows(1, 0), rows(1, 0).to("meta"))
 
 
-@pytest.mark.parametrize("wrong", [{"dim_v": 24, "shares_kv": True}, {"dtype": torch.int32}, {"dtype": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"dim_v": 24, "shares_kv": True}, {"dtype": torch.int32}, {"dtype": "float32"}], ids=str
+)
 def test_a_cache_that_no_call_could_read_is_not_made(wrong: Args) -> None:
     with pytest.raises(ValueError, match=f"PagedKVCache: {next(iter(wrong))}: expected"):
         fa.PagedKVCache(2, 16, 8, **wrong)
@@ -334,6 +336,16 @@ def test_lists_of_tensors_are_counted() -> None:
     fa.decode_attention(q, ([one, one], [one, one]))
     with pytest.raises(fa.ContractError, match="v: expected as k"):
         fa.decode_attention(q, ([one], [one, one, one]))
+
+
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_a_cache_made_in_inference_mode_serves_outside(stored: str) -> None:
+    with torch.inference_mode():
+        cache = paged(stored)
+        a = cache.allocate()
+        cache.append([a], rows(1, 6), rows(1, 6))
+    cache.append([a], rows(1, 3), rows(1, 3))
+    assert cache.lengths() == [9]
 
 
 def test_forks_that_write_together_copy_as_often_as_needed() -> None:

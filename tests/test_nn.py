@@ -12,6 +12,7 @@ import torch
 from eager_loss import chosen_keys, one_sequence
 from test_compile import compiled
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import nn as dsa
 
@@ -144,6 +145,24 @@ def test_who_learns(form: str) -> None:
         run(layer, x)[1].backward()
         assert x.grad is None
         assert {name for name, p in layer.named_parameters() if p.grad is not None} == indexer
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputed_layers_have_the_same_gradients(stage: str, reentrant: bool) -> None:
+    """Checkpointing lets a backward read each saved tensor once."""
+    layer = make("heads", stage)
+
+    def gradients(forward: Any) -> list[Tensor | None]:
+        layer.zero_grad()
+        x = torch.randn(2, 19, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out, loss = forward(x)
+        (out.square().sum() + loss).backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    got, want = gradients(lambda x: checkpoint(layer, x, use_reentrant=reentrant)), gradients(layer)
+    assert [g is None for g in got] == [g is None for g in want]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True) if g is not None and w is not None)
 
 
 def test_integers_of_quantised_layers_stay_out_of_stages() -> None:

@@ -78,11 +78,10 @@ class PagedKVCache:
         self.dtype, self.stored, self.shares_kv = dtype, stored, shares_kv
         sides = (dim,) if shares_kv else (dim, dim_v)
         kind = {"": dtype, "int8": torch.int8, "int4": torch.uint8}[stored]
-        self._pools = [
-            zeros((pages, heads, page_size, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides
-        ]
-        scales = (pages, heads, page_size)
-        self._scales = [torch.zeros(scales, dtype=torch.float32, device=device) for _ in sides if stored]
+        rows = (pages, heads, page_size)
+        with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
+            self._pools = [zeros((*rows, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides]
+            self._scales = [torch.zeros(rows, dtype=torch.float32, device=device) for _ in sides if stored]
         self._free = list(range(pages))[::-1]
         self._shared = [0] * pages  # how many sequences hold a page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens

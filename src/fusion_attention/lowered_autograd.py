@@ -78,8 +78,8 @@ class _Run(torch.autograd.Function):
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
-        results = dict(zip(ctx.results, ctx.saved_tensors[:count], strict=True))
-        inputs = ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
+        results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
 
         def found() -> list[torch.Tensor | None]:
