@@ -136,9 +136,7 @@ class _Attention(torch.autograd.Function):
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
         grads = once(
-            lambda: attention_backward(
-                call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend
-            ),
+            lambda: attention_backward(call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend),
             (dout, q, k, v, *extras),
         )
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads

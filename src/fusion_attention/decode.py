@@ -166,9 +166,7 @@ class PagedKVCache:
             device = self._pools[0].device
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype or tensor.device != device:
                 got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-                raise ValueError(
-                    f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}"
-                )
+                raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])
