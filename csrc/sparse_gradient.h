@@ -40,7 +40,7 @@ template <class Format> struct GradientScratch {
         : padded_heads(round_up<std::int64_t>(heads, lanes)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(pitch, block_rows), listed = most_keys(p, longest);
-        const bool apart = !p.shares_kv;
+        const bool apart = !p.shares_kv || p.dim_v % Format::depth != 0;  // half a word is no part of a key's row
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
         carver.take(dout, padded_heads * sizes.value_words);

@@ -189,6 +189,19 @@ def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
         judge(call, backward(call, saved, variant), exact, measure)
 
 
+@pytest.mark.parametrize("dim_v", [25, 63, 64])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_values_that_end_within_a_word_of_the_keys(dtype: str, dim_v: int) -> None:
+    """Two bfloat16 elements are a word: an odd value row is gathered by itself, and wants room of its own."""
+    problem = Problem(8, 1, 64, dim_v, 8, dtype, 0.1, has_sink=True, shares_kv=True, select_count=4)
+    call = make_sparse(problem, (9,), (40,), True, 11)
+    wanted = formulas(call, torch.float64)
+    saved = {n: [t.to(problem.torch_dtype) if n == "out" else t.float() for t in wanted[n]] for n in wanted}
+    exact, measure = formulas(call, torch.float64, saved), formulas(call, torch.float32, saved)
+    for variant in VARIANTS:
+        judge(call, backward(call, saved, variant), exact, measure)
+
+
 def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     problem = Problem(16, 1, 64, 64, dtype="float32", scale=0.125, select_count=96)
     call = make_sparse(problem, (6,), (96,), False, 5)
