@@ -188,8 +188,8 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 def _lowered(recorder: capture, function: Any) -> Any:
     """What wraps the one way of all records that name their results."""
 
-    def recorded(op: Op, args: dict[str, Any], backend: str = "auto", *, whole: bool = False) -> Any:
-        results = function(op, args, backend, whole=whole)
+    def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
+        results = function(op, args, backend, **how)
         if not operators.needed(args.values()):
             recorder.write(op, args, results, 0, backend)
         return results
