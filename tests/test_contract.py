@@ -381,7 +381,7 @@ NO_DENSE_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2, 4, 4, 8), 0.1, 0, torch.qint8), "a quantized one"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(4, 4, 8)] * 2), "a nested one"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(4, 4)] * 2, layout=torch.jagged), "a nested one"),
-    "numpy": (lambda: np.ones((2, 4, 4, 8)), "array"),
+    "numpy": (lambda: np.ones((2, 4, 4, 8)), "numpy float64 [2, 4, 4, 8]"),
     "huge": (lambda: 10**5000, "a value of type int"),
     "long": (lambda: "q" * 1000, "..."),
 }
