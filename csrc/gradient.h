@@ -20,7 +20,8 @@ namespace {
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
 // P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
-// not there, are zeros whatever their products were. Near: scale, maximum and sum go into the exponent at once.
+// not there, are zeros whatever their products were. Near: scale, maximum and sum of all rows go into the exponent at once;
+// else each row is asked, so that no row's bits depend on its neighbours.
 template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
@@ -31,12 +32,16 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
         float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
+        bool near[depth] = {};
         const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
         for (int e = 0; e < there; ++e) {
             peak[e] = w.r.peak[b.row + i + e];
             share[e] = w.r.share[b.row + i + e];
             delta[e] = w.r.delta[b.row + i + e];
-            if constexpr (Near) shift[e] = w.r.shift[b.row + i + e];
+            if constexpr (Format::fused) {
+                shift[e] = w.r.shift[b.row + i + e];
+                near[e] = Near || (!wants_dbias && !w.r.far[b.row + i + e]);
+            }
         }
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
@@ -47,11 +52,12 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     Floats weight = load<Floats>(scores + at);
-                    if constexpr (Near) {
-                        weight = Format::power(weight * factor - shift[e]);
+                    // The product is rounded as the saved maximum was, so that their difference is exact.
+                    const auto exact = [&] { return exp2((rounded(weight * natural) - peak[e]) * log2_e) * share[e]; };
+                    if constexpr (Format::fused) {
+                        weight = Near || near[e] ? Format::power(weight * factor - shift[e]) : exact();
                     } else {
-                        // The product is rounded as the saved maximum was, so that their difference is exact.
-                        weight = exp2((rounded(weight * natural) - peak[e]) * log2_e) * share[e];
+                        weight = exact();
                     }
                     Floats dprob = load<Floats>(dprobs + at), kept = weight;
                     if constexpr (Drops) {
