@@ -20,6 +20,8 @@ constexpr std::size_t small_unit = std::size_t{960} << 10;
 // Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch.
 constexpr std::size_t most_wave = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
+// No memory holds the keys of longer lists: refused before they are made, which would take much memory itself.
+constexpr std::size_t most_items = std::size_t{1} << 28;
 // Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.
 constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
@@ -100,6 +102,12 @@ void ForwardPlan::cut_units() {
 }
 
 void ForwardPlan::list_items() {
+    std::size_t count = 0;
+    for (const PlannedUnit &u : units_) {
+        count += (u.end - u.first) * (problem_.heads_q / problem_.heads_kv) + runs_of(u);
+        if (count > most_items) throw std::bad_alloc();
+    }
+    items_.reserve(count);
     std::size_t used = 0;
     for (std::size_t u = 0; u < units_.size(); ++u) {
         if (used > 0 && used + units_[u].bytes > most_wave) {
@@ -122,6 +130,11 @@ void ForwardPlan::list_items() {
     }
 }
 
+std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
+    const std::int64_t run_keys = run_panels * variant_.panel;
+    return up_to(u.unit.key_end - u.unit.key_begin, run_keys) / run_keys;
+}
+
 // The tiles of a unit, long ones first, and before each the packing that it needs and no tile before it needed.
 void ForwardPlan::add_items(std::size_t unit) {
     const PlannedUnit &u = units_[unit];
@@ -131,7 +144,7 @@ void ForwardPlan::add_items(std::size_t unit) {
     std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) {
         return tiles_[x].end - tiles_[x].begin > tiles_[y].end - tiles_[y].begin;
     });
-    std::vector<bool> listed(up_to(u.unit.key_end - u.unit.key_begin, run_keys) / run_keys);
+    std::vector<bool> listed(runs_of(u));
     for (const std::size_t t : order) {
         const Tile &tile = tiles_[t];
         const bool bare = tile.begin == tile.end;

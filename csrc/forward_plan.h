@@ -46,6 +46,7 @@ private:
     void check() const;
     void cut_units();
     void list_items();
+    std::size_t runs_of(const PlannedUnit &u) const;
     void add_items(std::size_t unit);
     bool alone(int threads) const;
     std::size_t team(int threads) const;
