@@ -50,13 +50,13 @@ bench-gpu: ## the kernels beside torch's on a real GPU; writes build/gpu/figures
 
 ASAN := .venv-asan
 # The sanitizers' libraries must be there before Python's own; leaks are Python's and torch's, which free nothing at exit;
-# a test asks for more memory than there is, and wants MemoryError.
+# a test asks for more memory than there is, and wants MemoryError. A report is written past Python: nothing catches it.
 test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	test -d $(ASAN) || $(PYTHON) -m venv $(ASAN)
 	$(subst $(VENV)/,$(ASAN)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_SANITIZE=ON ".[test]"
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/test_native.py tests/test_native_backward.py tests/test_statistics.py \
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider --capture=sys tests/test_native.py tests/test_native_backward.py tests/test_statistics.py \
 	  tests/test_native_decode.py tests/test_native_sparse.py tests/test_native_indexer.py tests/test_native_indexer_loss.py \
 	  tests/test_cpu_backend.py $(PYTEST_ARGS)
 
