@@ -303,7 +303,7 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
     for (std::int64_t step = 0; step < steps; ++step) {
         const Words query = load<Words>(q + step);
         if (ahead.rows) fetch<P>(ahead, key, step);
-        if (again.rows) fetch<P>(again, key + again_keys, step);
+        if (again.rows) fetch<P>(again, 0, step);
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
     }
 }
@@ -318,7 +318,7 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
         for (std::int64_t step = 0; step < steps; ++step) {
             const Words *query = q + step * F::parts * 2;
             if (ahead.rows && from == 0) fetch<P>(ahead, key, step);
-            if (again.rows && from == 0) fetch<P>(again, key + again_keys, step);
+            if (again.rows && from == 0) fetch<P>(again, 0, step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
                 F::split(repeat<P>(rows[from + i] + step * P * 4), part);
@@ -339,9 +339,14 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
-        const bool more = b.row == 0 && w.sizes.direct_keys && key + again_keys < t.count;
-        Ahead again = {more ? w.s.key_rows : nullptr, 0, w.sizes.key_words * 4};
-        if (!more && ahead.rows && ahead.rows == w.s.value_rows) again = {ahead.rows - t.count, 0, ahead.to};  // values come next
+        // Once more: of the keys soon to come, behind the last of which are the first values.
+        const std::int64_t soon = key + again_keys - t.count;
+        Ahead again;
+        if (b.row == 0 && w.sizes.direct_keys && soon < 0) {
+            again = {w.s.key_rows + key + again_keys, 0, w.sizes.key_words * 4};
+        } else if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) {
+            again = {ahead.rows + soon, 0, ahead.to};
+        }
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
