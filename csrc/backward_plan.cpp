@@ -6,7 +6,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -16,8 +15,6 @@ namespace {
 
 // Threads have rows of different units packed at a time where all together take no more than these bytes.
 constexpr std::size_t most_bytes = std::size_t{32} << 20;
-// No memory holds the keys of longer lists of work: refused before memory is asked for.
-constexpr std::int64_t most_items = std::int64_t{1} << 28;
 // What packing and storing a row take, in pairs of a row and a key.
 constexpr double row_work = 100;
 
@@ -222,7 +219,7 @@ bool BackwardPlan::owns_dbias(const Matrix &dbias) const {
 }
 
 std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradients, int threads) const {
-    if (items_ > most_items) throw std::bad_alloc();
+    refuse_endless(items_);
     State state = {};
     state.job = {&problem_, &operands, sequences_.data(), &gradients};
     state.ordered_dbias = gradients.dbias.base && !owns_dbias(gradients.dbias);

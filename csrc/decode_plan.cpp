@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -16,8 +15,6 @@ namespace {
 
 // Elements of work below which a second thread costs more than it brings.
 constexpr std::int64_t work_per_thread = 1 << 16;
-// No memory holds the keys of longer lists of work: refused before they are made.
-constexpr std::int64_t most_units = std::int64_t{1} << 28;
 
 void require(bool holds, const char *what) {
     if (!holds) throw std::invalid_argument(std::string("fusion_attention: native decode: ") + what);
@@ -69,7 +66,7 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
     const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, seq.kv_len) : begin;
     const std::int64_t chunk = decode_chunk(problem_), chunk0 = begin / chunk;
     const std::int64_t count = std::max<std::int64_t>((end + chunk - 1) / chunk - chunk0, 1);
-    if (count * heads > most_units) throw std::bad_alloc();
+    refuse_endless(count * heads);
     const auto size = static_cast<std::int64_t>(row_floats_) * (row1 - row0);
     pairs_ += (end - begin) * (row1 - row0) * heads;
     const auto place = static_cast<std::int64_t>(partial_floats_);

@@ -20,8 +20,6 @@ constexpr std::size_t small_unit = std::size_t{960} << 10;
 // Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch.
 constexpr std::size_t most_wave = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
-// No memory holds the keys of longer lists: refused before they are made, which would take much memory itself.
-constexpr std::size_t most_items = std::size_t{1} << 28;
 // Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.
 constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
@@ -105,7 +103,7 @@ void ForwardPlan::list_items() {
     std::size_t count = 0;
     for (const PlannedUnit &u : units_) {
         count += (u.end - u.first) * (problem_.heads_q / problem_.heads_kv) + runs_of(u);
-        if (count > most_items) throw std::bad_alloc();
+        refuse_endless(static_cast<std::int64_t>(count));
     }
     items_.reserve(count);
     std::size_t used = 0;
