@@ -338,6 +338,18 @@ def test_lists_of_tensors_are_counted() -> None:
         fa.decode_attention(q, ([one], [one, one, one]))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_list_may_begin_with_hardly_a_token(first: int) -> None:
+    """Axes of size 0 and 1 have strides that mean nothing, and count as contiguous whatever they say."""
+    lengths, q = [first, 40, 0, 1], rows(4, 1, 4)
+    k = [rows(1, n).transpose(1, 2) for n in lengths]
+    k[1] = k[1].contiguous()
+    assert k[0].is_contiguous()
+    assert k[0].stride(2) != k[1].stride(2)
+    want = torch.cat([fa.decode_attention(q[i : i + 1], ([t], [t]), cache_layout="BNSD") for i, t in enumerate(k)])
+    assert torch.equal(fa.decode_attention(q, (k, k), cache_layout="BNSD"), want)
+
+
 @pytest.mark.parametrize("stored", ["", "int8"])
 def test_a_cache_made_in_inference_mode_serves_outside(stored: str) -> None:
     with torch.inference_mode():

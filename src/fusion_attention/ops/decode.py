@@ -166,9 +166,10 @@ class Decode:
             if table.stride(-1) != 1 and table.shape[-1] > 1:
                 table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
             return PagedView(one, table, size, one.stride(batch), one.stride(token), stride, dim)
-        if any(t.stride(token) != one.stride(token) for t in tensors):
+        if len({t.stride(token) for t in tensors if t.shape[token] > 1}) > 1:
             tensors = tuple(t.contiguous() for t in tensors)  # One stride serves all sequences.
-            one = tensors[0]
+        # A tensor of one token or none may say any stride, contiguous or not.
+        one = max(tensors, key=lambda t: t.shape[token])
         key = ("cache", dim, *((t.shape, t.stride()) for t in tensors))
         view = e.memo.get(key)
         if view is None:
