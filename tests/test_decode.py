@@ -360,6 +360,14 @@ def test_a_cache_made_in_inference_mode_serves_outside(stored: str) -> None:
     assert cache.lengths() == [9]
 
 
+def test_no_tokens_are_nothing_to_store() -> None:
+    cache = paged()
+    six = [cache.allocate() for _ in range(6)]
+    cache.append(six, rows(6, 1), rows(6, 1))
+    cache.append(six, rows(6, 0), rows(6, 0))
+    assert cache.lengths() == [1] * 6
+
+
 def test_forks_that_write_together_copy_as_often_as_needed() -> None:
     cache = paged()
     a = cache.allocate()

@@ -214,7 +214,7 @@ class PagedKVCache:
             end = tokens + count
             while len(pages) * size < end:
                 pages.append(self._take())
-            for page in range(tokens // size, -(-end // size)):
+            for page in range(tokens // size, -(-end // size) if count else 0):
                 first = max(tokens, page * size)
                 runs.append((pages[page], first % size, min(end, (page + 1) * size) - first))
             self._sequences[sequence] = (pages, end)
