@@ -306,11 +306,19 @@ def test_a_full_cache_stores_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dim_v": 24, "shares_kv": True}, {"dtype": torch.int32}, {"dtype": "float32"}], ids=str
+    "wrong",
+    [
+        {"dim_v": 24, "shares_kv": True},
+        {"dtype": torch.int32},
+        {"dtype": "float32"},
+        {"dim_v": 7, "stored": "int4"},
+        {"dim_v": 16, "stored": "int4", "dim": 15},
+    ],
+    ids=str,
 )
 def test_a_cache_that_no_call_could_read_is_not_made(wrong: Args) -> None:
     with pytest.raises(ValueError, match=f"PagedKVCache: {next(iter(wrong))}: expected"):
-        fa.PagedKVCache(2, 16, 8, **wrong)
+        fa.PagedKVCache(**{"heads": 2, "dim": 16, "pages": 8, **wrong})
 
 
 def test_what_a_cache_brings_is_not_said_again() -> None:

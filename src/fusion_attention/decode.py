@@ -74,6 +74,12 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: dtype: expected a floating point dtype, got {dtype!r}")
         if stored not in ("", *_LARGEST):
             raise ValueError(f'PagedKVCache: stored: expected "", "int8" or "int4", got {stored!r}')
+        said = dim_v == dim or (dim_v % 2 == 0 and dim_v // 2 != (dim + 1) // 2)
+        if stored == "int4" and not shares_kv and not said:
+            expected = f"dim={dim}, or an even number that takes more or fewer bytes"
+            raise ValueError(
+                f"PagedKVCache: dim_v: expected {expected}, got {dim_v} (two elements share a byte: pad v)"
+            )
         self.heads, self.dim, self.dim_v, self.page_size = heads, dim, dim_v, page_size
         self.dtype, self.stored, self.shares_kv = dtype, stored, shares_kv
         sides = (dim,) if shares_kv else (dim, dim_v)
