@@ -289,6 +289,27 @@ def test_numbers_of_numpy(given: dict[str, Any]) -> None:
         assert torch.equal(fa.attention(q, k, v, **given), want)
 
 
+def test_numbers_of_numpy_in_a_graph() -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    want = fa.attention(q, k, v, scale=0.25)
+    made = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(made(q, k, v), want)
+    given = torch.compile(lambda *qkv, scale: fa.attention(*qkv, scale=scale), backend="aot_eager")
+    assert torch.equal(given(q, k, v, scale=np.float32(0.25)), want)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_no_keep_prob_keeps_all(traced: bool) -> None:
+    q, k, v = draw(2, 4, 4, 16)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=None)[0]  # type: ignore[arg-type]
+        return scaled, fa.attention(q, k, v, keep_prob=None)
+
+    found = (torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer)(q, k, v)
+    assert all(torch.equal(out, fa.attention(q, k, v)) for out in found)
+
+
 def test_a_trace_refuses_what_a_call_refuses() -> None:
     q, k, v = draw(2, 4, 4, 16)
     for wrong in ([3.7, 4.0], [True, True], np.array([3.5, 4.0])):

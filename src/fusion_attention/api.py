@@ -127,7 +127,7 @@ def _attention(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tens
     """(out, max, sum) of a call by canonical name."""
     operators.autocast(args, _CAST)
     if operators.needed(args.values()):
-        drawn = args["keep_prob"] < 1 and args["drop_bits"] is None and args["seed"] is None
+        drawn = operators.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
         return operators.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)

@@ -71,6 +71,11 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
                 args[name] = tensor.to(dtype)
 
 
+def drops(keep_prob: Any) -> bool:
+    """Whether a traced call drops probabilities; None keeps all, and what is no number bind() refuses."""
+    return not isinstance(keep_prob, (str, type(None))) and bool(keep_prob < 1)
+
+
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
@@ -106,8 +111,8 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         value = args.get(name)
         if value is None:
             continue
-        if isinstance(value, np.generic):
-            value = value.item()
+        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+            value = value.item()  # in a trace of dynamo a number of numpy is an array
         if isinstance(value, (bool, str)):
             words[name] = value
         elif isinstance(value, (int, torch.SymInt)):

@@ -58,7 +58,7 @@ def _traced_forward(
     op: Op, args: dict[str, Any], seed: Any, offset: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """_forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
-    drawn = args["keep_prob"] < 1 and args.get("drop_mask") is None
+    drawn = operators.drops(args["keep_prob"]) and args.get("drop_mask") is None
     tensor = draw_seed_tensor() if drawn and not seed and not offset else None
     out, max_, sum_ = operators.forward(op, args, seed=tensor)
     top, total = (t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))
