@@ -334,6 +334,29 @@ def test_what_a_cache_brings_is_not_said_again() -> None:
         fa.decode_attention(rows(1, 1, 4), (rows(1, 6), rows(1, 6)), sequences=[a])
 
 
+@pytest.mark.parametrize(
+    ("k", "v", "table"),
+    [
+        ((2, 10, 2, 16), (2, 5, 2, 16), False),
+        ((2, 5, 2, 16), (2, 10, 2, 16), False),
+        ((6, 4, 2, 16), (3, 4, 2, 16), True),
+        ((6, 4, 2, 16), (6, 2, 2, 16), True),
+    ],
+    ids=["fewer tokens", "more tokens", "fewer pages", "smaller pages"],
+)
+def test_values_lie_as_keys_do(k: tuple[int, ...], v: tuple[int, ...], table: bool) -> None:
+    pages = {"kv_len": [5, 5], "block_table": torch.tensor([[0, 1], [4, 5]], dtype=torch.int32)} if table else {}
+    with pytest.raises(
+        fa.ContractError, match=rf"v: expected as k, .* got float32 \[{v[0]}, {v[1]}, .* beside float32"
+    ):
+        fa.decode_attention(rows(2, 1, 4), (torch.zeros(k), torch.zeros(v)), **pages)
+    if not table:
+        lists = [list(torch.zeros(shape).split(1)) for shape in (k, v)]
+        lists[0][0] = lists[1][0]  # so that the second one is wrong
+        with pytest.raises(fa.ContractError, match="v: expected as k"):
+            fa.decode_attention(rows(2, 1, 4), tuple(lists))
+
+
 def test_lists_of_tensors_are_counted() -> None:
     """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
     q, one = rows(1, 1, 4), rows(1, 6)

@@ -62,6 +62,20 @@ def stored_fits(
     return fits or f"{len(tensors)} tensors for {batch} sequences"
 
 
+def values_fit(
+    v: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int
+) -> bool | str:
+    """Whether values lie as keys do, tensor by tensor, in rows of dim elements of their own."""
+    if len(v) != len(k):
+        return f"{len(v)} tensors beside {len(k)}"
+    for value, key in zip(v, k, strict=True):
+        beside = sizes(key, layout, heads)
+        elements = (dim + 1) // 2 if value.dtype == torch.uint8 else dim
+        if beside is not None and sizes(value, layout, heads) != (*beside[:2], elements):
+            return f"{show(value)} beside {show(key)} with {heads} heads, {dim} elements"
+    return True
+
+
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
     """ "channel" ([], [1], [N2] or [N2, dim]), "token" (as the cache without its last axis), "" otherwise."""
     if scale is None:
@@ -153,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         spoil={"k": "B S2 N2 3", "v": "B S2 N2 D"},
     ),
     Rule(
-        "stored_fits(v, cache_layout, N2, Dv, B, block_table is not None) is True and len(v) == len(k)",
+        "values_fit(v, k, cache_layout, N2, Dv)",
         "v",
         "values lie as keys do",
         text="as k, with rows of their own length",
@@ -302,7 +316,7 @@ out  = softmax(scale * q k^T + bias, keys seen) @ v""",
     neutral={"N2": None},
     derive=geometry,
     functions=FUNCTIONS
-    | {f.__name__: f for f in (groups, stored_fits, scales_fit, rows_within, broadcasts, band_fits)},
+    | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, rows_within, broadcasts, band_fits)},
     lower=lambda bound, **_: lower(bound),
     results=RESULTS,
     fresh=fresh,
