@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -203,26 +204,21 @@ void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int
     }
 }
 
-// Whether every element of dbias gets its gradient from one pair of a row and a key alone.
-bool BackwardPlan::owns_dbias(const Matrix &dbias) const {
-    if (problem_.bias != Bias::matrix || dbias.stride_key == 0) return false;
-    std::vector<std::int64_t> addresses;
-    for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        const Sequence &seq = sequences_[b];
-        if (seq.q_len == 0 || seq.kv_len == 0) continue;
-        if (seq.q_len > 1 && dbias.stride_row[b] == 0) return false;
-        if (problem_.heads_q > 1 && dbias.stride_head[b] == 0) return false;
-        addresses.push_back(dbias.address[b]);
+// Zeroes dbias, which is written once, where a tile of rows and a tile of keys do not meet.
+void BackwardPlan::clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const {
+    const std::int64_t size = dbias.dtype == Dtype::float32 ? 4 : 2;
+    for (std::int64_t row = rows.row0; row < rows.row1; ++row) {
+        const std::int64_t at = dbias.address[rows.seq] + rows.head * dbias.stride_head[rows.seq] +
+                                row * dbias.stride_row[rows.seq] + keys.key0;
+        std::memset(static_cast<char *>(const_cast<void *>(dbias.base)) + at * size, 0, (keys.key1 - keys.key0) * size);
     }
-    std::sort(addresses.begin(), addresses.end());
-    return std::adjacent_find(addresses.begin(), addresses.end()) == addresses.end();
 }
 
 std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradients, int threads) const {
     refuse_endless(items_);
     State state = {};
     state.job = {&problem_, &operands, sequences_.data(), &gradients};
-    state.ordered_dbias = gradients.dbias.base && !owns_dbias(gradients.dbias);
+    state.ordered_dbias = gradients.dbias.base && !gradients.owns_dbias;
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
     const int team = alone ? 1 : team_of(threads);
@@ -370,9 +366,12 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void 
     kernels_.load_keys(state.job, keys);
     if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
-        std::int64_t end;
-        if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) continue;
         const RowTile rows = row_tile(item.unit, i, memory);
+        std::int64_t end;
+        if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) {
+            if (state.job.gradients->owns_dbias) clear_dbias(state.job.gradients->dbias, rows, keys);
+            continue;
+        }
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
         kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, i, group_ * unit.row_tiles));

@@ -84,7 +84,7 @@ private:
     Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
     GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
                            std::int64_t turns) const;
-    bool owns_dbias(const Matrix &dbias) const;
+    void clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const;
 
     const Variant &variant_;
     const GradientKernels &kernels_;

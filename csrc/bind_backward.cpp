@@ -5,7 +5,8 @@
 
 namespace {
 
-// dout, dq, dk, dv, dq_rope, dk_rope, dbias (or None: not wanted), and the address of dsink.
+// dout, dq, dk, dv, dq_rope, dk_rope, dbias (or None: not wanted), the address of dsink, and
+// whether dbias is written, in its own dtype, rather than added to.
 struct GradientsArgument {
     RowsArgument dout, dq, dk, dv, dq_rope, dk_rope;
     MatrixArgument dbias;
@@ -18,12 +19,14 @@ struct GradientsArgument {
         const auto dsink = item<std::uintptr_t>(t, 7);
         if (p.has_sink != (dsink != 0)) refuse(p.has_sink ? "dsink is missing" : "dsink belongs to no operand");
         gradients = {dout.rows,    dq.rows,      dk.rows,      dv.rows,
-                     dq_rope.rows, dk_rope.rows, dbias.matrix, reinterpret_cast<float *>(dsink)};
+                     dq_rope.rows, dk_rope.rows, dbias.matrix, reinterpret_cast<float *>(dsink),
+                     item<bool>(t, 8) && dbias.matrix.base};
+        if (gradients.owns_dbias && p.bias != fusion::Bias::matrix) refuse("dbias cannot be written once");
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 8) refuse("gradients are eight values");
+        if (t.size() != 9) refuse("gradients are nine values");
         return nb::borrow(t[i]);
     }
     static bool wants_dbias(const nb::tuple &t, const fusion::Problem &p) {

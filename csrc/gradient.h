@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "gradient_products.h"
+#include "gradient_bias.h"
 #include "masks.h"
 
 namespace fusion {
@@ -40,7 +40,7 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
             delta[e] = w.r.delta[b.row + i + e];
             if constexpr (Format::fused) {
                 shift[e] = w.r.shift[b.row + i + e];
-                near[e] = Near || (!wants_dbias && !w.r.far[b.row + i + e]);
+                near[e] = Near || (!w.wide_dbias && !w.r.far[b.row + i + e]);
             }
         }
         float *const scores = k.scores + i * keys;
@@ -102,30 +102,6 @@ template <class Format> void weigh(const Meeting<Format> &w, const Meet &b) {
         if (b.near) return weigh_any<Format, true>(w, b);
     }
     weigh_any<Format, false>(w, b);
-}
-
-// Adds dS, which lies in the scores' place, to the elements that the bias was read from.
-template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) {
-    const Matrix &m = w.g.dbias;
-    const float factor = w.p.bias_scaled ? static_cast<float>(w.p.scale) : 1.0f;
-    const std::int64_t first = w.key_tile.key0 + b.at;
-    for (std::int64_t i = 0; i < b.rows; ++i) {
-        const float *from = w.k.scores + i * w.k.keys;
-        const std::int64_t row = w.row_tile.row0 + b.row + i;
-        const Stored at = w.p.bias == Bias::table ? table_row(w.seq, row) : Stored{row, 0};
-        auto *to = static_cast<float *>(const_cast<void *>(m.base)) + row_of(m, w.row_tile.seq, w.row_tile.head, at.row);
-        if (m.stride_key == 0) {
-            Floats sum = {};
-            for (std::int64_t c = 0; c < b.count; c += lanes) sum += load<Floats>(from + c);
-            *to += sum_of(sum) * factor;
-            continue;
-        }
-        to += first + at.shift;
-        const std::int64_t there = w.seq.kv_len - first - at.shift;
-        for (std::int64_t c = 0; c < b.count && c < there; c += lanes) {
-            store_floats(to + c, load_floats(to + c, there - c) + load<Floats>(from + c) * factor, there - c);
-        }
-    }
 }
 
 // -------------------------------------------------------------------------------------------------- what is not finite
@@ -204,7 +180,7 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
     const std::int64_t last = least(begin + round_up<std::int64_t>(w.key_tile.key1 - begin, panel),
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
-    bool near = Format::fused && !w.g.dbias.base;  // dbias takes dS before it is rounded
+    bool near = Format::fused && !w.wide_dbias;
     for (std::int64_t i = 0; i < rows; ++i) {
         hidden |= w.r.empty[row + i] != 0;
         if constexpr (Format::fused) near &= !w.r.far[row + i];
@@ -253,7 +229,7 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
     weigh(w, b);
-    if (w.g.dbias.base) add_dbias(w, b);
+    if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
     note_rows(w, b);
     add_wild<Format, T>(w, b);
@@ -271,7 +247,9 @@ void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, cons
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) meet_block<Format, T>(w, b);
+        if (w.g.owns_dbias) write_dbias(w, b);
     }
+    if (w.g.owns_dbias) end_lines();
     for (std::int64_t at = 0; at < keys; at += abreast * panel) {
         if (abreast == 1 || at + panel >= keys) {
             add_dk_dv<Format, 1>(w, at, w.k.row_begin[at / panel], w.k.row_end[at / panel]);

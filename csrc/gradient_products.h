@@ -25,13 +25,15 @@ template <class Format> struct Meeting {
     const KeyPart<Format> k;
     const bool dressed;   // as in the forward
     const float natural;  // what a score is then multiplied by
+    const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
     Errands &errands;
 
     Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, Errands &errands_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
           k(sizes, key_tile.memory), dressed(is_dressed(p)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)), errands(errands_) {}
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)),
+          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), errands(errands_) {}
 };
 
 struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
@@ -113,7 +115,7 @@ template <class Format> struct Next {
 
     Next(const Meeting<Format> &w_, const Meet &b)
         : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)), first(w.key_tile.key0 + b.at),
-          count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key), dbias(bias && w.g.dbias.base) {}
+          count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key), dbias(bias && w.g.dbias.base && !w.g.owns_dbias) {}
 
     // The share of column `at` in n elements.
     template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {

@@ -56,11 +56,13 @@ struct Operands {
     std::uint32_t offset = 0;
 };
 
-// What the backward reads and writes. dbias is added to, in float32, where the bias was read.
+// What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its elements
+// belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are not seen.
 struct Gradients {
     Rows dout, dq, dk, dv, dq_rope, dk_rope;
     Matrix dbias;
     float *dsink = nullptr;  // [heads_q]
+    bool owns_dbias = false;
 };
 
 // Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).

@@ -29,6 +29,7 @@ from test_native import (
 from witness import Call, Results, load, make, read, room, rows
 from witness import run as specified
 
+import fusion_attention as fa
 from fusion_attention import bias
 from fusion_attention.backends import cpu
 from fusion_attention.kv import MatrixView, RowView
@@ -48,9 +49,15 @@ def drawn(seed: int) -> Call:
 
 
 def gradients(
-    call: Call, saved: Results, variant: str | None = None, packed: bool = True, threads: int = 2, shared: bool = False
+    call: Call,
+    saved: Results,
+    variant: str | None = None,
+    packed: bool = True,
+    threads: int = 2,
+    shared: bool = False,
+    owned: bool = False,
 ) -> Results:
-    """From what a forward saved; shared: dbias is one buffer, as it lies in memory."""
+    """From what a forward saved; shared: dbias is one buffer, as it lies in memory; owned: it is written."""
     p, dtype = call.problem, call.problem.torch_dtype
     views = {name: rows([t.to(torch.float32) for t in saved[name]]) for name in ("max", "sum")}
     operands = replace(load(call, dtype), out=rows([t.to(dtype) for t in saved["out"]]), stats=Stats(**views))
@@ -60,15 +67,17 @@ def gradients(
     found = {f"d{name}": room(like, like[0].shape[2], dtype) for name, like in inputs.items()}
     dbias = operands.bias
     if dbias is not None:
-        dbias = replace(dbias, keep=torch.ones_like(dbias.keep, dtype=torch.float32))
+        ones = torch.ones_like(dbias.keep, dtype=torch.float32)
+        dbias = replace(dbias, keep=torch.full_like(dbias.keep, math.nan) if owned else ones)
     dsink = None if call.sink is None else torch.full_like(call.sink, math.nan)
-    grads = Grads(rows([t.to(dtype) for t in call.dout], packed=not packed), dbias=dbias, dsink=dsink, **found)
+    dout = rows([t.to(dtype) for t in call.dout], packed=not packed)
+    grads = Grads(dout, dbias=dbias, dsink=dsink, owns_dbias=owned, **found)
     torch.set_num_threads(threads)
     plan = cpu.schedule(p, call.extents, "attention_backward", variant)
     cpu.attention_backward(p, call.extents, plan, operands, grads)
     results = {name: [t.clone() for t in read(view, inputs[name[1:]])] for name, view in found.items()}
     if dbias is not None:
-        views_of = [dbias.sequence(b, *t.shape) - 1 for b, t in enumerate(call.bias)]
+        views_of = [dbias.sequence(b, *t.shape) - (0 if owned else 1) for b, t in enumerate(call.bias)]
         results["dbias"] = [dbias.keep] if shared else views_of
     return results if dsink is None else results | {"dsink": [dsink]}
 
@@ -218,6 +227,54 @@ def test_every_form_of_dbias_is_the_same_for_any_threads(axes: str, shared: bool
         same_bits(gradients(call, saved, threads=3, shared=True), want)
 
 
+BANDS = {
+    "full": Band.full(),
+    "causal": Band.causal(),
+    "window": Band.window(40, 5),
+    "behind the keys": Band.window(-200, 400),
+    "prefix": Band.prefix_causal([90, 0, 30]),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("band", BANDS)
+def test_a_bias_of_one_pair_each_gets_its_gradient_written(band: str, dtype: str, scaled: bool) -> None:
+    problem = Problem(2, 1, 24, 16, dtype=dtype, scale=0.2, bias="matrix", bias_scaled=scaled, has_blocked=scaled)
+    call = converted(make(problem, (210, 0, 31), (330, 9, 288), BANDS[band]), problem.torch_dtype)
+    saved = native(call)
+    want = wanted(call, saved)
+    for variant in VARIANTS:
+        got = gradients(call, saved, variant, owned=True)
+        assert got["dbias"][0].dtype == problem.torch_dtype
+        for b, found in enumerate(got["dbias"]):
+            first, end = (torch.from_numpy(n)[:, None] for n in call.extents.row_interval(b, np.arange(found.shape[1])))
+            key = torch.arange(found.shape[2])
+            hidden = (key < first) | (key >= end) | (call.blocked[b] if scaled else torch.tensor(False))
+            assert not found[hidden.expand_as(found)].any()
+        compare(call, saved, got, want, (variant, problem, band))
+        whole = gradients(call, saved, variant, owned=True, shared=True)
+        memory = whole["dbias"][0]
+        assert memory.isnan().sum() == memory.numel() - sum(t.numel() for t in call.bias)
+        same_bits(gradients(call, saved, variant, threads=5, owned=True, shared=True), whole)
+
+
+@pytest.mark.parametrize("size", [256, 96, 288])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_whole_lines_of_a_bias_gradient_are_what_their_pieces_are(dtype: torch.dtype, size: int) -> None:
+    # The first call's rows begin where lines of the cache do, the second's nowhere.
+    q, k, v, dout = (torch.randn(1, 2, size, 16, dtype=dtype) for _ in range(4))
+    bias = torch.randn(1, 2, size, size, dtype=dtype, requires_grad=True)
+    out = fa.attention(q, k, v, bias=bias, layout="BNSD", band=fa.Band.causal())
+    (one,) = torch.autograd.grad(out, bias, dout)
+    k, v = (torch.nn.functional.pad(t, (0, 0, 0, 3)) for t in (k, v))
+    bias = torch.nn.functional.pad(bias.detach(), (0, 3)).requires_grad_()
+    out = fa.attention(q, k, v, bias=bias, layout="BNSD", band=fa.Band.causal(), kv_len=[size])
+    (other,) = torch.autograd.grad(out, bias, dout)
+    assert torch.equal(one, other[..., :size])
+    assert not other[..., size:].any()
+
+
 @pytest.mark.parametrize("bias", ["none", "matrix", "slopes", "slopes_sqrt"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -338,3 +395,9 @@ def test_long_sequences_of_several_waves() -> None:
     saved = native(call)
     want, got = wanted(call, saved), gradients(call, saved)
     compare(call, saved, got, want, problem)
+
+
+def test_a_table_serves_more_than_one_pair() -> None:
+    call = converted(make(Problem(1, 1, 4, 4, bias="table"), (1030,), (1030,), Band.causal()), torch.float32)
+    with pytest.raises(ValueError, match="dbias cannot be written once"):
+        gradients(call, native(call), owned=True)

@@ -276,17 +276,22 @@ def _extra_operands(call: Call) -> dict[str, Any]:
 
 
 def grads_of(call: Call, dout: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> tuple[Grads, torch.Tensor | None]:
-    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed.
+    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed if it must be.
 
     A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
     """
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
-    summed = None
+    bias, summed, owned = None, None, False
     if call.extras[BIAS] is not None and dbias.numel():
-        # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
-        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        summed = empty(dbias, dbias.shape, wide)
+        if dbias.is_contiguous():
+            bias = matrix_view(dbias, form.bias, p.heads_q, e)
+            owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
+        if not owned:
+            # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+            wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            summed = empty(dbias, dbias.shape, wide)
+            bias = matrix_view(summed, form.bias, p.heads_q, e)
     rope = p.dim_rope > 0
     grads = Grads(
         dout=row_view(dout, form.layout, p.heads_q, e, "q"),
@@ -295,15 +300,24 @@ def grads_of(call: Call, dout: torch.Tensor, gradients: tuple[torch.Tensor, ...]
         dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
         dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
         dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
-        dbias=None if summed is None else matrix_view(summed, form.bias, p.heads_q, e),
+        dbias=bias,
         dsink=dsink if p.has_sink else None,
+        owns_dbias=owned,
     )
     return grads, summed
 
 
+def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
+    """Whether no element of a bias belongs to two pairs of a row and a key."""
+    some = (e.q_len > 0) & (e.kv_len > 0)
+    repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
+    starts = bias.address[some]
+    return bias.stride_key == 1 and not repeats.any() and len(np.unique(starts)) == len(starts)
+
+
 def clear_gradients(call: Call, gradients: tuple[torch.Tensor, ...], summed: torch.Tensor | None) -> None:
-    """Zeroes what is added to, and the gradients of tokens that belong to no sequence."""
-    dq, dk, dv, dq_rope, dk_rope, _, dsink = gradients
+    """Zeroes what is added to, and the gradients of tokens, and of elements of a bias, that belong to no sequence."""
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if uncovered(call, side):
             for tensor in tensors:
@@ -312,6 +326,8 @@ def clear_gradients(call: Call, gradients: tuple[torch.Tensor, ...], summed: tor
         dsink.zero_()
     if summed is not None:
         summed.zero_()
+    elif dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
+        dbias.zero_()
 
 
 def uncovered(call: Call, side: str) -> bool:

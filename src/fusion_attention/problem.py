@@ -203,7 +203,9 @@ class Operands:
 class Grads:
     """What backward reads (dout) and writes; what the problem has no operand for is None.
 
-    dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias.
+    dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias. Where owns_dbias, each of
+    its elements belongs to one pair of a row and a key alone: every pair of every sequence is written, in the dtype of
+    the memory, with zeros where a row does not see the key.
     """
 
     dout: RowView
@@ -214,6 +216,7 @@ class Grads:
     dk_rope: RowView | None = None
     dbias: MatrixView | None = None
     dsink: torch.Tensor | None = None  # float32 [heads_q], overwritten
+    owns_dbias: bool = False
 
 
 @dataclass(frozen=True)

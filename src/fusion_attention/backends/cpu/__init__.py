@@ -131,7 +131,7 @@ def lay_forward(
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out."""
+    """Writes all gradients, or adds to dbias, from the saved statistics and the saved out."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()

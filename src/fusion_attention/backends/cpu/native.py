@@ -54,17 +54,18 @@ def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Call
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients and adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
+    """Writes the gradients, or adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
     p, g, dtype = problem, grads, problem.torch_dtype
     dsink = torch.zeros(p.heads_q, dtype=torch.float32, device="cpu")
-    if g.dbias is not None and g.dbias.keep.dtype is not torch.float32:
+    if g.dbias is not None and not g.owns_dbias and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (
         *(rows_of(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
         rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
         rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
-        _matrix(g.dbias, 0) if p.bias in ("matrix", "table") and g.dbias else None,
+        _matrix(g.dbias, DTYPES[g.dbias.keep.dtype]) if p.bias in ("matrix", "table") and g.dbias else None,
         dsink.data_ptr() if p.has_sink else 0,
+        g.owns_dbias,
     )
     with Floats() as floats:
         means = plan.run(torch.get_num_threads(), _operands(p, operands, floats), gradients)

@@ -231,6 +231,8 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
     A row in mean form gives M * dout / n to dv and nothing else; an empty row in zero form gives nothing.
     """
     dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device=operands.q.keep[0].device)
+    if grads.dbias is not None and grads.owns_dbias:
+        grads.dbias.keep.zero_()  # Then adding is writing.
     for b in range(len(extents)):
         s = _load(problem, extents, operands, b)
         heads, q_len, _ = s.q.shape

@@ -5,6 +5,7 @@ Knows which problems it can compute. Refuses to know any interface's words; vali
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,13 +149,19 @@ def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, op
 def attention_backward(
     problem: Problem, extents: Extents, schedule: Schedule, operands: Operands, grads: Grads
 ) -> None:
-    """Writes dq, dk, dv, rope tails and dsink, and adds to dbias, from the saved statistics and the saved out.
+    """Writes all gradients, or adds to dbias, from the saved statistics and the saved out.
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
     from fusion_attention.backends.triton import launch
 
-    if len(extents):
+    if len(extents) and grads.dbias is not None and grads.owns_dbias:
+        owned = grads.dbias.keep
+        summed = torch.zeros_like(owned, dtype=torch.float32)  # A copy: kernels add to dbias.
+        grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
+        launch.run_backward(problem, extents, schedule, operands, grads)
+        owned.copy_(summed)
+    elif len(extents):
         launch.run_backward(problem, extents, schedule, operands, grads)
     elif grads.dsink is not None:
         grads.dsink.zero_()
