@@ -11,11 +11,19 @@
 #include <string>
 #include <thread>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace fusion {
 namespace {
 
 // Threads have rows of different units packed at a time where all together take no more than these bytes.
 constexpr std::size_t most_bytes = std::size_t{32} << 20;
+// Tiles of keys that a shared unit's rows may be packed ahead, so that whoever packs them rarely waits.
+constexpr std::int64_t shared_ahead = 3;
+// Results larger than this leave no cache anything for who reads them.
+constexpr double streamed_bytes = 8 << 20;
 // What packing and storing a row take, in pairs of a row and a key.
 constexpr double row_work = 100;
 
@@ -56,6 +64,12 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
     key_bytes_ = kernels_.key_bytes(problem_);
     tile_bytes_ = kernels_.row_bytes(problem_, gradient_rows);
     cut_units();
+    // Of any lengths: not in whole numbers, which end.
+    const double size = problem_.dtype == Dtype::float32 ? 4 : 2, dim_qk = problem_.dim_qk + problem_.dim_rope;
+    for (const Sequence &seq : sequences_) {
+        result_bytes_ += size * problem_.heads_q * seq.q_len * dim_qk;
+        result_bytes_ += size * problem_.heads_kv * seq.kv_len * (dim_qk + problem_.dim_v);
+    }
 }
 
 void BackwardPlan::check() const {
@@ -70,12 +84,13 @@ void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
         const std::int64_t rows = pieces(seq.q_len, gradient_rows), keys = pieces(seq.kv_len, kernels_.tile_keys);
-        const std::int64_t places = places_of(seq, rows);
+        const std::int64_t places[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
         const double work = work_of(seq, rows);
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
             // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
-            const std::size_t bytes = group_ * (rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : places * tile_bytes_);
-            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, places, work, bytes});
+            const std::size_t tile = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : tile_bytes_;
+            const Room shared = {places[0], group_ * places[0] * tile}, own = {places[1], group_ * places[1] * tile};
+            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, work, shared, own});
             row_tiles_ += group_ * rows;
             items_ += group_ * rows + keys;
             most_key_tiles_ = std::max(most_key_tiles_, keys);
@@ -94,10 +109,9 @@ std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_t
     return first;
 }
 
-// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before, so that whoever packs it
-// rarely waits: so many rows lie between their firsts. Two more tiles of keys are for boundaries inside of tiles.
-std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles) const {
-    constexpr std::int64_t ahead = 3;
+// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before: so many rows lie between
+// their firsts. Two more tiles of keys are for boundaries inside of tiles.
+std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const {
     const std::int64_t margin = (ahead + 2) * kernels_.tile_keys - seq.lo;
     const std::int64_t rows = std::max(margin + seq.hi + gradient_rows, seq.prefix > 0 ? margin + seq.prefix : 0);
     return std::clamp<std::int64_t>(pieces(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
@@ -129,13 +143,13 @@ BackwardPlan::Shares BackwardPlan::shares_of(int team, bool ordered) const {
     for (std::size_t u = 0; u < units_.size(); ++u) {
         const PlannedUnit &unit = units_[u];
         shares.position.push_back(shares.shared.size());
-        if (!ordered && unit.work * (team + 1) <= left && unit.bytes * threads <= most_bytes) {
+        if (!ordered && unit.work * (team + 1) <= left && unit.own.bytes * threads <= most_bytes) {
             shares.own.push_back(u);
-            shares.own_bytes = std::max(shares.own_bytes, unit.bytes);
+            shares.own_bytes = std::max(shares.own_bytes, unit.own.bytes);
             left -= unit.work;
         } else {
             shares.shared.push_back(u);
-            shares.slot_bytes = std::max(shares.slot_bytes, unit.bytes);
+            shares.slot_bytes = std::max(shares.slot_bytes, unit.shared.bytes);
         }
     }
     const std::size_t fitting = shares.slot_bytes ? most_bytes / shares.slot_bytes : 1;
@@ -153,12 +167,12 @@ std::size_t BackwardPlan::workspace_bytes(int threads) const {
 }
 
 // A tile of rows of a unit, counted head after head.
-RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows) const {
+RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows, std::int64_t places) const {
     const PlannedUnit &u = units_[unit];
     const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
     const std::int64_t q_len = sequences_[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
-    rows += (head * u.places + tile % u.places) * bytes;
+    rows += (head * places + tile % places) * bytes;
     return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows};
 }
 
@@ -217,7 +231,7 @@ void BackwardPlan::clear_dbias(const Matrix &dbias, const RowTile &rows, const K
 std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradients, int threads) const {
     refuse_endless(items_);
     State state = {};
-    state.job = {&problem_, &operands, sequences_.data(), &gradients};
+    state.job = {&problem_, &operands, sequences_.data(), &gradients, result_bytes_ > streamed_bytes};
     state.ordered_dbias = gradients.dbias.base && !gradients.owns_dbias;
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
@@ -240,6 +254,9 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
         const auto thread = static_cast<std::size_t>(omp_get_thread_num());
         char *const own = state.own + (shares.own_bytes + key_bytes_) * thread;
         work(state, own, own + shares.own_bytes);
+#if defined(__x86_64__)
+        _mm_sfence();  // others read what was written past the caches
+#endif
     }
     std::vector<double> dsink(problem_.heads_q);
     std::int64_t means = 0;
@@ -265,6 +282,8 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
         const Lot *const then = after < own_lots ? &state.lots[after] : nullptr;
         for (std::size_t at = lot.first; at < lot.end; ++at) {
             const Item &item = state.items[at];
+            const PlannedUnit &unit = units_[item.unit];
+            const std::int64_t places = lot.own ? unit.own.places : unit.shared.places;
             char *rows = own;
             if (!lot.own) {
                 const std::size_t position = state.shares.position[item.unit], slots = state.shares.slots;
@@ -273,9 +292,9 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
                 rows = state.packed + position % slots * state.shares.slot_bytes;
             }
             if (item.rank < 0) {
-                pack_rows(item, state, rows);
+                pack_rows(item, state, rows, places);
             } else {
-                meet_keys(item, state, rows, scratch, soon_after(state, at, lot, then));
+                meet_keys(item, state, rows, places, scratch, soon_after(state, at, lot, then));
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
@@ -322,7 +341,7 @@ GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const
         add(k, dim_qk, seq, head, from, to);
         add(v, dim_v, seq, head, from, to);
     };
-    add_keys(g.dk, g.dv, keys.seq, keys.head, keys.key0, keys.key1);
+    if (!state.job.streamed) add_keys(g.dk, g.dv, keys.seq, keys.head, keys.key0, keys.key1);
     if (soon.keys) {
         const PlannedUnit &unit = units_[soon.keys->unit];
         const std::int64_t key0 = soon.keys->tile * kernels_.tile_keys;
@@ -331,7 +350,7 @@ GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const
     }
     if (soon.count) {
         const Item &item = *soon.rows[turn * soon.count / turns];
-        const RowTile tile = row_tile(item.unit, item.tile, nullptr);
+        const RowTile tile = row_tile(item.unit, item.tile, nullptr, 1);
         const std::int64_t part = turn * soon.count % turns, rows = tile.row1 - tile.row0;
         const std::int64_t from = tile.row0 + rows * part / turns;
         const std::int64_t to = tile.row0 + std::min(rows, rows * (part + soon.count) / turns);
@@ -342,39 +361,43 @@ GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const
     return ahead;
 }
 
-void BackwardPlan::pack_rows(const Item &item, State &state, char *memory) const {
+void BackwardPlan::pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t tile = item.tile % unit.row_tiles;
     std::int64_t end;
-    if (tile >= unit.places) {  // who lies there is done
-        first_meeting(seq, tile - unit.places, end);
-        wait_for(state.turn[unit.first_tile + item.tile - unit.places], end);
+    if (tile >= places) {  // who lies there is done
+        first_meeting(seq, tile - places, end);
+        wait_for(state.turn[unit.first_tile + item.tile - places], end);
     }
-    const RowTile rows = row_tile(item.unit, item.tile, memory);
+    const RowTile rows = row_tile(item.unit, item.tile, memory, places);
     const std::int64_t first = first_meeting(seq, tile, end);
     state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
     if (first == end) kernels_.store_rows(state.job, rows);
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
 }
 
-void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, void *scratch, const Soon &soon) const {
+void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
+                             const Soon &soon) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
     const KeyTile keys = {unit.seq, unit.head, key0, std::min(key0 + kernels_.tile_keys, seq.kv_len), scratch};
     kernels_.load_keys(state.job, keys);
     if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
+    std::int64_t turn_at = 0, turns = 0, end;
+    for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
+        turns += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
+    }
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
-        const RowTile rows = row_tile(item.unit, i, memory);
-        std::int64_t end;
+        const RowTile rows = row_tile(item.unit, i, memory, places);
         if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) {
             if (state.job.gradients->owns_dbias) clear_dbias(state.job.gradients->dbias, rows, keys);
             continue;
         }
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
-        kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, i, group_ * unit.row_tiles));
+        kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, turn_at++, turns));
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);
     }

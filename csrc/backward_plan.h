@@ -36,13 +36,16 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
+    struct Room {
+        std::int64_t places;  // for row tiles of a head that are in memory together: tile i lies at i % places
+        std::size_t bytes;    // of all places
+    };
     struct PlannedUnit {
         std::int64_t seq, head;
         std::int64_t first_tile;            // of its tiles of rows among all, head after head
         std::int64_t row_tiles, key_tiles;  // per head
-        std::int64_t places;                // for row tiles of a head that are in memory together: tile i lies at i % places
         double work;                        // in pairs of a row and a key
-        std::size_t bytes;                  // of all places
+        Room shared, own;                   // among several threads, and of one alone
     };
     struct Item {  // a unit's tile of rows is packed (rank -1), or a tile of keys meets its rows
         std::size_t unit;
@@ -67,10 +70,10 @@ private:
 
     void check() const;
     void cut_units();
-    std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles) const;
+    std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const;
     std::int64_t first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const;
     double work_of(const Sequence &seq, std::int64_t row_tiles) const;
-    RowTile row_tile(std::size_t unit, std::int64_t index, char *rows) const;
+    RowTile row_tile(std::size_t unit, std::int64_t index, char *rows, std::int64_t places) const;
     Shares shares_of(int team, bool ordered) const;
     std::size_t bytes_of(const Shares &shares, int team) const;
     void cut_items(State &state, std::size_t abreast) const;
@@ -79,8 +82,8 @@ private:
     void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
     int team_of(int threads) const;
     void work(State &state, char *own, void *scratch) const;
-    void pack_rows(const Item &item, State &state, char *memory) const;
-    void meet_keys(const Item &item, State &state, char *memory, void *scratch, const Soon &soon) const;
+    void pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const;
+    void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch, const Soon &soon) const;
     Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
     GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
                            std::int64_t turns) const;
@@ -93,6 +96,7 @@ private:
     std::vector<PlannedUnit> units_;
     std::size_t key_bytes_ = 0, tile_bytes_ = 0;
     std::int64_t group_, row_tiles_ = 0, most_key_tiles_ = 0, items_ = 0;
+    double result_bytes_ = 0;
 };
 
 }  // namespace fusion

@@ -249,7 +249,6 @@ void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, cons
         if (b.count) meet_block<Format, T>(w, b);
         if (w.g.owns_dbias) write_dbias(w, b);
     }
-    if (w.g.owns_dbias) end_lines();
     for (std::int64_t at = 0; at < keys; at += abreast * panel) {
         if (abreast == 1 || at + panel >= keys) {
             add_dk_dv<Format, 1>(w, at, w.k.row_begin[at / panel], w.k.row_end[at / panel]);
@@ -266,8 +265,19 @@ void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, cons
 
 // ------------------------------------------------------------------------------------------------------------- results
 
-template <class T> void store_row(T *to, const float *from, std::int64_t n, float factor) {
-    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load<Floats>(from + d) * factor, n - d);
+// Two vectors of a row, of which n elements are results.
+template <class T> FUSION_INLINE void store_two(T *to, Floats low, Floats high, std::int64_t n, bool streamed) {
+    if (streamed && n >= 2 * lanes && write_lines(to, low, high)) return;
+    store_floats(to, low, n);
+    if (n > lanes) store_floats(to + lanes, high, n - lanes);
+}
+
+template <class T> void store_row(T *to, const float *from, std::int64_t n, float factor, bool streamed) {
+    std::int64_t d = 0;
+    for (; d + lanes < n; d += 2 * lanes) {
+        store_two(to + d, load<Floats>(from + d) * factor, load<Floats>(from + d + lanes) * factor, n - d, streamed);
+    }
+    if (d < n) store_floats(to + d, load<Floats>(from + d) * factor, n - d);
 }
 
 template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
@@ -277,26 +287,41 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     const float scale = static_cast<float>(p.scale);
     for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
         const float *dq = part.dq + (row - tile.row0) * sizes.columns;
-        store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale);
+        store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
         if (!p.dim_rope) continue;
-        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope, scale);
+        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope, scale,
+                  job.streamed);
     }
 }
 
 // [panel][column][key] back to rows of n elements, times a factor.
 template <class T>
-void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n,
-                float factor) {
+void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n, float factor,
+                bool streamed) {
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += lanes) {
-        for (std::int64_t d = 0; d < n; d += lanes) {
-            const float *block = from + (at / panel * columns + d) * panel + at % panel;
-            Words words[lanes];
+        T *const first = row_of<T>(rows, tile.seq, tile.head, tile.key0 + at);
+        const std::int64_t there = least<std::int64_t>(lanes, count - at);
+        std::int64_t d = 0;
+        const auto columns_from = [&](Words(&words)[lanes], std::int64_t column) __attribute__((always_inline)) {
+            const float *block = from + (at / panel * columns + column) * panel + at % panel;
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) words[i] = load<Words>(block + i * panel);
             transpose(words);
-            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, count - at); ++i) {
-                T *to = row_of<T>(rows, tile.seq, tile.head, tile.key0 + at + i) + d;
-                store_floats(to, floats_of(words[i]) * factor, n - d);
+        };
+        for (; d + lanes < n; d += 2 * lanes) {
+            Words low[lanes], high[lanes];
+            columns_from(low, d);
+            columns_from(high, d + lanes);
+            for (std::int64_t i = 0; i < there; ++i) {
+                store_two(first + i * rows.stride_token + d, floats_of(low[i]) * factor, floats_of(high[i]) * factor, n - d,
+                          streamed);
+            }
+        }
+        if (d < n) {
+            Words words[lanes];
+            columns_from(words, d);
+            for (std::int64_t i = 0; i < there; ++i) {
+                store_floats(first + i * rows.stride_token + d, floats_of(words[i]) * factor, n - d);
             }
         }
     }
@@ -307,12 +332,13 @@ template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile 
     const GradientSizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
-    store_keys<T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale);
+    store_keys<T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
         const float *rope = part.dk + sizes.main_columns * panel;
-        store_keys<T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale);
+        store_keys<T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob));
+    store_keys<T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob),
+                  job.streamed);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gradient_products.h"
+#include "lines.h"
 
 namespace fusion {
 namespace {
@@ -35,36 +36,6 @@ template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) 
     }
 }
 
-// What is written once is read by nobody here: whole lines go to memory without being fetched first.
-FUSION_INLINE bool write_line(float *to, Floats low, Floats high) {
-#if defined(__AVX512F__)
-    if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;
-    _mm512_stream_ps(to, (__m512)low);
-    _mm512_stream_ps(to + lanes, (__m512)high);
-    return true;
-#else
-    (void)to, (void)low, (void)high;
-    return false;
-#endif
-}
-FUSION_INLINE void end_lines() {  // others see them from here on
-#if defined(__AVX512F__)
-    _mm_sfence();
-#endif
-}
-template <class T> FUSION_INLINE bool write_line(T *to, Floats low, Floats high) {
-#if defined(__AVX512F__)
-    if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;
-    typedef Halves Line[2];
-    const Line line = {from_floats(T{}, low), from_floats(T{}, high)};
-    _mm512_stream_si512(reinterpret_cast<__m512i *>(to), load<__m512i>(&line));
-    return true;
-#else
-    (void)to, (void)low, (void)high;
-    return false;
-#endif
-}
-
 // All keys of the tile, also those outside [b.at, b.at + b.count), which the block's rows do not see.
 template <class T, class Format> void write_rows(const Meeting<Format> &w, const Meet &b) {
     const float factor = dbias_factor(w);
@@ -78,7 +49,7 @@ template <class T, class Format> void write_rows(const Meeting<Format> &w, const
         };
         for (std::int64_t c = 0; c < there; c += 2 * lanes) {
             const Floats low = value(c), high = value(c + lanes);
-            if (c + 2 * lanes <= there && write_line(to + c, low, high)) continue;
+            if (c + 2 * lanes <= there && write_lines(to + c, low, high)) continue;
             store_floats(to + c, low, there - c);
             if (c + lanes < there) store_floats(to + c + lanes, high, there - c - lanes);
         }

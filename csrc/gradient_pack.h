@@ -131,8 +131,8 @@ template <class Format, class T, bool Tame = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
     Words wild = {};
-    for (std::int64_t d = 0; d < n; d += lanes) {
-        for (std::int64_t at = 0; at < deep; at += lanes) {
+    for (std::int64_t at = 0; at < deep; at += lanes) {
+        for (std::int64_t d = 0; d < n; d += lanes) {
             Words block[lanes];
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
                 const std::int64_t row = (at + i) * Format::depth;
@@ -140,7 +140,10 @@ bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std
                 block[i] = row < rows ? value_words<Format, T, Tame>(from, stride, row + 1 < rows, n - d, wild) : Words{};
             }
             transpose(block);
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + (d + i) * deep + at, block[i]);
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+                store(to + (d + i) * deep + at, block[i]);
+                __builtin_prefetch(to + (d + i) * deep + at + lanes, 1);  // where the next rows go
+            }
         }
     }
     if (!any_wild<Format>(wild)) return false;

@@ -115,6 +115,7 @@ struct Job {
     const Operands *operands;
     const Sequence *sequences;
     const Gradients *gradients = nullptr;  // the backward's
+    bool streamed = false;                 // results of the backward are written past the caches
 };
 
 }  // namespace fusion

@@ -275,6 +275,24 @@ def test_whole_lines_of_a_bias_gradient_are_what_their_pieces_are(dtype: torch.d
     assert not other[..., size:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_results_have_the_bits_of_small_ones(dtype: torch.dtype) -> None:
+    # Together they are written past the caches, where they fill whole lines; one sequence's alone are not.
+    lengths, heads = [300, 333, 7], 32 if dtype == torch.float32 else 64
+    sizes = (heads, 72), (heads // 2, 72), (heads // 2, 64), (heads, 64)
+    q, k, v, dout = (torch.randn(sum(lengths), *size, dtype=dtype) for size in sizes)
+
+    def found(q_len: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = [t.clone().requires_grad_() for t in tensors[:3]]
+        return torch.autograd.grad(fa.attention(*inputs, layout="TND", q_len=q_len), inputs, tensors[3])
+
+    whole = [t.split(lengths) for t in found(lengths, q, k, v, dout)]
+    pieces = (t.split(lengths) for t in (q, k, v, dout))
+    for b, alone in enumerate(zip(*pieces, strict=True)):
+        for got, want in zip(found(lengths[b : b + 1], *alone), (t[b] for t in whole), strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("bias", ["none", "matrix", "slopes", "slopes_sqrt"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
