@@ -431,8 +431,11 @@ Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
     out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
     out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
     for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
-    const std::int64_t blocks = (rows + block_rows - 1) / block_rows, panels = (w.tile.end - w.tile.begin + panel - 1) / panel;
-    out.spread(blocks * most<std::int64_t>(panels, 1));
+    std::int64_t panels = 0;  // that some block of rows meets
+    for (std::int64_t row = 0; row < rows; row += block_rows) {
+        panels += cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end).count / panel;
+    }
+    out.spread(most<std::int64_t>(panels, 1));
     return out;
 }
 
