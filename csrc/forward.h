@@ -353,15 +353,14 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_w
 }
 
 template <class Format, class T> void load_rows(const Work<Format> &w) {
-    const std::int64_t rows = w.tile.row1 - w.tile.row0, words = w.sizes.words;
-    for (std::int64_t i = 0; i < rows; ++i) {
-        const std::int64_t row = w.tile.row0 + i;
-        auto *q = w.s.q + i * words;
-        pack_query<Format>(row_of<const T>(w.o.q, w.tile.seq, w.head, row), w.p.dim_qk, w.sizes.main_words, q);
-        if (!w.p.dim_rope) continue;
-        pack_query<Format>(row_of<const T>(w.o.q_rope, w.tile.seq, w.head, row), w.p.dim_rope, words - w.sizes.main_words,
-                           q + w.sizes.main_words);
-    }
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, words = w.sizes.words, main_words = w.sizes.main_words;
+    const auto pack = [&](const Rows &view, std::int64_t dim, std::int64_t count, auto *to) {
+        const T *from = row_of<const T>(view, w.tile.seq, w.head, w.tile.row0);
+        const std::int64_t stride = view.stride_token;
+        for (std::int64_t i = 0; i < rows; ++i, from += stride, to += words) pack_query<Format>(from, dim, count, to);
+    };
+    pack(w.o.q, w.p.dim_qk, main_words, w.s.q);
+    if (w.p.dim_rope) pack(w.o.q_rope, w.p.dim_rope, words - main_words, w.s.q + main_words);
     const std::int64_t padded = round_up<std::int64_t>(rows, block_rows);
     std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
     std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
@@ -384,7 +383,12 @@ template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats
 
 // Divides, and writes out and statistics; returns how many rows are empty.
 template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
-    const std::int64_t rows = w.tile.row1 - w.tile.row0;
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, dim = w.p.dim_v;
+    T *out = row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0);
+    float *max = row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0);
+    float *total = row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0);
+    const std::int64_t out_stride = w.o.out.stride_token, max_stride = w.o.max.stride_token,
+                       sum_stride = w.o.sum.stride_token;
     std::int64_t empty = 0;
     for (std::int64_t first = 0; first < rows; first += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
@@ -401,17 +405,16 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         peak = sum == sum ? peak : all(__builtin_nanf(""));
         sum = peak == all(infinity) ? all(__builtin_nanf("")) : sum;
         const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
-        for (std::int64_t i = 0; i < here; ++i) {
-            const std::int64_t row = w.tile.row0 + first + i;
-            const bool none = peak[i] == -infinity;  // not even a sink: an empty row
+        alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
+        store(peaks, peak), store(sums, sum), store(factors, factor);
+        for (std::int64_t i = 0; i < here; ++i, out += out_stride, max += max_stride, total += sum_stride) {
+            const bool none = peaks[i] == -infinity;  // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
             const float *from = w.s.out + (first + i) * w.sizes.columns;
-            T *out = row_of<T>(w.o.out, w.tile.seq, w.head, row);
-            for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-                store_floats(out + d, zeros ? Floats{} : load<Floats>(from + d) * factor[i], w.p.dim_v - d);
-            }
-            *row_of<float>(w.o.max, w.tile.seq, w.head, row) = peak[i];
-            *row_of<float>(w.o.sum, w.tile.seq, w.head, row) = none ? 0.0f : sum[i];
+            if (zeros) std::memset(out, 0, dim * sizeof *out);
+            else store_scaled(out, from, dim, factors[i]);
+            *max = peaks[i];
+            *total = none ? 0.0f : sums[i];
             empty += none;
         }
     }

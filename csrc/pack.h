@@ -57,7 +57,7 @@ template <class Format, class T> FUSION_INLINE Words load_words(const T *row, st
 }
 
 template <class Format, class T>
-void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
     std::int64_t d = 0;
     for (; d + lanes <= words; d += lanes) store(to + d, load_words<Format>(row, d, n));
     if (d < words) {

@@ -279,6 +279,26 @@ template <class T> FUSION_INLINE void store_floats(T *to, Floats x, std::int64_t
     std::memcpy(to, &out, n * 2);
 }
 
+// Two vectors beside each other.
+template <class T> FUSION_INLINE void store_both(T *to, Floats low, Floats high) {
+    store_floats(to, low, lanes);
+    store_floats(to + lanes, high, lanes);
+}
+#if defined(__AVX512BF16__)
+FUSION_INLINE void store_both(Brain *to, Floats low, Floats high) {
+    store(to, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#endif
+
+// n elements times a factor; `from` is filled up to whole vectors.
+template <class T> FUSION_INLINE void store_scaled(T *to, const float *from, std::int64_t n, float factor) {
+    std::int64_t d = 0;
+    for (; d + 2 * lanes <= n; d += 2 * lanes) {
+        store_both(to + d, load<Floats>(from + d) * factor, load<Floats>(from + d + lanes) * factor);
+    }
+    for (; d < n; d += lanes) store_floats(to + d, load<Floats>(from + d) * factor, n - d);
+}
+
 // --------------------------------------------------------------------------------------------------------- transpose
 
 template <int... I> FUSION_INLINE Words interleave_low(Words a, Words b, std::integer_sequence<int, I...>) {
