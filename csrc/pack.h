@@ -93,17 +93,8 @@ FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) 
 template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
 template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
-// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist). Elements that are not finite set their
-// signs in `wild`.
-template <class Format, class T, bool Tame>
-FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
-    Words words;
-    if constexpr (Format::depth == 1) {
-        (void)stride, (void)second;
-        words = bits_of(load_floats(row, n));
-    } else {
-        words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
-    }
+// Elements that are not finite set their signs in `wild`; where they are to be tame, zeros take their place.
+template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words &wild) {
     const Words found = (words & ~signs<Format>) + lowest<Format>;
     wild |= found;
     if constexpr (Tame) {
@@ -111,6 +102,33 @@ FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, 
         words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
     }
     return words;
+}
+
+// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
+template <class Format, class T, bool Tame>
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+    if constexpr (Format::depth == 1) {
+        (void)stride, (void)second;
+        return noted<Format, Tame>(bits_of(load_floats(row, n)), wild);
+    } else {
+        const Words words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
+        return noted<Format, Tame>(words, wild);
+    }
+}
+
+// The same of a whole panel's columns of keys at and at + 1; false where there are no such words.
+template <class Format, class T, bool Tame>
+FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &wild) {
+    if constexpr (Format::depth == 1) {
+        (void)row, (void)stride, (void)to, (void)wild;
+        return false;
+    } else {
+        Words both[2];
+        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild), both);
+        store(to, both[0]);
+        store(to + lanes, both[1]);
+        return true;
+    }
 }
 
 template <class Format> FUSION_INLINE bool any_wild(Words wild) { return any(wild & signs<Format>); }
@@ -125,6 +143,7 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
         for (std::int64_t column = 0; column < sizes.columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
             auto *at = to.values(column, key + i, width);
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild)) continue;
             for (std::int64_t d = 0; d < width; d += lanes) {
                 const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
                                                                             n - column - d, wild)

@@ -309,6 +309,29 @@ template <int... I> FUSION_INLINE Words interleave_high(Words a, Words b, std::i
 }
 
 FUSION_INLINE void transpose(Words (&r)[lanes]) {
+#if defined(__AVX512F__)
+    // Half of the steps interleave within 128 bits: more ports do that than permute whole registers.
+    __m512i x[lanes], t[lanes];
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 2) {
+        x[i] = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+        x[i + 1] = _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+    }
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
+        FUSION_UNROLL for (int j = 0; j < 2; ++j) {
+            t[i + 2 * j] = _mm512_unpacklo_epi64(x[i + j], x[i + j + 2]);
+            t[i + 2 * j + 1] = _mm512_unpackhi_epi64(x[i + j], x[i + j + 2]);
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < 4; ++i) {  // of each of four rows, 128 bits of column i + 4 * (their place)
+        const __m512i even = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), odd = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+        const __m512i even_low = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+        r[i] = (Words)_mm512_shuffle_i32x4(even, even_low, 0x88);
+        r[i + 4] = (Words)_mm512_shuffle_i32x4(odd, odd_low, 0x88);
+        r[i + 8] = (Words)_mm512_shuffle_i32x4(even, even_low, 0xdd);
+        r[i + 12] = (Words)_mm512_shuffle_i32x4(odd, odd_low, 0xdd);
+    }
+#else
     using Lanes = std::make_integer_sequence<int, lanes>;
     FUSION_UNROLL for (int stage = 1; stage < lanes; stage *= 2) {
         Words t[lanes];
@@ -318,6 +341,7 @@ FUSION_INLINE void transpose(Words (&r)[lanes]) {
         }
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) r[i] = t[i];
     }
+#endif
 }
 
 // ------------------------------------------------------------------------------------------ what a product multiplies
@@ -378,6 +402,12 @@ struct Pair {
         const Both first = joined(low[0], high[0]), second = joined(low[1], high[1]);
         to[0] = interleaved<0, 2 * lanes>(first, second, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>(first, second, Lanes{});
+    }
+    // Elements of two rows beside each other: one word for each of 2 * lanes columns.
+    static FUSION_INLINE void pair(Words low, Words high, Words (&to)[2]) {
+        using Lanes = std::make_integer_sequence<int, 2 * lanes>;
+        to[0] = interleaved<0, 2 * lanes>((Both)low, (Both)high, Lanes{});
+        to[1] = interleaved<lanes, 2 * lanes>((Both)low, (Both)high, Lanes{});
     }
     // 2^x to a relative error of 9e-5, where rounding to bfloat16 leaves 2e-3; exact at 0.
     static FUSION_INLINE Floats power(Floats x) {
