@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_attention import memory
+
 # What allocates results: their fresh memory holds NaN, or -99 in integers.
 ALLOCATING = ("memory", "ops.training", "ops.decode", "ops.sparse_lower", "ops.indexer_loss_lower")
 
@@ -52,3 +54,11 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh
 
     monkeypatch.setattr(torch, "empty_like", empty_like)
+    lend = memory._lent
+
+    def lent(size: int) -> torch.UntypedStorage:
+        storage = lend(size)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size,)).fill_(255)  # NaN, or -1
+        return storage
+
+    monkeypatch.setattr(memory, "_lent", lent)

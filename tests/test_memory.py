@@ -1,7 +1,11 @@
-"""Large results ask for huge pages, inside their own memory alone."""
+"""Large results ask for huge pages, inside their own memory alone, and take over what earlier ones left."""
 
+import os
 import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,18 @@ PAGE = 2 << 20
 granted = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without transparent huge pages"
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """No test finds another's memory."""
+    memory._idle.clear()
+    yield
+    memory._idle.clear()
+
+
+def large(size: int = memory.LARGE) -> torch.Tensor:
+    return memory.empty(torch.empty(0), (size,), torch.uint8)
 
 
 def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -82,3 +98,132 @@ def test_results_and_gradients_ask() -> None:
         assert asked_for(result) == [whole_pages(result)]
     torch.testing.assert_close(out, v)  # a row sees its own key alone
     torch.testing.assert_close(gradients[2], torch.ones_like(v))
+
+
+def test_memory_of_a_dead_result_serves_the_next_of_its_size() -> None:
+    first = large()
+    place = first.data_ptr()
+    del first
+    other_size = large(memory.LARGE + 4)
+    second = memory.empty(torch.empty(0), (2, memory.LARGE // 8), torch.float32)
+    assert second.data_ptr() == place != other_size.data_ptr()
+    assert second.isnan().all()  # what conftest.py leaves in results, in these too
+    assert second.untyped_storage().nbytes() == second.nbytes
+    template = memory.template(second, second.shape, second.dtype)
+    del second
+    assert memory.another(template).data_ptr() == place
+
+
+def saved_for_a_derivative(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.float32).mul(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda t: t[5:9],
+        lambda t: t.detach(),
+        lambda t: t.numpy(),
+        lambda t: memoryview(t.numpy()),
+        lambda t: t.untyped_storage(),
+        lambda t: t.__dlpack__(),
+        saved_for_a_derivative,
+    ],
+)
+def test_memory_that_somebody_holds_is_nobody_elses(hold: Callable[[torch.Tensor], Any]) -> None:
+    tensor = large()
+    place = tensor.data_ptr()
+    held = hold(tensor)
+    del tensor
+    assert large().data_ptr() != place
+    del held
+    assert place in (large().data_ptr(), large().data_ptr())  # one of the two that are left
+
+
+def test_memory_given_to_another_process_is_not_used_again() -> None:
+    shared = large().share_memory_()
+    place = shared.data_ptr()
+    first, second = large(), large()
+    assert place not in (first.data_ptr(), second.data_ptr())
+    first.fill_(1)
+    assert shared.fill_(2).eq(2).all()
+    assert first.eq(1).all()
+
+
+def test_a_lent_storage_refuses_another_size() -> None:
+    tensor = large()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+    assert tensor.fill_(1).eq(1).all()
+
+
+def idle() -> int:
+    return sum(block.nbytes for block in memory._idle.values())
+
+
+def test_what_waits_is_bounded() -> None:
+    half = memory.IDLE // 2
+    first, second, third = large(half), large(half), large(half)
+    assert idle() == 0
+    place = third.data_ptr()
+    del first, second
+    assert idle() == memory.IDLE
+    del third
+    assert idle() == memory.IDLE  # what was given back first is gone
+    assert place in memory._idle
+    large()
+    assert idle() == half + memory.LARGE
+    large(memory.IDLE + 1)
+    assert idle() == half + memory.LARGE
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    wrong: list[int] = []
+
+    def work(mine: int) -> None:
+        for _ in range(20):
+            tensors = [large().fill_(mine), large().fill_(mine)]
+            if not all(tensor.eq(mine).all() for tensor in tensors):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert idle() <= memory.IDLE
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork()")
+def test_a_forked_process_writes_into_memory_of_its_own() -> None:
+    living, dead = large().fill_(1), large().fill_(2)
+    place = dead.data_ptr()
+    del dead
+    child = os.fork()
+    if child == 0:
+        tensor = large().fill_(3)
+        os._exit(0 if tensor.data_ptr() == place and tensor.eq(3).all() and living.eq(1).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert memory._idle[place].eq(2).all()
+
+
+def test_results_and_gradients_take_over_memory() -> None:
+    def step() -> tuple[torch.Tensor, ...]:
+        q, k, v = (torch.randn(1, 8, 2048, 64, generator=random, requires_grad=True) for _ in range(3))
+        out = fa.attention(q, k, v, layout="BNSD", band=fa.Band.window(16, 0))
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    random = torch.Generator().manual_seed(0)
+    first = step()
+    expected = [tensor.clone() for tensor in first]
+    places = {tensor.data_ptr() for tensor in first}
+    random.manual_seed(0)
+    second = step()
+    assert places.isdisjoint(tensor.data_ptr() for tensor in second)
+    del first
+    random.manual_seed(0)
+    third = step()
+    assert places == {tensor.data_ptr() for tensor in third}
+    for results in (second, third):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

@@ -1,14 +1,16 @@
-"""Memory for results: torch's own, which asks for huge pages where it is large.
+"""Memory for results: torch's own, which asks for huge pages where it is large, and serves again when it is given back.
 
 A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
-microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB.
-Refuses to know what is stored.
+microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
+but they are cleared one by one, and under a hypervisor that can take a millisecond each. So memory of large results is
+lent: what their storages give back when they die serves the next result of that size. Refuses to know what is stored.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,8 +18,13 @@ import torch
 # Bytes from which a tensor asks: whole huge pages surely lie in it. Smaller ones come from memory that is in use again
 # and again anyway.
 LARGE = 4 << 20
+# Bytes that wait to be lent again, at most: an output of 32 MiB and its three gradients.
+IDLE = 128 << 20
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+# By address, the first given back first. A dictionary's own operations are atomic: threads, and storages that die at
+# any time, need no lock, which a fork could leave locked.
+_idle: dict[int, torch.Tensor] = {}
 
 
 def empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -37,11 +44,47 @@ def another(template: torch.Tensor) -> torch.Tensor:
 
 def _ready(fresh: torch.Tensor) -> torch.Tensor:
     # The tensors of a trace have another type, and no memory.
-    if _advise is not None and type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
+    if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
+        if fresh.nbytes <= IDLE:  # Nobody has touched what it had: it costs nothing.
+            fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())
+        else:
+            _ask(fresh)
+    return fresh
+
+
+def _lent(size: int) -> torch.UntypedStorage:
+    """A storage of so many bytes, which cannot be resized; its memory is given back when it dies."""
+    block = _taken(size)
+    if block is None:
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _ask(block)
+    array = block.numpy()  # The storage holds this object, and nobody else does.
+    weakref.finalize(array, _give_back, block).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+
+
+def _taken(size: int) -> torch.Tensor | None:
+    """Idle memory of so many bytes, which is then the caller's."""
+    for place, block in _idle.copy().items():
+        if block.nbytes == size and _idle.pop(place, None) is not None:
+            return block
+    return None
+
+
+def _give_back(block: torch.Tensor) -> None:
+    _idle[block.data_ptr()] = block
+    idle = _idle.copy()
+    left = sum(block.nbytes for block in idle.values())
+    for place, block in idle.items():
+        if left > IDLE and _idle.pop(place, None) is not None:
+            left -= block.nbytes
+
+
+def _ask(fresh: torch.Tensor) -> None:
+    if _advise is not None:
         first = -(-fresh.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
         end = (fresh.data_ptr() + fresh.nbytes) // _HUGE_PAGE * _HUGE_PAGE
         _advise(first, end - first, _MADV_HUGEPAGE)  # A wish: nothing depends on its being granted.
-    return fresh
 
 
 def _adviser() -> Callable[[int, int, int], int] | None:
