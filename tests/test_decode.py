@@ -357,6 +357,13 @@ def test_values_lie_as_keys_do(k: tuple[int, ...], v: tuple[int, ...], table: bo
             fa.decode_attention(rows(2, 1, 4), tuple(lists))
 
 
+def test_a_number_is_no_cache() -> None:
+    one, number = rows(2, 6), torch.zeros(())
+    for wrong, name in (((one, number), "v"), ((number, one), "k")):
+        with pytest.raises(fa.ContractError, match=f"decode_attention: {name}: expected"):
+            fa.decode_attention(rows(2, 1, 4), wrong)
+
+
 def test_lists_of_tensors_are_counted() -> None:
     """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
     q, one = rows(1, 1, 4), rows(1, 6)

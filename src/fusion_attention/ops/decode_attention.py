@@ -235,9 +235,10 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
     kv_len = capacity if names["kv_len"] is None else names["kv_len"]
     q_len = np.full(batch, names["S1"], np.int64) if names["q_len"] is None else names["q_len"]
     values = names["v"]
-    stored = 0 if values is None else values[0].shape[-1] * (2 if values[0].dtype == torch.uint8 else 1)
+    last = 0 if values is None else sum(values[0].shape[-1:])  # no axis: 0, which a rule refuses
+    stored = last * (2 if values is not None and values[0].dtype == torch.uint8 else 1)
     # A row of two to a byte does not say whether its last half counts; keys of the same bytes do.
-    same = values is not None and values[0].shape[-1] == names["k"][0].shape[-1]
+    same = values is not None and values[0].shape[-1:] == names["k"][0].shape[-1:]
     return {
         "N2": heads,
         "S2": int(tokens.max(initial=0)),
