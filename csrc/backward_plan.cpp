@@ -305,10 +305,12 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
 BackwardPlan::Soon BackwardPlan::soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const {
     Soon soon = {};
     if (!lot.own) return soon;
+    std::size_t end = lot.end;
     for (++at; !soon.keys; ++at) {
-        if (at == lot.end) {
-            if (!then) break;
+        while (at == end) {  // a sequence without keys has none to ask for
+            if (!then) return soon;
             at = then->first;
+            end = then->end;
             then = nullptr;
         }
         const Item &item = state.items[at];

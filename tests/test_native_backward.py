@@ -329,6 +329,15 @@ def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: st
         same_bits(gradients(call, saved, variant, threads=2), want)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead(variant: str) -> None:
+    problem = Problem(12, 3, 128, 128, dtype="float32", scale=0.09)
+    call = converted(make(problem, (1, 200), (33, 0), Band.full()), torch.float32)
+    saved = native(call, variant)
+    for threads in (1, 2):
+        compare(call, saved, gradients(call, saved, variant, threads=threads), wanted(call, saved), variant)
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "band"),
     [
