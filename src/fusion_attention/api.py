@@ -117,9 +117,8 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         >>> attention(q, k, k, band=Band.causal()).shape
         torch.Size([2, 5, 4, 64])
     """
-    # The record's parameters come first in the signature, in its order.
-    args = record.RECORD.named(locals().values())
-    out, max_, sum_ = _attention(args, backend)
+    # The signature's names are the record's; nobody asks for the two that are not.
+    out, max_, sum_ = _attention(locals(), backend)
     return (out, max_ + sum_.log()) if return_lse else out
 
 
