@@ -90,6 +90,9 @@ public:
         now_.tail_words = sizes.words - sizes.main_words;
     }
 
+    // Where blocks are laid across from now on.
+    void lay(Word *across) { across_ = across; }
+
     // Multiplies the block of keys from the list's i on, which is a chunk's `at`-th.
     void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride, std::int64_t columns) {
         const std::int64_t after = i + block_rows;
@@ -138,11 +141,20 @@ private:
 
     void aim(std::int64_t i) {
         Parts &at = places(i);
-        for (int r = 0; r < block_rows; ++r) {
-            const std::int64_t key = keys_[least(i + r, count_ - 1)];
-            at.main[r] = row_of<T>(o_.k, item_.seq, item_.head_kv, key);
-            if (p_.dim_rope) at.rope[r] = row_of<T>(o_.k_rope, item_.seq, item_.head_kv, key);
+        std::int64_t keys[block_rows];
+        for (int r = 0; r < block_rows; ++r) keys[r] = keys_[least(i + r, count_ - 1)];
+        point(o_.k, keys, at.main);
+        if (p_.dim_rope) point(o_.k_rope, keys, at.rope);
+    }
+
+    FUSION_INLINE void point(const Keys &from, const std::int64_t (&keys)[block_rows], const T *(&to)[block_rows]) const {
+        if (from.table) {
+            for (int r = 0; r < block_rows; ++r) to[r] = row_of<T>(from, item_.seq, item_.head_kv, keys[r]);
+            return;
         }
+        const T *const first = row_of<const T>(from.rows, item_.seq, item_.head_kv, 0);
+        const std::int64_t stride = from.rows.stride_token;
+        for (int r = 0; r < block_rows; ++r) to[r] = first + keys[r] * stride;
     }
 
     // Meets a block that none went before.
@@ -157,12 +169,16 @@ private:
     }
 
     void take(std::int64_t i) {
-        const Parts &from = places(i);
-        for (int r = 0; r < block_rows; ++r) {
-            const Word *const copy = words_of(i) + r * words_;
-            now_.main[r] = copies ? reinterpret_cast<const char *>(copy) : reinterpret_cast<const char *>(from.main[r]);
-            now_.tail[r] = copies || !p_.dim_rope ? reinterpret_cast<const char *>(copy + now_.main_words)
-                                                  : reinterpret_cast<const char *>(from.rope[r]);
+        if constexpr (copies) {
+            const Word *copy = words_of(i);
+            for (int r = 0; r < block_rows; ++r, copy += words_) {
+                now_.main[r] = reinterpret_cast<const char *>(copy);
+                now_.tail[r] = reinterpret_cast<const char *>(copy + now_.main_words);
+            }
+        } else {
+            const Parts &from = places(i);
+            std::memcpy(now_.main, from.main, sizeof now_.main);
+            std::memcpy(now_.tail, p_.dim_rope ? from.rope : from.main, sizeof now_.tail);
         }
     }
 
