@@ -5,8 +5,8 @@
 //   dI = y - p, dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
 //   dq += dS^T k, dk += dS q                      by sparse_gradient.h, in the order of items
 //
-// Here: what both forms share, and the one with lists. An item is a row; keys are gathered twice, for the scores and for
-// dq, and one key head of the attention is met by all its query heads at once. Start reading at select_loss(). Without
+// Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq while
+// they are scored, and one key head of the attention is met by all its query heads at once. Start reading at select_loss(). Without
 // lists: loss_tiles.h.
 
 #pragma once
@@ -73,19 +73,28 @@ inline float head_share(const SparseProblem &p, const SparseOperands &o, std::in
 
 // ------------------------------------------------------------------------------------------------- the indexer's part
 
-// I of keys from their products [key][pitch].
+// to[i] = sum_of(terms(i)) for i below count, which terms() may be asked beyond: by less than a vector.
+template <class Terms> FUSION_INLINE void sum_up(std::int64_t count, float *to, Terms terms) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats found[lanes];
+        for (int k = 0; k < lanes; ++k) found[k] = terms(i + k);
+        store_floats(to + i, sums_of(found), count - i);
+    }
+}
+
+// I of keys from their products [key][pitch]; behind them is room for a vector's keys.
 inline void weigh_scores(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
                          std::int64_t count, float *scores) {
-    for (std::int64_t i = 0; i < count; ++i, products += pitch) {
+    sum_up(count, scores, [&](std::int64_t i) __attribute__((always_inline)) {
         Floats sum = {};
         for (std::int64_t h = 0; h < heads; h += lanes) {
-            const Floats term = larger(Floats{}, load<Floats>(products + h)) * load<Floats>(weights + h);
+            const Floats term = larger(Floats{}, load<Floats>(products + i * pitch + h)) * load<Floats>(weights + h);
             // 0 * inf is NaN: a head that is not there may not even count as zeros.
             const Words there = (Words)(lane_numbers() < static_cast<std::int32_t>(heads - h));
             sum += floats_of(bits_of(term) & there);
         }
-        scores[i] = sum_of(sum);
-    }
+        return sum;
+    });
 }
 
 struct Likelihood {  // y = exp(I - top) * share, ln y = I - top - log_sum
@@ -131,6 +140,7 @@ template <class Format> struct ListScratch {
     Word *q, *rows;                // of one key head's query heads; of two blocks of keys, of either
     float *scores, *shift, *share; // [key][pitch], [head]
     float *products;               // [key][pitch of the gradient], of the whole list
+    Word *across;                  // the indexer's keys, of the whole list, chunk by chunk
     float *target, *given;         // [key], of the whole list
     std::size_t bytes;
 
@@ -142,39 +152,77 @@ template <class Format> struct ListScratch {
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
         carver.take(rows, 2 * block_rows * most(sizes.words, own.words));
-        carver.take(scores, chunk * pitch);
+        carver.take(scores, round_up<std::int64_t>(chunk, lanes) * pitch);
         carver.take(shift, pitch);
         carver.take(share, pitch);
-        carver.take(products, round_up<std::int64_t>(listed, block_rows) * index_pitch);
+        carver.take(products, (round_up<std::int64_t>(listed, block_rows) + lanes) * index_pitch);
+        carver.take(across, round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
         carver.take(target, listed + lanes);
         carver.take(given, listed + lanes);
         bytes = carver.bytes();
     }
 };
 
-// A list whose keys are multiplied with heads, where they lie if that can be, else gathered block by block.
+// What a row adds to sums of keys, kept until rows have come together: then they go to a few neighbouring keys at a time, whose
+// sums stay near one core.
+template <class Format> struct ListNotes {
+    using Word = typename Format::Word;
+    std::int64_t q_words;
+    std::int32_t *keys;    // ascending
+    std::int32_t *starts;  // of a range of keys, its first one in the list; one more
+    Word *q_rows;          // the row's heads
+    Word *dscores;         // [key][head_words]; whole blocks of keys are read
+    std::size_t bytes;
+
+    ListNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
+        : q_words(s.padded_heads / Format::depth * SparseSizes<Format>(index).columns) {
+        const std::int64_t listed = most_keys(index, longest);
+        Carver carver(memory);
+        carver.take(keys, listed);
+        carver.take(starts, longest / loss_range_keys + 2);
+        carver.take(q_rows, q_words);
+        carver.take(dscores, (round_up<std::int64_t>(listed, s.chunk) + block_rows) * s.head_words);
+        bytes = carver.bytes();
+    }
+
+    void divide(const std::int32_t *from, std::int64_t count, std::int64_t longest) const {
+        std::int64_t range = 0;
+        for (std::int64_t i = 0; i < count; ++i) {
+            keys[i] = from[i];
+            while (range * loss_range_keys <= from[i]) starts[range++] = static_cast<std::int32_t>(i);
+        }
+        while (range < longest / loss_range_keys + 2) starts[range++] = static_cast<std::int32_t>(count);
+    }
+};
+
+// A list whose keys are multiplied with heads, where they lie if that can be, else gathered block by block; on request
+// they are laid across by the way, `deep` words of every column.
 template <class Format, class T> struct ListReader {
     const SparseJob job;
     const SparseItem item;
     const SparseSizes<Format> sizes;
     const std::int32_t *keys;
     typename Format::Word *rows;
+    const std::int64_t deep;
     const bool streams;
     Ahead<T> ahead;
     Stream<Format, T> stream;
 
     // heads: that every key is multiplied with; rows: two blocks.
     ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count, std::int64_t heads,
-               typename Format::Word *rows_)
-        : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), streams(suits_stream<Format>(*job.problem)),
+               typename Format::Word *rows_, std::int64_t deep_ = 0)
+        : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), deep(deep_),
+          streams(suits_stream<Format>(*job.problem)),
           ahead(job, item, keys, streams ? 0 : count, ListScratch<Format>::chunk, heads * sizes.words),
-          stream(job, item, sizes, keys, count, rows, nullptr, 0, 0) {}
+          stream(job, item, sizes, keys, count, rows, nullptr, deep, deep ? job.problem->dim_qk : 0) {}
 
     // Products of a chunk's keys with heads that lie beside each other, to [key][pitch].
-    void score(const Chunk &chunk, const typename Format::Word *q, float *to, std::int64_t pitch, std::int64_t columns) {
+    void score(const Chunk &chunk, const typename Format::Word *q, float *to, std::int64_t pitch, std::int64_t columns,
+               typename Format::Word *across = nullptr) {
         const SparseProblem &p = *job.problem;
         const SparseOperands &o = *job.operands;
         const std::int64_t words = sizes.words, main = sizes.main_words;
+        stream.lay(across);
         for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
             const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
             if (streams && here == block_rows) {
@@ -183,7 +231,7 @@ template <class Format, class T> struct ListReader {
             }
             for (std::int64_t i = at; i < at + here; i += Format::depth) {
                 auto *const row = rows + (i - at) * words;
-                gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, nullptr, 0);
+                gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, across, deep);
                 if (!p.dim_rope) continue;
                 gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main, nullptr, 0);
             }
@@ -198,14 +246,19 @@ template <class Format, class T> struct ListReader {
 template <class Format>
 __attribute__((noinline)) void add_probabilities(const ListScratch<Format> &s, const Probability<Format> probability,
                                                  std::int64_t count, float *target) {
-    for (std::int64_t i = 0; i < count; ++i) {
-        Floats sum = {};
-        for (std::int64_t h = 0; h < s.pitch; h += lanes) {
-            const Floats share = load<Floats>(s.share + h);
-            const Floats found = probability(load<Floats>(s.scores + i * s.pitch + h), load<Floats>(s.shift + h), share);
-            sum += share == Floats{} ? Floats{} : found;
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats found[lanes];
+        for (int k = 0; k < lanes; ++k) {
+            Floats sum = {};
+            for (std::int64_t h = 0; h < s.pitch; h += lanes) {
+                const Floats share = load<Floats>(s.share + h);
+                const float *const at = s.scores + (i + k) * s.pitch + h;
+                const Floats one = probability(load<Floats>(at), load<Floats>(s.shift + h), share);
+                sum += share == Floats{} ? Floats{} : one;
+            }
+            found[k] = sum;
         }
-        target[i] += sum_of(sum);
+        store_floats(target + i, load_floats(target + i, count - i) + sums_of(found), count - i);
     }
 }
 
@@ -241,59 +294,107 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     }
 }
 
-// From dI to the gradients, chunk by chunk.
+// From dI to dq and dweights, chunk by chunk; what sums of keys are made of goes to `dscores`.
 template <class Format, class T>
-void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, std::int64_t count, const Turn &turn,
-                  const KeySums &table) {
-    constexpr std::int64_t soon = 16;  // keys whose rows are asked for before they are needed
-    const auto &s = w.s;
-    const std::int64_t last = count ? s.keys[count - 1] : -1;
+void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, std::int64_t count,
+                  typename Format::Word *dscores) {
+    GradientScratch<Format> s = w.s;
     Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        for (std::int64_t i = 0; i < chunk.count; i += Format::depth) {
-            for (std::int64_t e = i + soon; e < least(i + soon + Format::depth, chunk.left); ++e) {
-                prefetch(row_of<T>(w.o.k, w.item.seq, w.item.head_kv, chunk.keys[e]), w.p.dim_qk);
-            }
-            gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, 0, 0, nullptr, s.across, s.deep);
-        }
+        s.dscores = dscores + at * s.head_words;
         const IndexerWeights weights = {list.products + at * s.pitch, list.given + at, s.share, s.delta, s.pitch};
         weigh_chunk<Format, false>(s, chunk.count, round_up<std::int64_t>(chunk.count, lanes * Format::depth), weights);
-        add_dq(w, chunk.count, s.dq, idle);
-        turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
-        add_keys(w, chunk, table);
-        if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);
+        add_dq(w, chunk.count, list.across + at / Format::depth * w.sizes.columns, s.dq, idle);
     }
-    turn.done(turn.state, turn.item, last + 1, last);
 }
 
+// All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
-void select_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
-                 void *scratch) {
+void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double *loss, void *scratch) {
     const Descent<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const ListScratch<Format> list(*job.attention, w.p, s.pitch, job.sequences[item.seq].kv_len,
-                                   static_cast<char *>(scratch) + s.bytes);
-    std::uint64_t *sorted;
-    const std::int64_t count = sort_keys(w, sorted), rounded = round_up<std::int64_t>(s.pitch, block_rows);
+    const std::int64_t longest = job.sequences[item.seq].kv_len;
+    const ListScratch<Format> list(*job.attention, w.p, s.pitch, longest, static_cast<char *>(scratch) + s.bytes);
+    const ListNotes<Format> left(w.p, s, longest, notes);
+    const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     std::memset(s.delta, 0, rounded * sizeof *s.delta);
     for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     *loss = 0.0;
+    left.divide(s.keys, count, longest);
     if (count) {
-        turn.done(turn.state, turn.item, s.keys[0], s.keys[count - 1]);
         const SparseJob attention = {job.attention, job.attended, job.sequences};
         list_target<Format, T>(attention, item, list, s.keys, count);
         load_heads<Format, T>(w);
         load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-        ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows);
-        reader.score({s.keys, count, count}, s.q, list.products, s.pitch, s.padded_heads);
+        ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows, s.deep);
+        for (std::int64_t at = 0; at < count; at += s.chunk) {
+            reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q, list.products + at * s.pitch,
+                         s.pitch, s.padded_heads, list.across + at / Format::depth * w.sizes.columns);
+        }
         weigh_scores(list.products, s.pitch, item.heads, s.share, count, list.given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
         *loss = judge(list.given, list.target, count, likelihood_of(list.given, count, share));
+        std::memcpy(left.q_rows, s.q_rows, left.q_words * sizeof *s.q_rows);
     }
-    descend_list<Format, T>(w, list, count, turn, table);
+    descend_list<Format, T>(w, list, count, left.dscores);
     store_head_gradients<Format, T>(w, s.dq, s.delta);
+}
+
+// Asks for a part of a row's notes, some lines at a time: another core may have written them.
+template <class Format> class NotesAhead {
+public:
+    NotesAhead(const ListNotes<Format> *notes, std::int64_t range, std::int64_t head_words, std::int64_t turns) {
+        if (!notes) return;
+        const std::int64_t first = notes->starts[range], keys = notes->starts[range + 1] - first;
+        parts_[0] = {notes->q_rows, notes->q_words};
+        parts_[1] = {notes->dscores + first * head_words, keys * head_words};
+        pace_ = (parts_[0].words + parts_[1].words) / line / most<std::int64_t>(turns, 1) + 1;
+    }
+
+    void operator()() {
+        for (std::int64_t left = pace_; left > 0 && part_ < 2; --left) {
+            __builtin_prefetch(parts_[part_].from + at_, 0, 2);
+            at_ += line;
+            if (at_ < parts_[part_].words) continue;
+            at_ = 0;
+            ++part_;
+        }
+    }
+
+private:
+    static constexpr std::int64_t line = 16;  // words
+    struct Part {
+        const typename Format::Word *from;
+        std::int64_t words;
+    };
+    Part parts_[2] = {};
+    std::int64_t part_ = 0, at_ = 0, pace_ = 0;
+};
+
+// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
+template <class Format>
+void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range, const KeySums &table,
+              void *scratch) {
+    const Descent<Format> w(job, item, scratch);
+    const auto &s = w.s;
+    const std::int64_t longest = job.sequences[item.seq].kv_len;
+    const ListNotes<Format> left(w.p, s, longest, notes), other(w.p, s, longest, next);
+    const std::int64_t pitch = sum_columns<Format>(w.p), depth = (item.heads + Format::depth - 1) / Format::depth;
+    const std::int64_t first = left.starts[range], stop = left.starts[range + 1];
+    NotesAhead<Format> ahead(next ? &other : nullptr, range, s.head_words, (stop - first) / block_rows);
+    for (std::int64_t at = first; at < stop; at += s.chunk) {
+        const std::int64_t here = least<std::int64_t>(s.chunk, stop - at);
+        for (std::int64_t i = 0; i < s.chunk + block_rows; ++i) {
+            s.sums[i] = at + i < stop ? table.memory + left.keys[at + i] * pitch : s.nowhere;
+        }
+        for (std::int64_t i = 0; i < here; i += block_rows) {
+            ahead();
+            add_block_to_sums<Format, block_rows>(left.dscores + (at + i) * s.head_words, s.head_words, left.q_rows, depth,
+                                                  s.sums + i, 0, w.sizes.columns, 1.0f);
+        }
+    }
 }
 
 }  // namespace

@@ -248,7 +248,7 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
     const double loss = judge(s.given + first, target + first, end - first, y);
     weigh_chunk<Format, false>(s, end, round_up<std::int64_t>(end, lanes * Format::depth),
                                IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch});
-    add_dq(w, end, dq, idle);
+    add_dq(w, end, s.across, dq, idle);
     add_wild<Format, T>(w, block, first, end, t.wild, dq);
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
@@ -316,10 +316,9 @@ std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &inde
     return gradient.bytes + ListScratch<Format>(attention, index, gradient.pitch, longest, nullptr).bytes;
 }
 
-template <class Format, class T>
-void indexer_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
-                  void *scratch) {
-    (job.problem->select_count ? select_loss<Format, T> : tile_loss<Format, T>)(job, item, turn, table, loss, scratch);
+template <class Format> std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t longest) {
+    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    return ListNotes<Format>(index, gradient, longest, nullptr).bytes;
 }
 
 }  // namespace

@@ -336,13 +336,14 @@ template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &c
 
 // Adds what a chunk's keys [0, count) give to dq.
 template <class Format, class Meanwhile>
-void add_dq(const Descent<Format> &w, std::int64_t count, float *dq, Meanwhile &meanwhile) {
+void add_dq(const Descent<Format> &w, std::int64_t count, const typename Format::Word *across, float *dq,
+            Meanwhile &meanwhile) {
     const auto &s = w.s;
     const std::int64_t depth = (count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
     const std::int64_t columns = w.sizes.columns;
-    add_heads<Format>(s.dscore_heads, s.deep, s.across, s.deep, depth, dq, columns, main, w.item.heads, s.ones, meanwhile);
+    add_heads<Format>(s.dscore_heads, s.deep, across, s.deep, depth, dq, columns, main, w.item.heads, s.ones, meanwhile);
     if (!w.p.dim_rope) return;
-    add_heads<Format>(s.dscore_heads, s.deep, s.across + main * s.deep, s.deep, depth, dq + main, columns, columns - main,
+    add_heads<Format>(s.dscore_heads, s.deep, across + main * s.deep, s.deep, depth, dq + main, columns, columns - main,
                       w.item.heads, s.ones, meanwhile);
 }
 
@@ -374,6 +375,25 @@ template <class Format> std::int64_t sort_keys(const Descent<Format> &w, std::ui
     const int bits = bits_for(w.job.sequences[w.item.seq].kv_len);
     sorted = sort_upward(w.s.list, w.s.spare, count, 32, 32 + bits, w.s.histogram);
     for (std::int64_t i = 0; i < count; ++i) w.s.keys[i] = static_cast<std::int32_t>(sorted[i] >> 32);
+    return count;
+}
+
+// The same where places do not matter: keys listed once, as nearly always, are marked and read off.
+template <class Format> std::int64_t order_keys(const Descent<Format> &w) {
+    std::uint32_t *const marks = w.s.histogram;
+    const std::int64_t words = (w.job.sequences[w.item.seq].kv_len + 31) / 32;
+    std::uint64_t *sorted;
+    if (words > std::int64_t{1} << digit_bits) return sort_keys(w, sorted);
+    const std::int64_t count = expand(w.job, w.item, w.s.keys);
+    std::memset(marks, 0, words * sizeof *marks);
+    for (std::int64_t i = 0; i < count; ++i) marks[w.s.keys[i] / 32] |= std::uint32_t{1} << w.s.keys[i] % 32;
+    std::int64_t marked = 0;
+    for (std::int64_t i = 0; i < words; ++i) marked += __builtin_popcount(marks[i]);
+    if (marked != count) return sort_keys(w, sorted);
+    std::int32_t *to = w.s.keys;
+    for (std::int64_t i = 0; i < words; ++i) {
+        for (std::uint32_t left = marks[i]; left; left &= left - 1) *to++ = static_cast<std::int32_t>(32 * i) + __builtin_ctz(left);
+    }
     return count;
 }
 
@@ -413,7 +433,7 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
         for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);
         }
-        add_dq(w, chunk.count, s.dq, ahead);
+        add_dq(w, chunk.count, s.across, s.dq, ahead);
         turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
         add_keys(w, chunk, table);
         if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);

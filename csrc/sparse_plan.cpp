@@ -2,11 +2,13 @@
 
 #include "arena.h"
 #include "denormals.h"
+#include "sparse_batches.h"
 
 #include <omp.h>
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -18,6 +20,8 @@ namespace {
 // Sums of key gradients in memory at a time, unless one sequence alone takes more.
 constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
+constexpr std::int64_t batch_rows = 16;  // of a loss over lists, whose notes are added together
+constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
 void require(bool holds, const char *what) {
@@ -41,6 +45,7 @@ struct SparsePlan::State {
     float *shares;  // [item][most_heads_], for dsink
     double *losses; // [item]
     Progress *progress;
+    char *notes;
     std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
 
     static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
@@ -141,7 +146,7 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
         const std::int64_t tile = forward_tile(threads);
         const std::int64_t items = rows_ * problem_.heads_kv * pieces(problem_.heads_q / problem_.heads_kv, tile);
         const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items, 1)));
-        return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team};
+        return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team, 0, 0, 0};
     }
     const auto items = static_cast<std::size_t>(most_items_);
     const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
@@ -150,12 +155,17 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
     const std::size_t scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
                                            : kernels_.gradient_bytes(problem_, most_heads_, longest_);
-    return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team};
+    if (!over_lists()) return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team, 0, 0, 0};
+    const std::size_t notes = kernels_.list_notes_bytes(problem_, longest_);
+    const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / notes, 1));
+    const std::int64_t rows = std::min(std::max<std::int64_t>(batch_rows, 2 * team), most_rows);
+    return {sums_bytes_, lines(items * found), 0, scratch, team, notes, rows, std::min<std::int64_t>(rows + team, most_items_)};
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
     const Layout at = layout(threads);
-    return at.sums + at.shares + at.progress + at.scratch * static_cast<std::size_t>(at.team);
+    return at.sums + at.shares + at.progress + at.notes * static_cast<std::size_t>(at.noted) +
+           at.scratch * static_cast<std::size_t>(at.team);
 }
 
 SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
@@ -187,18 +197,28 @@ void SparsePlan::run(const SparseOperands &operands, const SparseOperands &atten
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
     const Layout at = layout(threads);
     const Lease memory(workspace_bytes(threads));
-    char *const found = memory.data() + at.sums, *const progress = found + at.shares, *const scratch = progress + at.progress;
+    char *const found = memory.data() + at.sums, *const progress = found + at.shares;
+    char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
     State state{job, memory.data(), reinterpret_cast<float *>(found), reinterpret_cast<double *>(found),
-                reinterpret_cast<Progress *>(progress), {}, {}};
+                reinterpret_cast<Progress *>(progress), notes, {}, {}};
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
+    std::deque<Batches> batches;  // of every wave
+    for (const Wave &wave : waves_) {
+        if (over_lists()) batches.emplace_back(wave.items, at.batch_rows, at.noted, ranges_of(wave, at.batch_rows));
+    }
     double total = 0.0;
     for (const Wave &wave : waves_) {
         state.taken = state.finished = 0;
-        for (std::int64_t i = 0; i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
+        for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
 #pragma omp parallel num_threads(at.team)
         {
             const FlushDenormals flushed;
-            descend(wave, state, scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num()));
+            char *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
+            clear_sums(wave, state);
+            if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], at, own);
+            else descend(wave, state, own);
+#pragma omp barrier
+            store_keys(wave, state);
         }
         for (std::int64_t i = 0; attention_ && i < wave.items; ++i) total += state.losses[i];
         for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
@@ -229,22 +249,34 @@ void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, 
     }
 }
 
-// Called by every thread of a team.
-void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
+// What follows is called by every thread of a team.
+
+template <class Body> void SparsePlan::share_keys(const Wave &wave, const State &state, Body body) const {
     const auto units = static_cast<std::int64_t>(wave.end - wave.first);
-    const std::int64_t columns = kernels_.sum_columns(problem_), blocks = pieces(longest_, keys_per_item);
-    const auto keys_of = [&](std::int64_t i, auto body) {
+    const std::int64_t blocks = pieces(longest_, keys_per_item);
+#pragma omp for schedule(dynamic, 4)
+    for (std::int64_t i = 0; i < units * blocks; ++i) {
         const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
         const std::int64_t first = i % blocks * keys_per_item, kv_len = sequences_[unit.seq].kv_len;
         const std::int64_t end = std::min(first + keys_per_item, kv_len);
         if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
-    };
-#pragma omp for schedule(dynamic, 4)
-    for (std::int64_t i = 0; i < units * blocks; ++i) {
-        keys_of(i, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
-            std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
-        });
     }
+}
+
+void SparsePlan::clear_sums(const Wave &wave, const State &state) const {
+    const std::int64_t columns = kernels_.sum_columns(problem_);
+    share_keys(wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
+        std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
+    });
+}
+
+void SparsePlan::store_keys(const Wave &wave, const State &state) const {
+    share_keys(wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
+        kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
+    });
+}
+
+void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
     for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
@@ -253,17 +285,70 @@ void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         const SparseItem item = item_at(unit, i - unit.first_item);
         if (attention_) {
-            kernels_.loss(state.job, item, turn, sums, state.losses + i, scratch);
+            kernels_.tile_loss(state.job, item, turn, sums, state.losses + i, scratch);
         } else {
             kernels_.gradient(state.job, item, turn, sums, state.shares + i * most_heads_, scratch);
         }
     }
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 4)
-    for (std::int64_t i = 0; i < units * blocks; ++i) {
-        keys_of(i, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
-            kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
+}
+
+std::int64_t SparsePlan::ranges_in(const Unit &unit) const {
+    return std::max<std::int64_t>(pieces(sequences_[unit.seq].kv_len, loss_range_keys), 1);
+}
+
+// Ranges of keys of the units that each batch of rows has.
+std::vector<std::int64_t> SparsePlan::ranges_of(const Wave &wave, std::int64_t batch) const {
+    std::vector<std::int64_t> found;
+    for (std::int64_t first = 0; first < wave.items; first += batch) {
+        std::int64_t count = 0;
+        by_unit(wave, first, std::min(first + batch, wave.items), [&](const Unit &unit, std::int64_t, std::int64_t) {
+            count += ranges_in(unit);
         });
+        found.push_back(count);
+    }
+    return found;
+}
+
+// body(unit, its first item of [first, end), and behind its last one)
+template <class Body> void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const {
+    while (first < end) {
+        const Unit &unit = unit_of(wave, first);
+        const std::int64_t stop = std::min(unit.first_item + sequences_[unit.seq].q_len, end);
+        body(unit, first, stop);
+        first = stop;
+    }
+}
+
+// As descend(), for a loss over lists.
+void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const {
+    const auto notes_of = [&](std::int64_t i) { return state.notes + at.notes * static_cast<std::size_t>(i % at.noted); };
+    for (;;) {
+        const Batches::Task task = batches.next();
+        if (task.kind == Batches::Kind::end) return;
+        if (task.kind == Batches::Kind::wait) {
+            std::this_thread::yield();
+            continue;
+        }
+        if (task.kind == Batches::Kind::row) {
+            const Unit &unit = unit_of(wave, task.index);
+            const SparseItem item = item_at(unit, task.index - unit.first_item);
+            kernels_.list_loss(state.job, item, notes_of(task.index), state.losses + task.index, scratch);
+            batches.done(task);
+            continue;
+        }
+        const std::int64_t first = task.batch * at.batch_rows, end = std::min(first + at.batch_rows, wave.items);
+        std::int64_t range = task.index;  // counted from the unit's first one
+        by_unit(wave, first, end, [&](const Unit &unit, std::int64_t i, std::int64_t stop) {
+            const std::int64_t own = range;
+            range -= ranges_in(unit);
+            if (own < 0 || range >= 0) return;
+            const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
+            for (; i < stop; ++i) {
+                void *const next = i + 1 < stop ? notes_of(i + 1) : nullptr;
+                kernels_.add_list(state.job, item_at(unit, i - unit.first_item), notes_of(i), next, own, sums, scratch);
+            }
+        });
+        batches.done(task);
     }
 }
 

@@ -2,7 +2,8 @@
 //
 // An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the backward,
 // items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do not depend on
-// the number of threads.
+// the number of threads. They wait for their turn; those of a loss over lists leave notes, which are added batch by batch
+// (sparse_batches.h): on its way between two cores or to memory and back a sum takes longer than to add to.
 // Compiled for the baseline instruction set.
 
 #pragma once
@@ -15,6 +16,8 @@
 #include <vector>
 
 namespace fusion {
+
+class Batches;
 
 class SparsePlan {
 public:
@@ -49,6 +52,8 @@ private:
     struct Layout {  // of the workspace
         std::size_t sums, shares, progress, scratch;
         int team;
+        std::size_t notes;              // of a row of a loss over lists
+        std::int64_t batch_rows, noted; // rows that come together, and that have notes
     };
     struct State;  // of a run
 
@@ -59,7 +64,15 @@ private:
     SparseItem item_at(const Unit &unit, std::int64_t index) const;
     const Unit &unit_of(const Wave &wave, std::int64_t item) const;
     void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
+    bool over_lists() const { return attention_ && problem_.select_count; }
+    void clear_sums(const Wave &wave, const State &state) const;
     void descend(const Wave &wave, State &state, char *scratch) const;
+    void descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const;
+    std::int64_t ranges_in(const Unit &unit) const;
+    std::vector<std::int64_t> ranges_of(const Wave &wave, std::int64_t batch) const;
+    void store_keys(const Wave &wave, const State &state) const;
+    template <class Body> void share_keys(const Wave &wave, const State &state, Body body) const;
+    template <class Body> void by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const;
 
     const SparseKernels &kernels_;
     SparseProblem problem_;

@@ -77,9 +77,14 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
                      void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
-    // The indexer's loss and its gradients; an item is a row, or without selection the loss_tile_rows rows from it on.
+    // The indexer's loss and its gradients. Without selection an item is the loss_tile_rows rows from it on; with lists it
+    // is a row, and what it adds to sums of keys is noted, and added by add_list, a range of keys at a time.
     std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest);
-    void (*loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss, void *scratch);
+    void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss, void *scratch);
+    std::size_t (*list_notes_bytes)(const SparseProblem &index, std::int64_t longest);
+    void (*list_loss)(const SparseJob &, const SparseItem &, void *notes, double *loss, void *scratch);
+    void (*add_list)(const SparseJob &, const SparseItem &, void *notes, void *next_notes, std::int64_t range, const KeySums &,
+                     void *scratch);
     // The indexer's forward: keys packed once for all rows of a sequence.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
@@ -105,6 +110,7 @@ struct SparseVariant {
     }
 };
 
+constexpr std::int64_t loss_range_keys = 512;  // keys of a loss over lists whose sums stay near a core meanwhile
 constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
 constexpr std::int64_t index_tile_rows = 8;  // rows of the indexer that read a chunk of keys together
 

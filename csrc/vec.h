@@ -96,6 +96,25 @@ FUSION_INLINE float sum_of(Floats x) {
 #endif
 }
 
+// Where a's or b's lanes are of those whose numbers have the bit `half`, or (Upper) not: of two vectors one.
+template <int half, bool Upper, int... I> FUSION_INLINE Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, ((I & half ? lanes : 0) + (I & ~half) + (Upper ? half : 0))...);
+}
+
+template <int half> FUSION_INLINE void fold(Floats *x) {
+    using Lanes = std::make_integer_sequence<int, lanes>;
+    FUSION_UNROLL for (int i = 0; i < half; ++i) {
+        x[i] = folded<half, false>(x[i], x[i + half], Lanes{}) + folded<half, true>(x[i], x[i + half], Lanes{});
+    }
+    if constexpr (half > 1) fold<half / 2>(x);
+}
+
+// Lane i is sum_of(x[i]), to the last bit.
+FUSION_INLINE Floats sums_of(Floats (&x)[lanes]) {
+    fold<lanes / 2>(x);
+    return x[0];
+}
+
 FUSION_INLINE float largest_of(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);

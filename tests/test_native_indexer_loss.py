@@ -253,6 +253,14 @@ def test_selected_keys_against_the_formulas(seed: int) -> None:
     check(draw(seed, selected=True), seed)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_batches_of_rows_over_ranges_of_keys(dtype: str) -> None:
+    """Batches of 16 rows end inside sequences, and keys are more than the 512 whose sums are added together."""
+    problem = IndexerLossProblem(3, 1, 16, 5, 24, dtype=dtype, scale=0.2, select_count=300)
+    for seed in range(3):
+        check(make_loss(problem, (5, 0, 23, 1, 14), (1100, 7, 513, 0, 512), seed == 1, seed), seed)
+
+
 @pytest.mark.parametrize("seed", range(30, 42))
 def test_bands_against_the_formulas(seed: int) -> None:
     check(draw(seed, selected=False), seed)
@@ -296,10 +304,10 @@ def test_statistics_against_the_formulas(seed: int) -> None:
 @pytest.mark.parametrize("selected", [True, False])
 def test_threads_change_no_bit(selected: bool) -> None:
     problem = IndexerLossProblem(6, 2, 40, 9, 33, 8, "bfloat16", scale=0.2, select_count=150 if selected else 0)
-    call = make_loss(problem, (160, 0, 33), (300, 5, 70), True, 4)
+    call = make_loss(problem, (160, 0, 33), (1200 if selected else 300, 5, 70), True, 4)
     for compute in (run,) if selected else (run, lse):
         want = compute(call, threads=1)
-        for threads in (2, 3, 7):
+        for threads in (2, 3, 7, 20):
             got = compute(call, threads=threads)
             assert all(torch.equal(a, b) for n in want for a, b in zip(got[n], want[n], strict=True))
 
