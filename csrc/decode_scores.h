@@ -274,6 +274,13 @@ constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
 struct Ahead {
     const char *const *rows = nullptr;
     std::int64_t from = 0, to = 0;
+
+    FUSION_INLINE Ahead behind(std::int64_t count) const { return {rows ? rows + count : nullptr, from, to}; }
+    // While the bytes from `byte` on of N rows are multiplied, as many of N rows here are fetched.
+    template <int N> FUSION_INLINE void fetch(std::int64_t byte) const {
+        if (from + byte >= to) return;
+        FUSION_UNROLL for (int i = 0; i < N; ++i) __builtin_prefetch(rows[i] + from + byte, 0, FUSION_NEAR);
+    }
 };
 
 // The first lines of a tile's rows, some at a time.
@@ -332,6 +339,61 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
     }
 }
 
+// Once more: of the keys soon to come, behind the last of which are the first values.
+template <class F>
+FUSION_INLINE Ahead soon_again(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead,
+                               std::int64_t key) {
+    const std::int64_t soon = key + again_keys - t.count;
+    if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, 0, w.sizes.key_words * 4};
+    if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) return {ahead.rows + soon, 0, ahead.to};
+    return {};
+}
+
+#if defined(__AVX512F__)
+constexpr int narrow_keys = 8;  // that are met together
+
+// Three or four rows, a pair of them in a vector: each key has a sum of either pair.
+template <class F>
+FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows, std::int64_t steps,
+                              const Ahead &ahead, const Ahead &again) {
+    for (std::int64_t line = 0; line < steps; line += 4) {
+        if (ahead.rows) ahead.fetch<narrow_keys>(line * 16);
+        if (again.rows) again.fetch<narrow_keys>(line * 16);
+        for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
+            const char *const query = reinterpret_cast<const char *>(q + step);
+            const NarrowWords low = load<NarrowWords>(query), high = load<NarrowWords>(query + 32);
+            FUSION_UNROLL for (int k = 0; k < narrow_keys; ++k) {
+                const NarrowWords words = repeat_narrow(rows[k] + step * 16);
+                sum[0][k] = F::dot(sum[0][k], low, words);
+                sum[1][k] = F::dot(sum[1][k], high, words);
+            }
+        }
+    }
+}
+
+template <class F>
+__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+    const Words *q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
+    for (std::int64_t from = 0; from < t.count; from += lanes) {
+        const Ahead again = soon_again(w, b, t, ahead, from);
+        for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
+            NarrowFloats sum[2][narrow_keys] = {};
+            add_narrow<F>(sum, q, w.s.key_rows + key, steps, ahead.behind(key), again.behind(key - from));
+            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, {});
+            FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+                FUSION_UNROLL for (int k = 0; k < narrow_keys; k += 4) {
+                    const NarrowFloats x = add_quads(sum[pair] + k);
+                    float *const to = w.s.scores + 2 * pair * decode_tile + key + k;
+                    store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
+                    store(to + decode_tile, __builtin_shufflevector(x, x, 4, 5, 6, 7));
+                }
+            }
+        }
+    }
+}
+#endif
+
 template <class F, int P>
 __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                           const Ahead &ahead) {
@@ -339,14 +401,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
-        // Once more: of the keys soon to come, behind the last of which are the first values.
-        const std::int64_t soon = key + again_keys - t.count;
-        Ahead again;
-        if (b.row == 0 && w.sizes.direct_keys && soon < 0) {
-            again = {w.s.key_rows + key + again_keys, 0, w.sizes.key_words * 4};
-        } else if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) {
-            again = {ahead.rows + soon, 0, ahead.to};
-        }
+        const Ahead again = soon_again(w, b, t, ahead, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
@@ -369,7 +424,13 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
     switch (b.phases) {
     case 1: return score_rows<F, 1>(w, b, t, ahead);
     case 2: return score_rows<F, 2>(w, b, t, ahead);
+#if defined(__AVX512F__)
+    case 4:
+        if constexpr (!F::integer) return score_four(w, b, t, ahead);
+        else return score_rows<F, 4>(w, b, t, ahead);
+#else
     case 4: return score_rows<F, 4>(w, b, t, ahead);
+#endif
     case 8:
         if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
         break;

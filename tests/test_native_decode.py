@@ -284,6 +284,36 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
                 assert torch.equal(value[value.isinf()].double(), wanted[wanted.isinf()]), at
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dim", [8, 40, 72, 136])
+@pytest.mark.parametrize("group", [3, 4])
+def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int, dtype: str) -> None:
+    problem = Problem(2 * group, 2, dim, 24, dim_rope=16, dtype=dtype, scale=0.1, page_size=16)
+    case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=dim)
+    want = specified(case.call)
+    for variant in VARIANTS:
+        compare(case.call, native(case, variant), want, variant)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
+    form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel"}
+    problem = Problem(8, 2, 64, 64, dtype="bfloat16", scale=0.02, **form)
+    case = plain_case(problem, (1, 1), (200, 129), seed=1)
+    for q in case.call.q:
+        q[0] *= 1e-30  # a row of tiny numbers
+        q[1, :, 5] = 300.0  # one far above the others
+        q[2] = 0
+    spread = torch.logspace(-6, 1, 64).float()
+    for stored in (case.k, case.v):
+        stored.scale[:] = [t / t.mean() * spread for t in stored.scale]
+        stored.offset[:] = [torch.full_like(t, 1000.0) for t in stored.scale]
+    case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
+    want = specified(case.call)
+    for variant in VARIANTS:
+        compare(narrowed(case), native(case, variant), want, variant)
+
+
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
