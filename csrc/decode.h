@@ -19,16 +19,13 @@ constexpr float smallest_weight = 1.17549435e-38f;
 
 // ------------------------------------------------------------------------------------------- between the two products
 
-// Stored integers: from sums of whole numbers to the products that they stand for.
+// Scales and offsets of the tokens whose stored integers were multiplied.
 template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
-    const Floats scale = all(w.s.row_scale[w.slot(row)]), plus = all(w.s.row_offset[w.slot(row)]), sum = all(w.s.row_sum[w.slot(row)]);
+    const Floats sum = all(w.s.row_sum[w.slot(row)]);
     for (std::int64_t c = 0; c < t.count; c += lanes) {
-        Floats x = load<Floats>(scores + c) * scale + plus;
-        if (t.keys.kind == Dequant::token) {
-            if (t.keys.offset) x += load<Floats>(t.keys.offset + c) * sum;
-            x *= load<Floats>(t.keys.scale + c);
-        }
-        store(scores + c, x);
+        Floats x = load<Floats>(scores + c);
+        if (t.keys.offset) x += load<Floats>(t.keys.offset + c) * sum;
+        store(scores + c, x * load<Floats>(t.keys.scale + c));
     }
 }
 
@@ -219,7 +216,7 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
 
 template <class F>
 __attribute__((noinline)) void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
-    if constexpr (F::integer) scale_scores(w, row, t, scores);
+    if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
     const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
     if (w.dressed && !scaled) add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
     hide_row(w, row, t, scores);
@@ -374,7 +371,7 @@ std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeU
         const std::int64_t count = least<std::int64_t>(decode_tile, round_up<std::int64_t>(unit.end, lanes) - first);
         DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
         w.turn_to(head);
-        std::memcpy(w.s.key_rows, w.s.next_rows, t.count * sizeof *w.s.key_rows);
+        std::swap(w.s.key_rows, w.s.next_rows);
         if (!(wild >> head & 1) && !load_tile(w, t)) wild |= 1u << head;
         find_next(w, course, step + 1, next);
         if (!(wild >> head & 1)) attend_tile(w, t);

@@ -30,7 +30,9 @@ inline void find_rows(const Cache &c, const KeySpan &s, const char **to) {
     while (i < stop) {
         const std::int64_t token = s.first + i, left = c.table ? c.page_size - token % c.page_size : stop;
         const char *row = cache_row(c, s.seq, s.head, token);
-        for (const std::int64_t last = least(stop, i + left); i < last; ++i, row += step) to[i] = row;
+        const std::int64_t count = least(stop - i, left);
+        for (std::int64_t j = 0; j < count; ++j) to[i + j] = row + j * step;
+        i += count;
     }
     for (; i < s.count; ++i) to[i] = to[stop - 1];
 }

@@ -406,8 +406,10 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
             gather_keys<P, rows>(sum);
-            FUSION_UNROLL for (int i = 0; i < rows; ++i) {
-                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats));
+            FUSION_UNROLL for (int i = 0; i < rows; ++i) {  // from sums of whole numbers to the products that they stand for
+                const std::int64_t slot = w.slot(b.row + i);
+                const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
+                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);
             }
         } else {
             Floats sum[lanes] = {};
