@@ -385,8 +385,8 @@ template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats
 template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, dim = w.p.dim_v;
     T *out = row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0);
-    float *max = row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0);
-    float *total = row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0);
+    float *max = w.o.max.base ? row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0) : nullptr;
+    float *total = max ? row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0) : nullptr;
     const std::int64_t out_stride = w.o.out.stride_token, max_stride = w.o.max.stride_token,
                        sum_stride = w.o.sum.stride_token;
     std::int64_t empty = 0;
@@ -407,15 +407,18 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
-        for (std::int64_t i = 0; i < here; ++i, out += out_stride, max += max_stride, total += sum_stride) {
+        for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
             const bool none = peaks[i] == -infinity;  // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
             const float *from = w.s.out + (first + i) * w.sizes.columns;
             if (zeros) std::memset(out, 0, dim * sizeof *out);
             else store_scaled(out, from, dim, factors[i]);
+            empty += none;
+            if (!max) continue;
             *max = peaks[i];
             *total = none ? 0.0f : sums[i];
-            empty += none;
+            max += max_stride;
+            total += sum_stride;
         }
     }
     return empty;
@@ -431,8 +434,10 @@ Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
     };
     Errands out;
     out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
-    out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
-    out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+    if (w.o.max.base) {
+        out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
+        out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+    }
     for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
     std::int64_t panels = 0;  // that some block of rows meets
     for (std::int64_t row = 0; row < rows; row += block_rows) {

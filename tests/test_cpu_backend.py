@@ -168,6 +168,20 @@ def test_an_empty_batch_runs() -> None:
     assert cpu.workspace_bytes(PLAIN, e, "attention_backward") == 0
 
 
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+def test_a_call_that_asks_for_no_statistics_gives_the_same_rows(empty_rows: str) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, size, 40) for size in (150, 110, 110))
+    options = dict(layout="BNSD", band=fa.Band.causal("end"), empty_rows=empty_rows, backend="cpu")  # 40 rows are empty
+    first, lse = fa.attention(q, k, v, return_lse=True, **options)
+    assert lse[..., :40].eq(-math.inf).all() or empty_rows == "mean"
+    for _ in range(2):
+        assert torch.equal(fa.attention(q, k, v, **options), first)
+        out, again = fa.attention(q, k, v, return_lse=True, **options)
+        assert torch.equal(out, first)
+        assert torch.equal(again, lse)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_blocked_keys_reach_no_row_and_seen_ones_do(value: float) -> None:
     problem, e = Problem(1, 1, 4, 4, has_blocked=True), extents([(6, 6)])

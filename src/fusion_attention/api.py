@@ -118,12 +118,12 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         torch.Size([2, 5, 4, 64])
     """
     # The signature's names are the record's; nobody asks for the two that are not.
-    out, max_, sum_ = _attention(locals(), backend)
+    out, max_, sum_ = _attention(locals(), backend, stats=return_lse)
     return (out, max_ + sum_.log()) if return_lse else out
 
 
-def _attention(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, max, sum) of a call by canonical name."""
+def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
+    """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for."""
     operators.autocast(args, _CAST)
     if operators.needed(args.values()):
         drawn = operators.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
@@ -133,4 +133,4 @@ def _attention(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tens
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
-        return autograd.attention(call, backend)
+        return autograd.attention(call, backend, stats=stats)

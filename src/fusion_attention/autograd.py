@@ -19,17 +19,21 @@ from fusion_attention.plan import plan
 from fusion_attention.problem import Operands
 
 Tensors = tuple[torch.Tensor, ...]
+Results = tuple[torch.Tensor, Any, Any]
 _DBIAS = 5  # the place of the bias among gradients
 
 
-def attention(call: Call, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink."""
+def attention(call: Call, backend: str = "auto", *, stats: bool = True) -> Results:
+    """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink.
+
+    Without stats the last two may be None: memory for them takes longer than writing them.
+    """
     if torch.is_grad_enabled():
         tensors = (call.q, call.k, call.v, *call.extras)
         if torch._C._any_requires_grad(*tensors):
             out, max_, sum_ = _Attention.apply(call, backend, *tensors)
             return out, max_, sum_
-    return _forward(call, backend)
+    return _forward(call, backend, stats=stats)
 
 
 def attention_backward(
@@ -72,13 +76,11 @@ def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tens
         gradients[_DBIAS].copy_(summed)
 
 
-def _forward(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(call: Call, backend: str, *, stats: bool = True) -> Results:
     key = ("laid", backend)
     laid: _Laid | None = None if call.memo is None else call.memo.get(key)
     if laid is not None:
-        results = laid.results()
-        laid.run(call.q, call.k, call.v, *results)
-        return results
+        return laid.run(call.q, call.k, call.v, stats=stats)
     results = fresh(call)
     run_forward(call, results, backend)
     if call.memo is not None and len(call.extents) and not uncovered(call, "q"):
@@ -100,17 +102,21 @@ class _Laid:
         lay = getattr(self._plan.module, "lay_forward", None)
         self._core = lay(self._plan.problem, self._plan.schedule, views) if lay else None
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory for out, max and sum."""
-        out, max_, sum_ = map(another, self._templates)
+    def run(self, *given: torch.Tensor, stats: bool) -> Results:
+        """(out, max, sum) of (q, k, v)."""
+        core = self._core  # another thread may forget it meanwhile
+        if core is not None:
+            out, max_, sum_ = self._results() if stats else (another(self._templates[0]), None, None)
+            if core(*given, out, max_, sum_):
+                return out, max_, sum_
+        self._core = None  # Rows that only the back end itself can complete come back with every call.
+        out, max_, sum_ = self._results()
+        self._plan.run(over(self._rows, (*given, out, max_, sum_)))
         return out, max_, sum_
 
-    def run(self, *given: torch.Tensor) -> None:
-        """Computes from (q, k, v) into (out, max, sum)."""
-        core = self._core  # another thread may forget it meanwhile
-        if core is None or not core(*given):
-            self._core = None  # Rows that only the back end itself can complete come back with every call.
-            self._plan.run(over(self._rows, given))
+    def _results(self) -> Results:
+        out, max_, sum_ = map(another, self._templates)
+        return out, max_, sum_
 
 
 class _Attention(torch.autograd.Function):

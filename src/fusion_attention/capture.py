@@ -159,13 +159,13 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         return recorded
 
     def own(function: Any) -> Any:
-        def recorded(args: dict[str, Any], backend: str) -> Any:
+        def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
             if operators.needed(args.values()):
-                return function(args, backend)
+                return function(args, backend, stats=stats)
             drawn = isinstance(args["keep_prob"], float) and args["keep_prob"] < 1 and args["drop_bits"] is None
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
-            results = function(args, backend)
+            results = function(args, backend, stats=True)
             recorder.write(attention.RECORD, args, dict(zip(OWN, results, strict=True)), args["seed"] or 0, backend)
             return results
 

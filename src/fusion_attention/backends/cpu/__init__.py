@@ -120,7 +120,8 @@ def lay_forward(
 ) -> Callable[..., bool] | None:
     """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
 
-    The function takes (q, k, v, out, max, sum), and is false where empty rows still want their means.
+    The function takes (q, k, v, out, max, sum), the last two None where nobody reads them, and is false where empty
+    rows still want their means.
     """
     if not isinstance(schedule, ForwardPlan):
         return None

@@ -43,12 +43,15 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 
 
 def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Callable[..., int]:
-    """run_forward() over other memory of the same dtypes, (q, k, v, out, max, sum); the operands hold nothing else."""
+    """run_forward() over other memory of the same dtypes, (q, k, v, out, max, sum); the operands hold nothing else.
+
+    Statistics that are None are not written.
+    """
     with Floats() as floats:
         laid = plan.lay(_operands(problem, operands, floats))
 
-    def run(*given: torch.Tensor) -> int:
-        return laid.run(torch.get_num_threads(), *[t.data_ptr() for t in given])
+    def run(*given: torch.Tensor | None) -> int:
+        return laid.run(torch.get_num_threads(), *[0 if t is None else t.data_ptr() for t in given])
 
     return run
 
