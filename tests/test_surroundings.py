@@ -195,27 +195,3 @@ def test_such_memory_as_a_gradient(f: Function, view: Function) -> None:
 
     upstream = view(rows(2, 6, 4, 16))
     assert torch.equal(gradient(upstream), gradient(upstream.clone()))
-
-
-@pytest.mark.parametrize("call", [sink_of_attention, sink_of_selections, loss, means], ids=lambda call: call.__name__)
-def test_tensors_without_memory_answer_with_shapes(call: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = call()
-    made = rows
-
-    def shapes(*shape: int) -> Tensor:
-        return made(*shape).to("meta")
-
-    monkeypatch.setitem(globals(), "rows", shapes)
-    monkeypatch.setitem(globals(), "LISTS", LISTS.to("meta"))
-    with torch.device("meta"):
-        found = call()
-    assert found.is_meta
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-
-
-def test_tensors_without_memory_are_checked() -> None:
-    q, k = rows(2, 6, 4, 16).to("meta"), rows(2, 9, 2, 16)
-    with pytest.raises(fa.ContractError, match=r"k: expected a tensor on meta as q, got one on cpu \(move it"):
-        fa.attention(q, k, k)
-    with pytest.raises(fa.ContractError, match="k: expected axis 3 to be D=16 as in q, got 8"):
-        fa.attention(q, k.to("meta")[..., :8], k.to("meta"))

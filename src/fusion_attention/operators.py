@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -40,16 +40,15 @@ _SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple, Band})
 
 
-def needed(args: Collection[Any]) -> bool:
-    """Whether a call with these arguments must be one of the operators: it is traced, transformed, under a mode, on
-    tensors without memory, or on tensors of a class of their own."""
+def needed(args: Iterable[Any]) -> bool:
+    """Whether a call with these arguments must be one of the operators: it is traced, transformed, under a mode, or
+    on tensors of a class of their own."""
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
         or forward_mode()
-        or getattr(next(iter(args), None), "is_meta", False)  # queries come first in all records
     ):
         return True
     return not _USUAL.issuperset(map(type, args)) and any(
