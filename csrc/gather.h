@@ -62,6 +62,13 @@ inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::in
     const std::int32_t *list = row_of<const std::int32_t>(job.operands->indices, item.seq, item.head_kv, item.row);
     const std::int64_t slots = least(p.select_count, end <= 0 ? 0 : (end + block - 1) / block);
     std::int64_t count = 0;
+    if (block == 1) {
+        for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
+            keys[count] = list[s];
+            count += list[s] >= first && list[s] < end;
+        }
+        return count;
+    }
     for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
         const std::int64_t start = list[s] * block, stop = least(start + block, end);
         for (std::int64_t j = most(start, first); j < stop; ++j) keys[count++] = static_cast<std::int32_t>(j);
@@ -94,6 +101,20 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
         spare = other;
     }
     return items;
+}
+
+// Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their end.
+FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
+#if defined(__AVX512F__)
+    FUSION_UNROLL for (int half = 0; half < 2; ++half) {
+        const auto here = static_cast<__mmask16>(bits >> half * lanes);
+        store(to, _mm512_maskz_compress_epi32(here, (__m512i)(lane_numbers() + (first + half * lanes))));
+        to += __builtin_popcount(here);
+    }
+#else
+    for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
+#endif
+    return to;
 }
 
 inline int bits_for(std::int64_t n) {  // of numbers below n

@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "sparse_gradient.h"
+#include "loss_notes.h"
 
 namespace fusion {
 namespace {
@@ -141,7 +141,8 @@ template <class Format> struct ListScratch {
     float *scores, *shift, *share; // [key][pitch], [head]
     float *products;               // [key][pitch of the gradient], of the whole list
     Word *across;                  // the indexer's keys, of the whole list, chunk by chunk
-    float *target, *given;         // [key], of the whole list
+    float *target;                 // [key], of the whole list
+    Word *dscores;                 // of a chunk, [key / depth][pitch of the gradient]
     std::size_t bytes;
 
     ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch, std::int64_t longest,
@@ -158,40 +159,8 @@ template <class Format> struct ListScratch {
         carver.take(products, (round_up<std::int64_t>(listed, block_rows) + lanes) * index_pitch);
         carver.take(across, round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
         carver.take(target, listed + lanes);
-        carver.take(given, listed + lanes);
+        carver.take(dscores, GradientScratch<Format>::deep * index_pitch);
         bytes = carver.bytes();
-    }
-};
-
-// What a row adds to sums of keys, kept until rows have come together: then they go to a few neighbouring keys at a time, whose
-// sums stay near one core.
-template <class Format> struct ListNotes {
-    using Word = typename Format::Word;
-    std::int64_t q_words;
-    std::int32_t *keys;    // ascending
-    std::int32_t *starts;  // of a range of keys, its first one in the list; one more
-    Word *q_rows;          // the row's heads
-    Word *dscores;         // [key][head_words]; whole blocks of keys are read
-    std::size_t bytes;
-
-    ListNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
-        : q_words(s.padded_heads / Format::depth * SparseSizes<Format>(index).columns) {
-        const std::int64_t listed = most_keys(index, longest);
-        Carver carver(memory);
-        carver.take(keys, listed);
-        carver.take(starts, longest / loss_range_keys + 2);
-        carver.take(q_rows, q_words);
-        carver.take(dscores, (round_up<std::int64_t>(listed, s.chunk) + block_rows) * s.head_words);
-        bytes = carver.bytes();
-    }
-
-    void divide(const std::int32_t *from, std::int64_t count, std::int64_t longest) const {
-        std::int64_t range = 0;
-        for (std::int64_t i = 0; i < count; ++i) {
-            keys[i] = from[i];
-            while (range * loss_range_keys <= from[i]) starts[range++] = static_cast<std::int32_t>(i);
-        }
-        while (range < longest / loss_range_keys + 2) starts[range++] = static_cast<std::int32_t>(count);
     }
 };
 
@@ -294,18 +263,91 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     }
 }
 
-// From dI to dq and dweights, chunk by chunk; what sums of keys are made of goes to `dscores`.
+// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to dweights.
+template <class Format>
+__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count, std::int64_t pitch,
+                                          const float *weights, float *dweights, std::uint8_t *positive,
+                                          typename Format::Word *dscores) {
+    using Bits = std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
+    for (std::int64_t h = 0; h < pitch; h += 2 * lanes) {
+        const Floats weight[2] = {load<Floats>(weights + h), load<Floats>(weights + h + lanes)};
+        Floats sum[2] = {load<Floats>(dweights + h), load<Floats>(dweights + h + lanes)};
+        for (std::int64_t i = 0; i < count; i += Format::depth) {
+            Floats rows[2][Format::depth] = {};
+            FUSION_UNROLL for (int e = 0; e < Format::depth; ++e) {
+                if (i + e >= count) break;
+                const Floats dvalue = all(given[i + e]);
+                Floats dscore[2];
+                std::uint32_t bits = 0;
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                    const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
+                    sum[u] += dvalue * larger(Floats{}, score);
+                    bits |= positive_lanes(score) << u * lanes;
+                }
+                spread_weights(bits, dvalue, weight, dscore);
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];
+                store(positive + ((i + e) * pitch + h) / 8, static_cast<Bits>(bits));
+            }
+            FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::stack(rows[u]));
+            }
+        }
+        store(dweights + h, sum[0]);
+        store(dweights + h + lanes, sum[1]);
+    }
+}
+
+// C[M][N vectors] += A^T * B, A being [depth][pitch]: a broadcast does not mind where its words lie.
+template <class Format, int M, int N>
+FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
+                              std::int64_t depth, float *c, std::int64_t c_stride) {
+    Floats sum[M][N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
+    }
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < depth; ++k, a += pitch, b += N * lanes) {
+        Words right[N];
+        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], a[i], right[j]);
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) {
+            float *const to = c + i * c_stride + j * lanes;
+            store(to, load<Floats>(to) + sum[i][j]);
+        }
+    }
+}
+
+// The same for one block of heads and all columns.
+template <class Format, int M>
+__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
+                                          std::int64_t deep, std::int64_t depth, float *c, std::int64_t columns) {
+    std::int64_t d = 0;
+    for (; d + panel <= columns; d += panel) add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
+    const std::int64_t vectors = (columns - d) / lanes;
+    if (vectors == 1) add_across<Format, M, 1>(a, pitch, b + d * deep, depth, c + d, columns);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) add_across<Format, M, 2>(a, pitch, b + d * deep, depth, c + d, columns);
+        if (vectors == 3) add_across<Format, M, 3>(a, pitch, b + d * deep, depth, c + d, columns);
+    }
+}
+
+// From dI to dq and dweights, chunk by chunk.
 template <class Format, class T>
-void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, std::int64_t count,
-                  typename Format::Word *dscores) {
-    GradientScratch<Format> s = w.s;
-    Idle idle;
+void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left, std::int64_t count) {
+    const auto &s = w.s;
+    const std::int64_t columns = w.sizes.columns;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        s.dscores = dscores + at * s.head_words;
-        const IndexerWeights weights = {list.products + at * s.pitch, list.given + at, s.share, s.delta, s.pitch};
-        weigh_chunk<Format, false>(s, chunk.count, round_up<std::int64_t>(chunk.count, lanes * Format::depth), weights);
-        add_dq(w, chunk.count, list.across + at / Format::depth * w.sizes.columns, s.dq, idle);
+        const std::int64_t here = least<std::int64_t>(s.chunk, count - at), depth = (here + Format::depth - 1) / Format::depth;
+        weigh_list<Format>(list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
+                           left.positive + at * s.pitch / 8, list.dscores);
+        const auto *across = list.across + at / Format::depth * columns;
+        in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+            add_across<Format, height()>(list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns);
+        });
     }
 }
 
@@ -320,7 +362,6 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     std::memset(s.delta, 0, rounded * sizeof *s.delta);
-    for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     *loss = 0.0;
     left.divide(s.keys, count, longest);
     if (count) {
@@ -333,68 +374,13 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
             reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q, list.products + at * s.pitch,
                          s.pitch, s.padded_heads, list.across + at / Format::depth * w.sizes.columns);
         }
-        weigh_scores(list.products, s.pitch, item.heads, s.share, count, list.given);
+        weigh_scores(list.products, s.pitch, item.heads, s.share, count, left.given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
-        *loss = judge(list.given, list.target, count, likelihood_of(list.given, count, share));
+        *loss = judge(left.given, list.target, count, likelihood_of(left.given, count, share));
         std::memcpy(left.q_rows, s.q_rows, left.q_words * sizeof *s.q_rows);
     }
-    descend_list<Format, T>(w, list, count, left.dscores);
+    descend_list<Format, T>(w, list, left, count);
     store_head_gradients<Format, T>(w, s.dq, s.delta);
-}
-
-// Asks for a part of a row's notes, some lines at a time: another core may have written them.
-template <class Format> class NotesAhead {
-public:
-    NotesAhead(const ListNotes<Format> *notes, std::int64_t range, std::int64_t head_words, std::int64_t turns) {
-        if (!notes) return;
-        const std::int64_t first = notes->starts[range], keys = notes->starts[range + 1] - first;
-        parts_[0] = {notes->q_rows, notes->q_words};
-        parts_[1] = {notes->dscores + first * head_words, keys * head_words};
-        pace_ = (parts_[0].words + parts_[1].words) / line / most<std::int64_t>(turns, 1) + 1;
-    }
-
-    void operator()() {
-        for (std::int64_t left = pace_; left > 0 && part_ < 2; --left) {
-            __builtin_prefetch(parts_[part_].from + at_, 0, 2);
-            at_ += line;
-            if (at_ < parts_[part_].words) continue;
-            at_ = 0;
-            ++part_;
-        }
-    }
-
-private:
-    static constexpr std::int64_t line = 16;  // words
-    struct Part {
-        const typename Format::Word *from;
-        std::int64_t words;
-    };
-    Part parts_[2] = {};
-    std::int64_t part_ = 0, at_ = 0, pace_ = 0;
-};
-
-// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
-template <class Format>
-void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range, const KeySums &table,
-              void *scratch) {
-    const Descent<Format> w(job, item, scratch);
-    const auto &s = w.s;
-    const std::int64_t longest = job.sequences[item.seq].kv_len;
-    const ListNotes<Format> left(w.p, s, longest, notes), other(w.p, s, longest, next);
-    const std::int64_t pitch = sum_columns<Format>(w.p), depth = (item.heads + Format::depth - 1) / Format::depth;
-    const std::int64_t first = left.starts[range], stop = left.starts[range + 1];
-    NotesAhead<Format> ahead(next ? &other : nullptr, range, s.head_words, (stop - first) / block_rows);
-    for (std::int64_t at = first; at < stop; at += s.chunk) {
-        const std::int64_t here = least<std::int64_t>(s.chunk, stop - at);
-        for (std::int64_t i = 0; i < s.chunk + block_rows; ++i) {
-            s.sums[i] = at + i < stop ? table.memory + left.keys[at + i] * pitch : s.nowhere;
-        }
-        for (std::int64_t i = 0; i < here; i += block_rows) {
-            ahead();
-            add_block_to_sums<Format, block_rows>(left.dscores + (at + i) * s.head_words, s.head_words, left.q_rows, depth,
-                                                  s.sums + i, 0, w.sizes.columns, 1.0f);
-        }
-    }
 }
 
 }  // namespace

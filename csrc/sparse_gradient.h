@@ -64,7 +64,7 @@ template <class Format> struct GradientScratch {
         carver.take(sums, chunk + 2 * block_rows);
         carver.take(list, listed);
         carver.take(spare, listed);
-        carver.take(keys, listed);
+        carver.take(keys, listed + lanes);
         carver.take(histogram, std::int64_t{1} << digit_bits);
         bytes = carver.bytes();
     }
@@ -391,9 +391,7 @@ template <class Format> std::int64_t order_keys(const Descent<Format> &w) {
     for (std::int64_t i = 0; i < words; ++i) marked += __builtin_popcount(marks[i]);
     if (marked != count) return sort_keys(w, sorted);
     std::int32_t *to = w.s.keys;
-    for (std::int64_t i = 0; i < words; ++i) {
-        for (std::uint32_t left = marks[i]; left; left &= left - 1) *to++ = static_cast<std::int32_t>(32 * i) + __builtin_ctz(left);
-    }
+    for (std::int64_t i = 0; i < words; ++i) to = set_bits(marks[i], static_cast<std::int32_t>(32 * i), to);
     return count;
 }
 

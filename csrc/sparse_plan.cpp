@@ -20,7 +20,7 @@ namespace {
 // Sums of key gradients in memory at a time, unless one sequence alone takes more.
 constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
-constexpr std::int64_t batch_rows = 16;  // of a loss over lists, whose notes are added together
+constexpr std::int64_t batch_rows = 64;  // of a loss over lists, whose notes are added together
 constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 

@@ -110,7 +110,7 @@ struct SparseVariant {
     }
 };
 
-constexpr std::int64_t loss_range_keys = 512;  // keys of a loss over lists whose sums stay near a core meanwhile
+constexpr std::int64_t loss_range_keys = 1024;  // keys of a loss over lists whose sums stay near a core meanwhile
 constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
 constexpr std::int64_t index_tile_rows = 8;  // rows of the indexer that read a chunk of keys together
 
