@@ -126,53 +126,143 @@ template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
     return sum;
 }
 
+// Packs a row of dout; returns products that add up to that of dout and out.
+template <class Format, class T>
+FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
+    Floats sum = {};
+    std::int64_t d = 0;
+    for (; (d + lanes) * Format::depth <= n; d += lanes) {
+        const Words row = load_words<Format>(dout + d * Format::depth, 0, width);
+        store(to + d, row);
+        sum = Format::dot(sum, row, load_words<Format>(out + d * Format::depth, 0, width));
+    }
+    if (d < words) sum = Format::dot(sum, pack_tail<Format>(dout, d, n, words, to), load_words<Format>(out, d, n));
+    return sum;
+}
+
+// Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both is
+// joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the compiler
+// would compute all of them beforehand and keep them in memory.
+template <class Format, class T, bool Tame, int Half>
+__attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep, typename Format::Word *to) {
+    Words wild = {}, block[lanes];
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
+        FUSION_UNROLL for (int j = i; j < i + 4; ++j, row += Format::depth * stride) {
+            if constexpr (Format::depth == 1) {
+                block[j] = noted<Format, Tame>(bits_of(load_floats(row, lanes)), wild);
+            } else if constexpr (Half == 0 || Tame) {
+                const Words low = noted<Format, Tame>(load<Words>(row), wild);
+                const Words high = noted<Format, Tame>(load<Words>(row + stride), wild);
+                block[j] = Format::template beside<Half == 1>(low, high);
+            } else {  // the other half has noted them
+                block[j] = Format::template beside<true>(load<Words>(row), load<Words>(row + stride));
+            }
+        }
+        __asm__("" : "+r"(row));
+    }
+    transpose(block);
+    to += 4 * Half * deep;
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4, to += 4 * Format::depth * deep) {
+        FUSION_UNROLL for (int j = 0; j < 4; ++j) {
+            store(to + j * deep, block[i + j]);
+            __builtin_prefetch(to + j * deep + lanes, 1);  // where the next rows go
+        }
+        __asm__("" : "+r"(to));
+    }
+    return wild;
+}
+
+// The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
+template <class Format, class T, bool Tame>
+__attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t deep,
+                                         typename Format::Word *to) {
+    Words wild = {}, block[lanes];
+    for (int i = 0; i < lanes; ++i) {
+        const std::int64_t row = i * Format::depth;
+        block[i] = row < here ? value_words<Format, T, Tame>(first + row * stride, stride, row + 1 < here, n, wild) : Words{};
+    }
+    transpose(block);
+    for (int i = 0; i < lanes; ++i) store(to + i * deep, block[i]);
+    return wild;
+}
+
 // Rows of n elements, transposed and tame; returns whether any element was not finite. Few are: first all are packed.
 template <class Format, class T, bool Tame = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
+    constexpr std::int64_t tall = lanes * Format::depth, wide = lanes * Format::depth;
     Words wild = {};
-    for (std::int64_t at = 0; at < deep; at += lanes) {
-        for (std::int64_t d = 0; d < n; d += lanes) {
-            Words block[lanes];
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
-                const std::int64_t row = (at + i) * Format::depth;
-                const T *from = first + row * stride + d;
-                block[i] = row < rows ? value_words<Format, T, Tame>(from, stride, row + 1 < rows, n - d, wild) : Words{};
-            }
-            transpose(block);
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
-                store(to + (d + i) * deep + at, block[i]);
-                __builtin_prefetch(to + (d + i) * deep + at + lanes, 1);  // where the next rows go
-            }
+    for (std::int64_t at = 0; at < deep; at += lanes, first += tall * stride, rows -= tall) {
+        std::int64_t d = 0;
+        for (; rows >= tall && d + wide <= n; d += wide) {
+            wild |= lay_across<Format, T, Tame, 0>(first + d, stride, deep, to + d * deep + at);
+            if constexpr (Format::depth == 2) wild |= lay_across<Format, T, Tame, 1>(first + d, stride, deep, to + d * deep + at);
         }
+        for (; d < n; d += lanes) wild |= lay_some<Format, T, Tame>(first + d, stride, rows, n - d, deep, to + d * deep + at);
     }
     if (!any_wild<Format>(wild)) return false;
-    if constexpr (!Tame) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
+    if constexpr (!Tame) pack_transposed<Format, T, true>(first - deep * Format::depth * stride, stride, rows + deep * Format::depth, n, deep, to);
     return true;
 }
 
+// The words of rows from i on, at most a vector of them; returns the products of dout and out.
 template <class Format, class T>
-void pack_row(const Operands &o, const Gradients &g, const Problem &p, const GradientSizes<Format> &sizes,
-              const RowPart<Format> &part, const RowTile &tile, std::int64_t i) {
-    const std::int64_t row = tile.row0 + i;
-    auto *q = part.q + i * sizes.words;
-    pack_query<Format>(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk, sizes.main_words, q);
-    if (p.dim_rope) {
-        pack_query<Format>(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope, sizes.words - sizes.main_words,
-                           q + sizes.main_words);
+Floats pack_words(const Job &job, const GradientSizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
+                  std::int64_t i, std::int64_t here) {
+    constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    const std::int64_t b = tile.seq, h = tile.head, row = tile.row0 + i;
+    const T *q = row_of<const T>(o.q, b, h, row), *dout = row_of<const T>(job.gradients->dout, b, h, row);
+    const T *out = row_of<const T>(o.out, b, h, row);
+    Floats dots[lanes] = {};
+    for (std::int64_t e = 0; e < here; ++e) {
+        if (row + e + ahead < tile.row1) {
+            prefetch(q + ahead * o.q.stride_token, p.dim_qk);
+            prefetch(dout + ahead * job.gradients->dout.stride_token, p.dim_v);
+            prefetch(out + ahead * o.out.stride_token, p.dim_v);
+        }
+        pack_query<Format>(q, p.dim_qk, sizes.main_words, part.q + (i + e) * sizes.words);
+        dots[e] = pack_dout<Format>(dout, out, p.dim_v, sizes.value_words, part.dout + (i + e) * sizes.value_words);
+        q += o.q.stride_token;
+        dout += job.gradients->dout.stride_token;
+        out += o.out.stride_token;
     }
-    const T *dout = row_of<const T>(g.dout, tile.seq, tile.head, row);
-    pack_query<Format>(dout, p.dim_v, sizes.value_words, part.dout + i * sizes.value_words);
-    const float peak = *row_of<float>(o.max, tile.seq, tile.head, row), sum = *row_of<float>(o.sum, tile.seq, tile.head, row);
-    part.empty[i] = peak == -infinity;
-    part.wild[i] = 0;
-    part.peak[i] = part.empty[i] ? 0.0f : peak;
-    part.share[i] = part.empty[i] ? 0.0f : 1.0f / sum;
+    for (std::int64_t e = 0; p.dim_rope && e < here; ++e) {
+        pack_query<Format>(row_of<const T>(o.q_rope, b, h, row + e), p.dim_rope, sizes.words - sizes.main_words,
+                           part.q + (i + e) * sizes.words + sizes.main_words);
+    }
+    return sums_of(dots);
+}
+
+// What becomes of the statistics of `here` rows from i on, at most a vector of them; rows that are not there count as empty.
+template <class Format>
+void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i, std::int64_t here,
+                     Floats delta, RowNotes &notes) {
+    const Operands &o = *job.operands;
+    Floats peaks = all(-infinity), sums = all(1.0f);
+    for (int e = 0; e < here; ++e) {
+        peaks[e] = *row_of<float>(o.max, tile.seq, tile.head, tile.row0 + i + e);
+        sums[e] = *row_of<float>(o.sum, tile.seq, tile.head, tile.row0 + i + e);
+    }
+    const auto empty = peaks == all(-infinity);
+    const Floats peak = empty ? Floats{} : peaks;
+    delta = empty ? Floats{} : delta;
+    store(part.peak + i, peak);
+    store(part.share + i, empty ? Floats{} : 1.0f / sums);
+    store(part.delta + i, delta);
+    store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
+    store(part.wild + i, Bytes{});
     if constexpr (Format::fused) {
-        part.far[i] = !(__builtin_fabsf(part.peak[i]) <= near_peak);
-        part.shift[i] = part.peak[i] * log2_e + __builtin_log2f(sum);
+        const auto near = (peak <= all(near_peak)) & (peak >= all(-near_peak));
+        store(part.far + i, __builtin_convertvector(~(Words)near & 1, Bytes));
+        store(part.shift + i, peak * log2_e + Format::log2(sums));
     }
-    part.delta[i] = part.empty[i] ? 0.0f : sum_of(dot_rows(dout, row_of<const T>(o.out, tile.seq, tile.head, row), p.dim_v));
+    for (int e = 0; e < here; ++e) {
+        if (empty[e]) notes.means += sums[e] > 0.0f;
+        else if (job.problem->has_sink) notes.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
+    }
 }
 
 template <class Format, class T> void note_wild_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
@@ -197,18 +287,9 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     const RowPart<Format> part(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
     RowNotes notes = {};
-    constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
-    for (std::int64_t i = 0; i < rows; ++i) {
-        if (i + ahead < rows) {
-            const std::int64_t later = tile.row0 + i + ahead;
-            prefetch(row_of<const T>(o.q, b, h, later), p.dim_qk);
-            prefetch(row_of<const T>(dout, b, h, later), p.dim_v);
-            prefetch(row_of<const T>(o.out, b, h, later), p.dim_v);
-        }
-        pack_row<Format, T>(o, *job.gradients, p, sizes, part, tile, i);
-        const float sum = *row_of<float>(o.sum, b, h, tile.row0 + i);
-        if (part.empty[i]) notes.means += sum > 0.0f;
-        if (p.has_sink && !part.empty[i]) notes.dsink -= part.delta[i] * (__builtin_expf(o.sink[h] - part.peak[i]) / sum);
+    for (std::int64_t i = 0; i < rows; i += lanes) {
+        const std::int64_t here = least<std::int64_t>(lanes, rows - i);
+        pack_statistics(job, part, tile, i, here, pack_words<Format, T>(job, sizes, part, tile, i, here), notes);
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
@@ -238,6 +319,7 @@ bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std:
         for (std::int64_t column = 0; column < columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, columns - column);
             auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, words, wild)) continue;
             for (std::int64_t d = column; d < column + width; d += lanes) {
                 store(words + d - column, i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild)
                                                    : Words{});

@@ -56,32 +56,53 @@ template <class Format, class T> FUSION_INLINE Words load_words(const T *row, st
     }
 }
 
+// The last words of a row, which are no whole vector.
 template <class Format, class T>
-FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
-    std::int64_t d = 0;
-    for (; d + lanes <= words; d += lanes) store(to + d, load_words<Format>(row, d, n));
-    if (d < words) {
-        const Words rest = load_words<Format>(row, d, n);
-        std::memcpy(to + d, &rest, (words - d) * 4);
-    }
+__attribute__((noinline)) Words pack_tail(const T *row, std::int64_t d, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+    const Words rest = load_words<Format>(row, d, n);
+    std::memcpy(to + d, &rest, (words - d) * 4);
+    return rest;
 }
 
-// One panel of keys from word `at` on: `here` rows of n elements.
+template <class Format, class T>
+FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
+    std::int64_t d = 0;
+    for (; (d + lanes) * Format::depth <= n; d += lanes) store(to + d, load_words<Format>(row + d * Format::depth, 0, width));
+    if (d < words) pack_tail<Format>(row, d, n, words, to);
+}
+
+// Keys and words of one square, laid across; out of line, so that what is there only in part costs the others nothing.
+template <class Format, class T>
+__attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d, std::int64_t n,
+                                              std::int64_t words, typename Format::Word *to) {
+    Words block[lanes];
+    for (int i = 0; i < lanes; ++i) block[i] = i < here ? load_words<Format>(first + i * stride, d, n) : Words{};
+    transpose(block);
+    for (int i = 0; i < least<std::int64_t>(lanes, words - d); ++i) store(to + i * panel, block[i]);
+}
+
+// One panel of keys: `here` rows of n elements.
 template <class Format, class T>
 void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t words,
                typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
     for (std::int64_t d = 0; d < words; d += lanes) {
         for (int c = 0; c < panel; c += lanes) {
+            const T *row = first + c * stride;
+            auto *const at = to + d * panel + c;
+            if (c + lanes > here || (d + lanes) * Format::depth > n) {
+                pack_some_keys<Format>(row, stride, here - c, d, n, words, at);
+                continue;
+            }
             Words block[lanes];
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
-                block[i] = c + i < here ? load_words<Format>(first + (c + i) * stride, d, n) : Words{};
+            row += d * Format::depth;
+            FUSION_UNROLL for (int i = 0; i < lanes; i += 4, row += 4 * stride) {
+                FUSION_UNROLL for (int j = 0; j < 4; ++j) block[i + j] = load_words<Format>(row + j * stride, 0, width);
+                __asm__("" : "+r"(row));  // or each row's place would be computed beforehand, and kept in memory
             }
             transpose(block);
-            if (d + lanes <= words) {
-                FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + (d + i) * panel + c, block[i]);
-            } else {
-                for (int i = 0; i < words - d; ++i) store(to + (d + i) * panel + c, block[i]);
-            }
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(at + i * panel, block[i]);
         }
     }
 }
