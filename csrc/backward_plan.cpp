@@ -173,7 +173,7 @@ RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows,
     const std::int64_t q_len = sequences_[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
     rows += (head * places + tile % places) * bytes;
-    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows};
+    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
 }
 
 // Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would wait for each other.
@@ -372,9 +372,10 @@ void BackwardPlan::pack_rows(const Item &item, State &state, char *memory, std::
         first_meeting(seq, tile - places, end);
         wait_for(state.turn[unit.first_tile + item.tile - places], end);
     }
-    const RowTile rows = row_tile(item.unit, item.tile, memory, places);
+    RowTile rows = row_tile(item.unit, item.tile, memory, places);
     const std::int64_t first = first_meeting(seq, tile, end);
     state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
+    rows.fresh = true;
     if (first == end) kernels_.store_rows(state.job, rows);
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
 }
@@ -392,14 +393,17 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::
         turns += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
     }
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
-        const RowTile rows = row_tile(item.unit, i, memory, places);
-        if (item.tile < first_meeting(seq, i % unit.row_tiles, end) || item.tile >= end) {
+        RowTile rows = row_tile(item.unit, i, memory, places);
+        const std::int64_t first = first_meeting(seq, i % unit.row_tiles, end);
+        if (item.tile < first || item.tile >= end) {
             if (state.job.gradients->owns_dbias) clear_dbias(state.job.gradients->dbias, rows, keys);
             continue;
         }
+        rows.fresh = item.tile == first;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
         kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, turn_at++, turns));
+        rows.fresh = false;
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);
     }

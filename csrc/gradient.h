@@ -165,7 +165,9 @@ template <class Format, class T> void add_wild(const Meeting<Format> &w, const M
     for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.wild[(b.at + c) / panel] != 0;
     if (some) add_wild_keys<Format, T>(w, b);
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        if (w.r.wild[b.row + i]) add_wild_rows<Format, T>(w, b, i);
+        if (!w.r.wild[b.row + i]) continue;
+        begin_panels(w.sizes, w.k, b.at, static_cast<int>(b.count / panel));
+        add_wild_rows<Format, T>(w, b, i);
     }
 }
 
@@ -210,6 +212,10 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
     }
 }
 
+template <class Format> void clear_dq(const Meeting<Format> &w, const Meet &b) {
+    std::memset(w.r.dq + b.row * w.sizes.columns, 0, b.rows * w.sizes.columns * sizeof *w.r.dq);
+}
+
 template <class Format, class T> void meet_block(const Meeting<Format> &w, const Meet &b) {
     multiply_rows(w, b);
     if (w.dressed) {
@@ -246,21 +252,16 @@ void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, cons
     for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
-        if (b.count) meet_block<Format, T>(w, b);
+        if (b.count) {
+            meet_block<Format, T>(w, b);
+        } else if (row_tile.fresh) {
+            clear_dq(w, b);
+        }
         if (w.g.owns_dbias) write_dbias(w, b);
     }
-    for (std::int64_t at = 0; at < keys; at += abreast * panel) {
-        if (abreast == 1 || at + panel >= keys) {
-            add_dk_dv<Format, 1>(w, at, w.k.row_begin[at / panel], w.k.row_end[at / panel]);
-            continue;
-        }
-        // Two panels go abreast over the rows that meet both.
-        const std::int64_t *begin = w.k.row_begin + at / panel, *end = w.k.row_end + at / panel;
-        const std::int64_t first = least(most(begin[0], begin[1]), least(end[0], end[1])), last = least(end[0], end[1]);
-        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, begin[i], least(first, end[i]));
-        add_dk_dv<Format, abreast>(w, at, first, last);
-        for (int i = 0; i < 2; ++i) add_dk_dv<Format, 1>(w, at + i * panel, most(last, begin[i]), end[i]);
-    }
+    std::int64_t at = 0;
+    for (; at + abreast * panel <= keys; at += abreast * panel) add_dk_dv<Format, abreast>(w, at);
+    for (; at < keys; at += panel) add_dk_dv<Format, 1>(w, at);
 }
 
 // ------------------------------------------------------------------------------------------------------------- results
@@ -285,6 +286,7 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     const GradientSizes<Format> sizes(p);
     const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
     const float scale = static_cast<float>(p.scale);
+    if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
     for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
         const float *dq = part.dq + (row - tile.row0) * sizes.columns;
         store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
@@ -332,6 +334,7 @@ template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile 
     const GradientSizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
+    begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));
     store_keys<T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
         const float *rope = part.dk + sizes.main_columns * panel;

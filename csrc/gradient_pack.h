@@ -87,7 +87,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     Word *dscores;               // [block_rows][keys / depth]
     Word *prob_rows, *dscore_rows;  // [panel][rows / depth][key]
     std::uint8_t *seen, *keep;   // [block_rows][keys / 8]
-    std::uint8_t *wild;          // [panel]
+    std::uint8_t *wild, *fresh;  // [panel]; fresh: nothing is added up yet, whatever lies there
     std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
     std::size_t bytes;
 
@@ -106,6 +106,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
         carver.take(seen, block_rows * keys / 8);
         carver.take(keep, block_rows * keys / 8);
         carver.take(wild, keys / panel);
+        carver.take(fresh, keys / panel);
         carver.take(row_begin, keys / panel);
         carver.take(row_end, keys / panel);
         bytes = carver.bytes();
@@ -277,7 +278,6 @@ template <class Format, class T> void note_wild_rows(const Job &job, const RowTi
     }
 }
 
-// Packs a tile; dq begins at zero.
 template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
@@ -293,7 +293,6 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
-    std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
     bool wild = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk, part.deep,
                                         part.q_rows);
     if (p.dim_rope) {
@@ -336,7 +335,7 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
     const Operands &o = *job.operands;
     const GradientSizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
-    const std::int64_t count = tile.key1 - tile.key0, padded = round_up<std::int64_t>(count, panel);
+    const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += panel) {
         const std::int64_t here = least<std::int64_t>(panel, count - at), key = tile.key0 + at;
         const std::int64_t b = tile.seq, h = tile.head;
@@ -357,8 +356,7 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
         }
         part.wild[at / panel] = wild;
     }
-    std::memset(part.dk, 0, padded * sizes.columns * sizeof *part.dk);
-    std::memset(part.dv, 0, padded * sizes.value_columns * sizeof *part.dv);
+    std::memset(part.fresh, 1, tile_keys<Format> / panel);
 }
 
 }  // namespace

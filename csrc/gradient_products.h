@@ -49,12 +49,12 @@ struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + coun
 constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
 static_assert(low_rows % 3 == 0);
 
-// C[M][Panels x N vectors] = A[M][depth] * B, or, with Add, that more. B's panels lie b_apart words from each other, their
+// C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other, their
 // rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
-template <class Format, int M, int N, int Panels, bool Add, int Step = N>
+template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
-                                               float *c, std::int64_t c_stride, std::int64_t c_apart) {
+                                               float *c, std::int64_t c_stride, std::int64_t c_apart, bool add) {
     Floats sum[M][Panels * N];
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
@@ -72,29 +72,28 @@ __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, s
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
             float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
-            if constexpr (Add) sum[i][j] += load<Floats>(at);
-            store(at, sum[i][j]);
+            store(at, add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
         }
     }
 }
 
 // The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
 // called for each step of columns.
-template <class Format, bool Add, class Before>
+template <class Format, class Before>
 FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
                                   const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
-                                  std::int64_t c_stride, std::int64_t columns, Before before) {
+                                  std::int64_t c_stride, std::int64_t columns, bool add, Before before) {
     std::int64_t at = 0;
     for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
         before(at);
         for (std::int64_t i = 0; i < rows; i += low_rows) {
-            multiply_panels<Format, low_rows, panel_vectors, abreast, Add>(a + i * a_stride, a_stride, b, b_apart, depth,
-                                                                           c + i * c_stride + at, c_stride, panel);
+            multiply_panels<Format, low_rows, panel_vectors, abreast>(a + i * a_stride, a_stride, b, b_apart, depth,
+                                                                      c + i * c_stride + at, c_stride, panel, add);
         }
     }
     if (abreast > 1 && at + panel <= columns) {
         before(at);
-        multiply_panels<Format, block_rows, panel_vectors, 1, Add>(a, a_stride, b, 0, depth, c + at, c_stride, 0);
+        multiply_panels<Format, block_rows, panel_vectors, 1>(a, a_stride, b, 0, depth, c + at, c_stride, 0, add);
         at += panel;
         b += b_apart;
     }
@@ -162,13 +161,13 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
         if (at < end) before(at - b.at);
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
-            multiply_panels<Format, block_rows, 1, 1, false, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0);
+            multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0, false);
         }
     };
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
     const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
-    multiply_block<Format, false>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
-                                  [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
+    multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole, false,
+                           [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
     at += whole;
     cut(b.to);
 }
@@ -181,7 +180,7 @@ template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet 
                           [&](std::int64_t at) __attribute__((always_inline)) { next.gradients(at); });
 }
 
-// Adds dS times the keys' columns [column, column + columns), which are packed together.
+// Adds dS times the keys' columns [column, column + columns), which are packed together; rows that met no keys before begin so.
 template <class Format>
 void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
     const Next<Format> next(w, b);
@@ -190,12 +189,13 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     const auto *weights = w.k.dscores + (b.from - b.at) / Format::depth;
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
-    multiply_block<Format, true>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                                 columns, [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
+    const bool add = !w.row_tile.fresh;
+    multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns, columns, add,
+                           [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
-        multiply_panels<Format, block_rows, vectors(), 1, true>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
-                                                                dq + whole, w.sizes.columns, 0);
+        multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
+                                                          dq + whole, w.sizes.columns, 0, add);
     };
     const std::int64_t vectors = columns % panel / lanes;
     if (vectors == 1) narrow(std::integral_constant<int, 1>{});
@@ -211,18 +211,70 @@ template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
     if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
 }
 
-// dk^T or dv^T of so many panels of keys: [column][key] += rows^T [column][row] * weights [row][key], rows [first, end).
+// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
+template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
+    return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
+}
+
+// The words of a tile's transposed rows that some keys meet, vector by vector of them, and whether panels have sums already.
+template <int Panels> struct Stairs {
+    static constexpr int vectors = Panels * panel_vectors;
+    std::int64_t begin[vectors], end[vectors];
+    bool add;
+
+    // Later keys are met by later rows, and some rows meet all of them.
+    bool climb() const {
+        bool ordered = begin[vectors - 1] <= end[0];
+        for (int j = 1; j < vectors; ++j) ordered &= begin[j - 1] <= begin[j] && end[j - 1] <= end[j];
+        return ordered;
+    }
+};
+
+// [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows that
+// only some vectors of keys meet multiply those alone, and all add up in registers.
+template <class Format, int M, int Panels>
+__attribute__((noinline)) void multiply_stairs(const typename Format::Word *a, std::int64_t a_stride,
+                                               const typename Format::Word *b, std::int64_t b_apart, const Stairs<Panels> &stairs,
+                                               float *c, std::int64_t c_apart) {
+    constexpr int N = panel_vectors, V = Panels * N;
+    Floats sum[M][V];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < V; ++j) sum[i][j] = Floats{};
+    }
+    const auto climb = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
+        const auto *row = b + first * panel;
+#pragma GCC unroll 2
+        for (std::int64_t k = first; k < end; ++k, row += panel) {
+            Words right[V];
+            FUSION_UNROLL for (int j = 0; j < V; ++j) {
+                if (j >= from && j < to) right[j] = load<Words>(row + j / N * b_apart + j % N * lanes);
+            }
+            FUSION_UNROLL for (int i = 0; i < M; ++i) {
+                FUSION_UNROLL for (int j = 0; j < V; ++j) {
+                    if (j >= from && j < to) sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
+                }
+            }
+        }
+    };
+    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(0, j, stairs.begin[j - 1], stairs.begin[j]);
+    climb(0, V, stairs.begin[V - 1], stairs.end[0]);
+    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(j, V, stairs.end[j - 1], stairs.end[j]);
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < V; ++j) {
+            float *at = c + i * panel + j / N * c_apart + j % N * lanes;
+            store(at, stairs.add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
+        }
+    }
+}
+
+// dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
 template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
-                    std::int64_t first, std::int64_t end, std::int64_t columns, float *to) {
+                    const Stairs<Panels> &stairs, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
-    const std::int64_t skip = first / Format::depth, depth = (end - first) / Format::depth, apart = columns * panel;
-    if (depth <= 0) return;
-    rows += skip;
-    weights += skip * panel;
     const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
-        multiply_panels<Format, rows_at_once(), panel_vectors, Panels, true>(
-            rows + d * deep, deep, weights, KeyPart<Format>::depth * panel, depth, to + d * panel, panel, apart);
+        multiply_stairs<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel, stairs,
+                                                        to + d * panel, columns * panel);
     };
     std::int64_t d = 0;
     for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
@@ -231,17 +283,52 @@ void add_transposed(const typename Format::Word *rows, std::int64_t deep, const 
     else if (columns > d) multiply(std::integral_constant<int, height / 3>{}, d);
 }
 
-// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
-template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
-    return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
+// Panels of keys from `at` on begin at zero, unless they have sums already.
+template <class Format> void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
+    for (int i = 0; i < panels; ++i, at += panel) {
+        if (!k.fresh[at / panel]) continue;
+        std::memset(k.dk + at * sizes.columns, 0, panel * sizes.columns * sizeof *k.dk);
+        std::memset(k.dv + at * sizes.value_columns, 0, panel * sizes.value_columns * sizeof *k.dv);
+        k.fresh[at / panel] = 0;
+    }
 }
 
-template <class Format, int Panels>
-void add_dk_dv(const Meeting<Format> &w, std::int64_t at, std::int64_t first, std::int64_t end) {
+// Which of the rows that a panel was weighed with meet its vectors.
+template <class Format, int Panels> Stairs<Panels> stairs_of(const Meeting<Format> &w, std::int64_t at) {
+    constexpr std::int64_t depth = Format::depth;
+    Stairs<Panels> stairs;
+    for (int j = 0; j < Stairs<Panels>::vectors; ++j, at += lanes) {
+        const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
+        const std::int64_t some = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
+        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0, bottom = key + lanes - w.seq.lo - row0;
+        stairs.begin[j] = least(most(top, some), end) / depth;
+        stairs.end[j] = least(most((bottom + depth - 1), some), end) / depth;
+    }
+    return stairs;
+}
+
+template <class Format, int Panels> void add_dk_dv(const Meeting<Format> &w, std::int64_t at) {
+    Stairs<Panels> stairs = stairs_of<Format, Panels>(w, at);
+    if (!stairs.climb()) {  // few keys to a row, or other rows than those of neighbouring keys
+        if constexpr (Panels > 1) {
+            for (int i = 0; i < Panels; ++i) add_dk_dv<Format, 1>(w, at + i * panel);
+            return;
+        }
+        for (int j = 0; j < stairs.vectors; ++j) {
+            stairs.begin[j] = w.k.row_begin[at / panel] / Format::depth;
+            stairs.end[j] = w.k.row_end[at / panel] / Format::depth;
+        }
+    }
+    if (stairs.begin[0] >= stairs.end[stairs.vectors - 1]) return;
+    std::uint8_t *const fresh = w.k.fresh + at / panel;
+    stairs.add = false;
+    for (int i = 0; i < Panels; ++i) stairs.add |= !fresh[i];
+    if (stairs.add) begin_panels(w.sizes, w.k, at, Panels);
+    for (int i = 0; i < Panels; ++i) fresh[i] = 0;
     const std::int64_t from = weight_at<Format>(0, at);
-    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, first, end, w.sizes.value_columns,
+    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, stairs, w.sizes.value_columns,
                                    w.k.dv + at * w.sizes.value_columns);
-    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, first, end, w.sizes.columns,
+    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, stairs, w.sizes.columns,
                                    w.k.dk + at * w.sizes.columns);
 }
 

@@ -98,6 +98,7 @@ struct GradientAhead {  // the same for the backward, and the memory of results 
 struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
     std::int64_t seq, head, row0, row1;
     void *memory;
+    bool fresh = false;  // they have met no keys: their dq is zero, whatever lies there
 };
 
 struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's memory for their gradients
