@@ -296,34 +296,59 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     }
 }
 
+// Of two elements to a word, two columns become words before those are laid across; false where there are no such words.
+template <class Format, class T>
+FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&words)[lanes]) {
+    if constexpr (sizeof(T) == 4) {
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) words[i] = bits_of(load<Floats>(from + i * panel) * factor);
+        return true;
+    } else if constexpr (Format::depth == 2) {
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+            const float *const two = from + 2 * i * panel;
+            words[i] = Format::stack({load<Floats>(two) * factor, load<Floats>(two + panel) * factor});
+        }
+        return true;
+    }
+    (void)from, (void)factor, (void)words;
+    return false;
+}
+
+// A vector of keys, and as many of their columns as fill a vector; false, and nothing is stored, where there is no quick way.
+template <class Format, class T>
+__attribute__((noinline)) bool store_square(const float *from, T *to, std::int64_t stride, float factor, bool streamed) {
+    Words words[lanes];
+    if (!columns_to_words<Format, T>(from, factor, words)) return false;
+    transpose(words);
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4, to += 4 * stride) {
+        FUSION_UNROLL for (int j = 0; j < 4; ++j) write_line(to + j * stride, words[i + j], streamed);
+        __asm__("" : "+r"(to));  // or each row's place would be computed beforehand, and kept in memory
+    }
+    return true;
+}
+
 // [panel][column][key] back to rows of n elements, times a factor.
-template <class T>
+template <class Format, class T>
 void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n, float factor,
                 bool streamed) {
+    constexpr std::int64_t width = lanes * 4 / sizeof(T);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += lanes) {
         T *const first = row_of<T>(rows, tile.seq, tile.head, tile.key0 + at);
+        const float *const block = from + at / panel * columns * panel + at % panel;
         const std::int64_t there = least<std::int64_t>(lanes, count - at);
         std::int64_t d = 0;
-        const auto columns_from = [&](Words(&words)[lanes], std::int64_t column) __attribute__((always_inline)) {
-            const float *block = from + (at / panel * columns + column) * panel + at % panel;
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) words[i] = load<Words>(block + i * panel);
-            transpose(words);
-        };
-        for (; d + lanes < n; d += 2 * lanes) {
-            Words low[lanes], high[lanes];
-            columns_from(low, d);
-            columns_from(high, d + lanes);
-            for (std::int64_t i = 0; i < there; ++i) {
-                store_two(first + i * rows.stride_token + d, floats_of(low[i]) * factor, floats_of(high[i]) * factor, n - d,
-                          streamed);
-            }
+        for (; there == lanes && d + width <= n; d += width) {
+            if (!store_square<Format>(block + d * panel, first + d, rows.stride_token, factor, streamed)) break;
         }
-        if (d < n) {
-            Words words[lanes];
-            columns_from(words, d);
+        for (; d < n; d += 2 * lanes) {
+            Words two[2][lanes] = {};
+            for (int half = 0; half < (d + lanes < n ? 2 : 1); ++half) {
+                for (int i = 0; i < lanes; ++i) two[half][i] = load<Words>(block + (d + half * lanes + i) * panel);
+                transpose(two[half]);
+            }
             for (std::int64_t i = 0; i < there; ++i) {
-                store_floats(first + i * rows.stride_token + d, floats_of(words[i]) * factor, n - d);
+                store_two(first + i * rows.stride_token + d, floats_of(two[0][i]) * factor, floats_of(two[1][i]) * factor, n - d,
+                          streamed);
             }
         }
     }
@@ -335,12 +360,12 @@ template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile 
     const KeyPart<Format> part(sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));
-    store_keys<T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
+    store_keys<Format, T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
         const float *rope = part.dk + sizes.main_columns * panel;
-        store_keys<T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
+        store_keys<Format, T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob),
+    store_keys<Format, T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob),
                   job.streamed);
 }
 

@@ -26,5 +26,16 @@ template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high
 #endif
 }
 
+// A line's worth of results: past the caches where they are to go there and fill a line.
+FUSION_INLINE void write_line(void *to, Words line, bool streamed) {
+#if defined(__AVX512F__)
+    if (streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {
+        return _mm512_stream_si512(static_cast<__m512i *>(to), (__m512i)line);
+    }
+#endif
+    (void)streamed;
+    store(to, line);
+}
+
 }  // namespace
 }  // namespace fusion
