@@ -304,16 +304,18 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
 
 BackwardPlan::Soon BackwardPlan::soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const {
     Soon soon = {};
-    if (!lot.own) return soon;
-    std::size_t end = lot.end;
+    // Of a shared unit the next ones in the list, whoever of those that work abreast will take them.
+    const std::size_t unit = state.items[at].unit, far = at + Soon::farthest;
+    std::size_t end = lot.own ? lot.end : std::min(state.items.size(), far);
     for (++at; !soon.keys; ++at) {
-        while (at == end) {  // a sequence without keys has none to ask for
-            if (!then) return soon;
+        while (at >= end) {  // a sequence without keys has none to ask for
+            if (!lot.own || !then) return soon;
             at = then->first;
             end = then->end;
             then = nullptr;
         }
         const Item &item = state.items[at];
+        if (!lot.own && item.unit != unit) continue;
         if (item.rank >= 0) {
             soon.keys = &item;
         } else if (soon.count < Soon::most) {
@@ -350,12 +352,12 @@ GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const
         const std::int64_t key1 = std::min(key0 + kernels_.tile_keys, sequences_[unit.seq].kv_len);
         add_keys(o.k, o.v, unit.seq, unit.head, key0, key1);
     }
-    if (soon.count) {
-        const Item &item = *soon.rows[turn * soon.count / turns];
-        const RowTile tile = row_tile(item.unit, item.tile, nullptr, 1);
-        const std::int64_t part = turn * soon.count % turns, rows = tile.row1 - tile.row0;
-        const std::int64_t from = tile.row0 + rows * part / turns;
-        const std::int64_t to = tile.row0 + std::min(rows, rows * (part + soon.count) / turns);
+    for (std::int64_t i = 0; i < soon.count; ++i) {
+        const RowTile tile = row_tile(soon.rows[i]->unit, soon.rows[i]->tile, nullptr, 1);
+        // Of all tiles one after the other this turn's share, as far as it lies in this one.
+        const std::int64_t rows = tile.row1 - tile.row0, first = soon.count * turn - i * turns;
+        const std::int64_t from = tile.row0 + rows * std::clamp<std::int64_t>(first, 0, turns) / turns;
+        const std::int64_t to = tile.row0 + rows * std::clamp<std::int64_t>(first + soon.count, 0, turns) / turns;
         add(o.q, dim_qk, tile.seq, tile.head, from, to);
         add(g.dout, dim_v, tile.seq, tile.head, from, to);
         add(o.out, dim_v, tile.seq, tile.head, from, to);

@@ -63,6 +63,7 @@ private:
     };
     struct Soon {  // what a thread packs after a tile of keys, as far as its cache holds it
         static constexpr std::int64_t most = 4;
+        static constexpr std::size_t farthest = 64;  // items of a list that units share, up to which it looks
         const Item *rows[most], *keys;
         std::int64_t count;  // of tiles of rows
     };

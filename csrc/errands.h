@@ -52,7 +52,7 @@ private:
         return at;
     }
 
-    Ahead::Part parts_[8];
+    Ahead::Part parts_[GradientAhead::most];
     const char *at_ = nullptr, *end_ = nullptr;  // of the present row
     std::int64_t lines_ = 0, pace_ = 0, row_ = 0;
     int count_ = 0, part_ = 0;

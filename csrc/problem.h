@@ -89,7 +89,8 @@ struct Ahead {
 };
 
 struct GradientAhead {  // the same for the backward, and the memory of results that are stored soon
-    Ahead::Part parts[8];
+    static constexpr int most = 16;  // keys, their gradients, and three of each of four tiles of rows
+    Ahead::Part parts[most];
     int count = 0;
 
     void add(const Ahead::Part &part) { parts[count++] = part; }
