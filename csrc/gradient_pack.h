@@ -176,8 +176,8 @@ __attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, st
 
 // The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
 template <class Format, class T, bool Tame>
-__attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t deep,
-                                         typename Format::Word *to) {
+__attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
+                                         std::int64_t deep, typename Format::Word *to) {
     Words wild = {}, block[lanes];
     for (int i = 0; i < lanes; ++i) {
         const std::int64_t row = i * Format::depth;
@@ -192,18 +192,23 @@ __attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, st
 template <class Format, class T, bool Tame = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
-    constexpr std::int64_t tall = lanes * Format::depth, wide = lanes * Format::depth;
+    constexpr std::int64_t side = lanes * Format::depth;
     Words wild = {};
-    for (std::int64_t at = 0; at < deep; at += lanes, first += tall * stride, rows -= tall) {
+    for (std::int64_t at = 0; at < deep; at += lanes) {
+        const T *row = first + at * Format::depth * stride;
+        const std::int64_t here = rows - at * Format::depth;
         std::int64_t d = 0;
-        for (; rows >= tall && d + wide <= n; d += wide) {
-            wild |= lay_across<Format, T, Tame, 0>(first + d, stride, deep, to + d * deep + at);
-            if constexpr (Format::depth == 2) wild |= lay_across<Format, T, Tame, 1>(first + d, stride, deep, to + d * deep + at);
+        for (; here >= side && d + side <= n; d += side) {
+            wild |= lay_across<Format, T, Tame, 0>(row + d, stride, deep, to + d * deep + at);
+            if constexpr (Format::depth == 1) continue;
+            wild |= lay_across<Format, T, Tame, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
         }
-        for (; d < n; d += lanes) wild |= lay_some<Format, T, Tame>(first + d, stride, rows, n - d, deep, to + d * deep + at);
+        for (; d < n; d += lanes) {
+            wild |= lay_some<Format, T, Tame>(row + d, stride, here, n - d, deep, to + d * deep + at);
+        }
     }
     if (!any_wild<Format>(wild)) return false;
-    if constexpr (!Tame) pack_transposed<Format, T, true>(first - deep * Format::depth * stride, stride, rows + deep * Format::depth, n, deep, to);
+    if constexpr (!Tame) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
     return true;
 }
 

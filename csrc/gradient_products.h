@@ -50,7 +50,8 @@ constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
 static_assert(low_rows % 3 == 0);
 
 // C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other, their
-// rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles would lose bits.
+// rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles
+// would lose bits.
 template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
@@ -161,7 +162,8 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
         if (at < end) before(at - b.at);
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
-            multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0, false);
+            multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0,
+                                                                     false);
         }
     };
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
@@ -180,7 +182,7 @@ template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet 
                           [&](std::int64_t at) __attribute__((always_inline)) { next.gradients(at); });
 }
 
-// Adds dS times the keys' columns [column, column + columns), which are packed together; rows that met no keys before begin so.
+// Adds dS times the keys' columns [column, column + columns), which are packed together; fresh rows begin with it.
 template <class Format>
 void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
     const Next<Format> next(w, b);
@@ -284,7 +286,8 @@ void add_transposed(const typename Format::Word *rows, std::int64_t deep, const 
 }
 
 // Panels of keys from `at` on begin at zero, unless they have sums already.
-template <class Format> void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
+template <class Format>
+void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
     for (int i = 0; i < panels; ++i, at += panel) {
         if (!k.fresh[at / panel]) continue;
         std::memset(k.dk + at * sizes.columns, 0, panel * sizes.columns * sizeof *k.dk);

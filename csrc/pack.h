@@ -58,7 +58,8 @@ template <class Format, class T> FUSION_INLINE Words load_words(const T *row, st
 
 // The last words of a row, which are no whole vector.
 template <class Format, class T>
-__attribute__((noinline)) Words pack_tail(const T *row, std::int64_t d, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+__attribute__((noinline)) Words pack_tail(const T *row, std::int64_t d, std::int64_t n, std::int64_t words,
+                                          typename Format::Word *to) {
     const Words rest = load_words<Format>(row, d, n);
     std::memcpy(to + d, &rest, (words - d) * 4);
     return rest;
@@ -74,8 +75,8 @@ FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, 
 
 // Keys and words of one square, laid across; out of line, so that what is there only in part costs the others nothing.
 template <class Format, class T>
-__attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d, std::int64_t n,
-                                              std::int64_t words, typename Format::Word *to) {
+__attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d,
+                                              std::int64_t n, std::int64_t words, typename Format::Word *to) {
     Words block[lanes];
     for (int i = 0; i < lanes; ++i) block[i] = i < here ? load_words<Format>(first + i * stride, d, n) : Words{};
     transpose(block);
