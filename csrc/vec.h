@@ -138,19 +138,6 @@ FUSION_INLINE bool any(Words x) {
 #endif
 }
 
-// Bit i: whether lane i is above zero.
-FUSION_INLINE std::uint32_t positive_lanes(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_GT_OQ);
-#elif defined(__AVX__)
-    return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)(x > Floats{})));
-#else
-    std::uint32_t bits = 0;
-    for (int i = 0; i < lanes; ++i) bits |= std::uint32_t{x[i] > 0.0f} << i;
-    return bits;
-#endif
-}
-
 // Lane i is yes[i] where bit i is set, else no[i].
 FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
 #if defined(__AVX512F__)
