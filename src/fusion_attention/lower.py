@@ -326,7 +326,7 @@ def clear_gradients(call: Call, gradients: tuple[torch.Tensor, ...], summed: tor
         dsink.zero_()
     if summed is not None:
         summed.zero_()
-    elif dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
+    elif dbias.numel() and dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
         dbias.zero_()
 
 
