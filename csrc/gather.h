@@ -199,6 +199,12 @@ void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::in
 
 // ----------------------------------------------------------------------------------------------------------- products
 
+template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
+    Floats sum = {};
+    for (std::int64_t d = 0; d < n; d += lanes) sum += load_floats(x + d, n - d) * load_floats(y + d, n - d);
+    return sum;
+}
+
 struct Idle {  // does nothing while products are computed
     FUSION_INLINE void operator()(std::int64_t) const {}
 };

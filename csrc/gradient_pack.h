@@ -121,12 +121,6 @@ template <class T> bool has_wild(const T *row, std::int64_t n) {
     return any(wild);
 }
 
-template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
-    Floats sum = {};
-    for (std::int64_t d = 0; d < n; d += lanes) sum += load_floats(x + d, n - d) * load_floats(y + d, n - d);
-    return sum;
-}
-
 // Packs a row of dout; returns products that add up to that of dout and out.
 template <class Format, class T>
 FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words, typename Format::Word *to) {
