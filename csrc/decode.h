@@ -122,15 +122,13 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
         const char *const *const soon = key < again ? rows + key + again_values : fetches ? ahead.rows + key - again : nullptr;
         if (soon) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) __builtin_prefetch(soon[k] + at + byte, 0, FUSION_NEAR);
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
             }
         }
         if (fetches) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
                 if (byte < skipped) continue;
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) {
-                    __builtin_prefetch(ahead.rows[key + k] + at + byte, 0, FUSION_NEAR);
-                }
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(ahead.rows[key + k], at + byte);
             }
         }
         FUSION_UNROLL for (int m = 0; m < M; ++m) {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "decode_scores.h"
+#include "decode_queries.h"
 
 namespace fusion {
 namespace {
