@@ -58,7 +58,7 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
 // stored integers become 16-bit numbers, of which each stands for `factor`.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                         float *scores, Feed &feed) {
+                                         float *scores, Ahead &keys, std::int64_t passes) {
     float *state = w.state(row), peak = state[0];
     Floats largest = all(-infinity);
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
@@ -76,7 +76,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        feed.next();
+        if (fed_rows<F>) keys.fetch(decode_tile * fed_rows<F> / 4, passes);
         Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
         Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
         sum += low;
@@ -109,8 +109,10 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
     const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t at = F::bytes(d);
     const char *const *rows = w.s.value_rows;
-    const bool fetches = ahead.rows && at % 64 == 0 && at < ahead.to;
-    const std::int64_t skipped = ahead.from - at;
+    constexpr std::int64_t left = 4 - fed_rows<F>;
+    Ahead next = ahead;
+    if (next.rows) next.rows += (decode_tile * fed_rows<F> + t.real * left * d / w.sizes.columns) / 4;
+    const bool follows = ahead.rows && at % 64 == 0 && at < ahead.to;
     const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
         Words value[N];
@@ -119,18 +121,13 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
         }
         // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
-        const char *const *const soon = key < again ? rows + key + again_values : fetches ? ahead.rows + key - again : nullptr;
+        const char *const *const soon = key < again ? rows + key + again_values : follows ? ahead.rows + key - again : nullptr;
         if (soon) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
                 FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
             }
         }
-        if (fetches) {
-            FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
-                if (byte < skipped) continue;
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(ahead.rows[key + k], at + byte);
-            }
-        }
+        next.fetch(F::depth * N * lanes * left, w.sizes.columns * 4);
         FUSION_UNROLL for (int m = 0; m < M; ++m) {
             const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
             FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
@@ -289,16 +286,18 @@ void find_next(const DecodeWork<F> &w, const Course &course, std::int64_t step, 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     Ahead values = {w.s.value_rows, 0, value_bytes}, keys = {w.s.next_rows, 0, key_bytes};
-    if (w.p.shares_kv) values = {w.s.next_rows, value_bytes / 64 * 64, key_bytes};
+    if (w.p.shares_kv) {
+        values = {w.s.next_rows, value_bytes / 64 * 64, key_bytes};
+        keys.to = values.from;
+    }
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         score_block(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
             stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
         }
-        // Memory would rest while scores are weighed: the first lines of the next keys come then.
-        const std::int64_t passes = b.rows * (decode_tile / (2 * lanes));
-        Feed feed = {w.careful ? nullptr : keys.rows, 0, (decode_tile + passes - 1) / passes};
+        Ahead fed = w.careful ? Ahead{} : keys;
+        const std::int64_t passes = b.rows * ((t.count + 2 * lanes - 1) / (2 * lanes));
         for (std::int64_t i = 0; i < b.rows; ++i) {
             float *scores = w.s.scores + i * decode_tile;
             dress_row(w, row + i, t, scores);
@@ -308,9 +307,8 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
                     continue;
                 }
             }
-            weigh_row(w, row + i, i, t, scores, feed);
+            weigh_row(w, row + i, i, t, scores, fed, passes);
         }
-        keys.from = feed.rows ? 64 : 0;
         if (!w.careful) value_block(w, b, t, keys);
         values = keys = {};
     }

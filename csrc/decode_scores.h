@@ -21,62 +21,66 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #endif
 }
 
-// Bytes [from, to) of rows that will be read soon; rows null: nothing.
+// Of four rows of the next keys, how many are asked for while scores are weighed, when memory would rest. Integers take
+// longer to multiply than to read.
+template <class F> constexpr std::int64_t fed_rows = F::integer ? 0 : 1;
+
+// Rows that follow half a tile later, of which bytes [from, to) are asked for row by row: memory answers fastest in its
+// own order.
 struct Ahead {
-    const char *const *rows = nullptr;
-    std::int64_t from = 0, to = 0;
+    const char *const *rows = nullptr;  // null: none
+    std::int64_t from = 0, to = 0, credit = 0;
 
-    FUSION_INLINE Ahead behind(std::int64_t count) const { return {rows ? rows + count : nullptr, from, to}; }
-    // While the bytes from `byte` on of N rows are multiplied, as many of N rows here are fetched.
-    template <int N> FUSION_INLINE void fetch(std::int64_t byte) const {
-        if (from + byte >= to) return;
-        FUSION_UNROLL for (int i = 0; i < N; ++i) fetch_line(rows[i], from + byte);
-    }
-};
-
-// The first lines of a tile's rows, some at a time.
-struct Feed {
-    const char *const *rows;
-    std::int64_t done, step;
-
-    FUSION_INLINE void next() {
+    // While `part` of what belongs to `whole` rows is computed: as many rows, counting on from call to call.
+    FUSION_INLINE void fetch(std::int64_t part, std::int64_t whole) {
         if (!rows) return;
-        const std::int64_t end = least(done + step, decode_tile);
-        for (; done < end; ++done) fetch_line(rows[done], 0);
+        for (credit += part; credit >= whole; credit -= whole, ++rows) {
+            for (std::int64_t byte = from; byte < to; byte += 64) fetch_line(*rows, byte);
+        }
     }
 };
 
-// While P words of each of `lanes` rows are multiplied, as many bytes of the rows ahead are fetched.
-template <int P> FUSION_INLINE void fetch(const Ahead &ahead, std::int64_t row, std::int64_t step) {
-    const std::int64_t byte = ahead.from + step * P / 16 * 64;
-    if (byte >= ahead.to) return;
-    if (lanes != 16 && step * P % 16) return;
-    const char *const *rows = ahead.rows + row + (lanes == 16 ? step * P % 16 : 0);
-    FUSION_UNROLL for (int i = 0; i < (lanes == 16 ? P : lanes); ++i) fetch_line(rows[i], byte);
-}
+// Rows whose turn comes soon, once more, in the order in which they will be read.
+struct Again {
+    const char *const *rows = nullptr;  // null: none
+    std::int64_t to = 0;
+
+    template <int N> FUSION_INLINE void fetch(std::int64_t row, std::int64_t byte) const {
+        if (!rows || byte >= to) return;
+        FUSION_UNROLL for (int i = 0; i < N; ++i) fetch_line(rows[row + i], byte);
+    }
+    // While P words of each of `lanes` rows are multiplied.
+    template <int P> FUSION_INLINE void follow(std::int64_t step) const {
+        if constexpr (lanes == 16) {
+            fetch<P>(step * P % 16, step * P / 16 * 64);
+        } else if (step * P % 16 == 0) {
+            fetch<lanes>(0, step * P / 16 * 64);
+        }
+    }
+};
 
 template <class F, int P>
 FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
-                                const Ahead &ahead, const Ahead &again, std::int64_t key) {
+                                Ahead &ahead, const Again &again) {
     for (std::int64_t step = 0; step < steps; ++step) {
         const Words query = load<Words>(q + step);
-        if (ahead.rows) fetch<P>(ahead, key, step);
-        if (again.rows) fetch<P>(again, 0, step);
+        ahead.fetch(lanes, steps);
+        again.follow<P>(step);
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
     }
 }
 
 template <class F, int P>
 FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
-                              std::int64_t steps, const Ahead &ahead, const Ahead &again, std::int64_t key) {
+                              std::int64_t steps, Ahead &ahead, const Again &again) {
     constexpr int half = lanes / 2;
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints high[half], low[half];
         FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
         for (std::int64_t step = 0; step < steps; ++step) {
             const Words *query = q + step * F::parts * 2;
-            if (ahead.rows && from == 0) fetch<P>(ahead, key, step);
-            if (again.rows && from == 0) fetch<P>(again, 0, step);
+            ahead.fetch(half, steps);
+            if (from == 0) again.follow<P>(step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
                 F::split(repeat<P>(rows[from + i] + step * P * 4), part);
@@ -92,11 +96,11 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
 
 // Once more: of the keys soon to come, behind the last of which are the first values.
 template <class F>
-FUSION_INLINE Ahead soon_again(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead,
+FUSION_INLINE Again soon_again(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead,
                                std::int64_t key) {
     const std::int64_t soon = key + again_keys - t.count;
-    if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, 0, w.sizes.key_words * 4};
-    if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) return {ahead.rows + soon, 0, ahead.to};
+    if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
+    if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) return {ahead.rows + soon, ahead.to};
     return {};
 }
 
@@ -106,10 +110,11 @@ constexpr int narrow_keys = 8;  // that are met together
 // Three or four rows, a pair of them in a vector: each key has a sum of either pair.
 template <class F>
 FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows, std::int64_t steps,
-                              const Ahead &ahead, const Ahead &again) {
+                              Ahead &ahead, const Again &again, std::int64_t row) {
+    const std::int64_t lines = (steps + 3) / 4;
     for (std::int64_t line = 0; line < steps; line += 4) {
-        if (ahead.rows) ahead.fetch<narrow_keys>(line * 16);
-        if (again.rows) again.fetch<narrow_keys>(line * 16);
+        ahead.fetch(narrow_keys, lines);
+        again.fetch<narrow_keys>(row, line * 16);
         for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
             const char *const query = reinterpret_cast<const char *>(q + step);
             const NarrowWords low = load<NarrowWords>(query), high = load<NarrowWords>(query + 32);
@@ -126,12 +131,13 @@ template <class F>
 __attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
+    Ahead next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
-        const Ahead again = soon_again(w, b, t, ahead, from);
+        const Again again = soon_again(w, b, t, ahead, from);
         for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
             NarrowFloats sum[2][narrow_keys] = {};
-            add_narrow<F>(sum, q, w.s.key_rows + key, steps, ahead.behind(key), again.behind(key - from));
-            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, {});
+            add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
+            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {}, 0);
             FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
                 FUSION_UNROLL for (int k = 0; k < narrow_keys; k += 4) {
                     const NarrowFloats x = add_quads(sum[pair] + k);
@@ -171,10 +177,9 @@ FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *
 // next four, for which the processor would otherwise wait.
 template <class F, bool Fetches>
 __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
-    const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
-    const std::int64_t from = ahead.from, to = ahead.to;
-    const char *const *rows = w.s.key_rows, *const *next = ahead.rows;
-    const char *const *soon = rows + again_keys, *const *const after = ahead.rows;
+    const std::int64_t bytes = w.sizes.key_words * 4, lines = (bytes + 63) / 64, slot = w.slot(b.row), count = t.count;
+    const char *const *rows = w.s.key_rows, *const *soon = rows + again_keys;
+    Ahead next = ahead;
     const Words *const q = w.query(b.row);
     const Ints *const start = w.start(b.row);
     float *const scores = w.s.scores, *to_scores = scores;
@@ -184,7 +189,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     }
     Ints sum[2][4] = {};  // of the four keys before
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
-        if (Fetches && key == count - again_keys) soon = after;
+        if (Fetches && key == count - again_keys) soon = ahead.rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
         Ints high[2][4], low[2][4];
@@ -193,23 +198,21 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
                 high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
             }
         }
-        if (Fetches && from < to) fetch_four(next, from);
-        if (Fetches) fetch_four(soon, 0);
+        if (Fetches) next.fetch(4, lines), fetch_four(soon, 0);
         add_pairs<F>(high, low, row, 0, digits);
         F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
             add_pairs<F>(high, low, row, byte, digits);
-            if (Fetches && from + byte + 32 < to) fetch_four(next, from + byte + 32);
-            if (Fetches) fetch_four(soon, byte + 32);
+            if (Fetches) next.fetch(4, lines), fetch_four(soon, byte + 32);
             add_pairs<F>(high, low, row, byte + 32, digits);
         }
         if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
         FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
             FUSION_UNROLL for (int k = 0; k < 4; ++k) sum[pair][k] = (high[pair][k] << 8) + low[pair][k];
         }
-        if (Fetches) next += 4, soon += 4;
+        if (Fetches) soon += 4;
     }
     F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
 }
@@ -220,11 +223,12 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     constexpr int rows = lanes / P;
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
+    Ahead next = ahead, none;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
-        const Ahead again = soon_again(w, b, t, ahead, key);
+        const Again again = soon_again(w, b, t, ahead, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
-            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, ahead, again, key);
+            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
             gather_keys<P, rows>(sum);
             FUSION_UNROLL for (int i = 0; i < rows; ++i) {  // from sums of whole numbers to the products that they stand for
                 const std::int64_t slot = w.slot(b.row + i);
@@ -233,8 +237,8 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
             }
         } else {
             Floats sum[lanes] = {};
-            add_products<F, P>(sum, q, w.s.key_rows + key, steps, ahead, again, key);
-            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, {}, {}, key);
+            add_products<F, P>(sum, q, w.s.key_rows + key, steps, next, again);
+            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {});
             gather_keys<P, rows>(sum);
             FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);
         }
