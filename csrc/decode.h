@@ -58,7 +58,7 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
 // stored integers become 16-bit numbers, of which each stands for `factor`.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                         float *scores, Ahead &keys, std::int64_t passes) {
+                                         float *scores, Ahead &keys, std::int64_t lines) {
     float *state = w.state(row), peak = state[0];
     Floats largest = all(-infinity);
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
@@ -76,7 +76,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        if (fed_rows<F>) keys.fetch(decode_tile * fed_rows<F> / 4, passes);
+        if (feeds<F>) keys.fetch(lines);
         Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
         Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
         sum += low;
@@ -103,16 +103,15 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
 // Rows [i, i + M) of a block, N vectors of columns from column `d` on.
 template <class F, int M, int N>
 __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                          std::int64_t d, const Ahead &ahead) {
+                                          std::int64_t d, Ahead &ahead) {
     constexpr std::int64_t fetched = F::bytes(N * lanes);
     typename F::Sum sum[M][N] = {};
     const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t at = F::bytes(d);
     const char *const *rows = w.s.value_rows;
-    constexpr std::int64_t left = 4 - fed_rows<F>;
+    constexpr int lines = F::bytes(F::depth * N * lanes) / 64;
     Ahead next = ahead;
-    if (next.rows) next.rows += (decode_tile * fed_rows<F> + t.real * left * d / w.sizes.columns) / 4;
-    const bool follows = ahead.rows && at % 64 == 0 && at < ahead.to;
+    const bool follows = next.any() && at % 64 == 0 && at < row_bytes(w.p.storage, w.p.dim_qk);
     const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
         Words value[N];
@@ -121,18 +120,19 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
         }
         // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
-        const char *const *const soon = key < again ? rows + key + again_values : follows ? ahead.rows + key - again : nullptr;
+        const char *const *const soon = key < again ? rows + key + again_values : follows ? w.s.next_rows + key - again : nullptr;
         if (soon) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
                 FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
             }
         }
-        next.fetch(F::depth * N * lanes * left, w.sizes.columns * 4);
+        if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
         FUSION_UNROLL for (int m = 0; m < M; ++m) {
             const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
             FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
         }
     }
+    ahead = next;
     FUSION_UNROLL for (int m = 0; m < M; ++m) {
         if (row + m >= w.rows()) break;
         float *out = w.out(row + m) + d;
@@ -150,7 +150,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
 }
 
 template <class F, int M>
-void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, const Ahead &ahead) {
+void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, Ahead &ahead) {
     std::int64_t d = 0;
     if constexpr (M <= 4 && lanes == 16) {
         for (; d + 4 * lanes <= w.sizes.columns; d += 4 * lanes) add_values<F, M, 4>(w, row, i, t, d, ahead);
@@ -230,7 +230,7 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
 }
 
 // Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
-template <class F> __attribute__((noinline)) bool load_tile(const DecodeWork<F> &w, DecodeTile &t) {
+template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
     const KeySpan span = {u.seq, w.kv_head, t.first, t.count, u.begin, u.end};
     const auto &s = w.s;
@@ -242,7 +242,7 @@ template <class F> __attribute__((noinline)) bool load_tile(const DecodeWork<F> 
             if (!all_finite(m.scale, t.count) || (m.offset && !all_finite(m.offset, t.count))) return false;
         }
     }
-    find_rows(w.o.values, span, s.value_rows);
+    w.s.value_step = find_rows(w.o.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
     if (!w.sizes.direct_keys) {
         stage_rows<F>(s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys);
@@ -272,7 +272,7 @@ struct Course {
 
 // The rows of the keys of a step, or of the first one of the next unit: to be fetched ahead.
 template <class F>
-void find_next(const DecodeWork<F> &w, const Course &course, std::int64_t step, const DecodeUnit *next) {
+void find_next(DecodeWork<F> &w, const Course &course, std::int64_t step, const DecodeUnit *next) {
     const DecodeUnit *u = &w.unit;
     std::int64_t head = u->head, first = u->end - 1;  // nothing follows: rows that are near anyway
     if (step < course.tiles * course.heads) {
@@ -280,24 +280,22 @@ void find_next(const DecodeWork<F> &w, const Course &course, std::int64_t step, 
     } else if (next && next->begin < next->end) {
         u = next, head = u->head, first = u->begin / lanes * lanes;
     }
-    find_rows(w.o.keys, {u->seq, head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
+    w.s.next_step = find_rows(w.o.keys, {u->seq, head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
 }
 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
-    Ahead values = {w.s.value_rows, 0, value_bytes}, keys = {w.s.next_rows, 0, key_bytes};
-    if (w.p.shares_kv) {
-        values = {w.s.next_rows, value_bytes / 64 * 64, key_bytes};
-        keys.to = values.from;
-    }
+    const std::int64_t shared = w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
+    Ahead keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared);
+    Ahead values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes);
+    if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes};
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         score_block(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
             stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
         }
-        Ahead fed = w.careful ? Ahead{} : keys;
-        const std::int64_t passes = b.rows * ((t.count + 2 * lanes - 1) / (2 * lanes));
+        const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
             float *scores = w.s.scores + i * decode_tile;
             dress_row(w, row + i, t, scores);
@@ -307,7 +305,7 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
                     continue;
                 }
             }
-            weigh_row(w, row + i, i, t, scores, fed, passes);
+            weigh_row(w, row + i, i, t, scores, keys, fed);
         }
         if (!w.careful) value_block(w, b, t, keys);
         values = keys = {};

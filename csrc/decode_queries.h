@@ -61,6 +61,7 @@ struct DecodeScratch {  // one thread's
     char *keys, *ropes, *values;              // [decode_tile] staged rows
     float *token[4];                          // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
+    std::int64_t next_step = 0, value_step = 0;  // find_rows()'s
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {

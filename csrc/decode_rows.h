@@ -23,18 +23,22 @@ struct KeySpan {
     std::int64_t seq, head, first, count, begin, end;
 };
 
-inline void find_rows(const Cache &c, const KeySpan &s, const char **to) {
+// Returns how far apart all rows lie, or 0.
+inline std::int64_t find_rows(const Cache &c, const KeySpan &s, const char **to) {
     std::int64_t i = most<std::int64_t>(s.begin - s.first, 0);
     const std::int64_t stop = least(s.end - s.first, s.count), step = c.stride_token * c.item;
+    bool even = i == 0 && stop == s.count;
     for (std::int64_t j = 0; j < i; ++j) to[j] = cache_row(c, s.seq, s.head, s.begin);
     while (i < stop) {
         const std::int64_t token = s.first + i, left = c.table ? c.page_size - token % c.page_size : stop;
         const char *row = cache_row(c, s.seq, s.head, token);
         const std::int64_t count = least(stop - i, left);
+        even = even && count == s.count;
         for (std::int64_t j = 0; j < count; ++j) to[i + j] = row + j * step;
         i += count;
     }
     for (; i < s.count; ++i) to[i] = to[stop - 1];
+    return even ? step : 0;
 }
 
 // One float of each row.

@@ -15,29 +15,51 @@ constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
 // Into the second cache. (gcc adds row and byte in an instruction of their own for __builtin_prefetch.)
 FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #if defined(__x86_64__)
-    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));
+    if (__builtin_constant_p(byte)) __builtin_prefetch(row + byte, 0, 2);
+    else __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));
 #else
     __builtin_prefetch(row + byte, 0, 2);
 #endif
 }
 
-// Of four rows of the next keys, how many are asked for while scores are weighed, when memory would rest. Integers take
-// longer to multiply than to read.
-template <class F> constexpr std::int64_t fed_rows = F::integer ? 0 : 1;
+// Whether a quarter of the next keys is asked for while scores are weighed, when memory would rest. Integers take longer
+// to multiply than to read.
+template <class F> constexpr bool feeds = !F::integer;
 
-// Rows that follow half a tile later, of which bytes [from, to) are asked for row by row: memory answers fastest in its
-// own order.
-struct Ahead {
-    const char *const *rows = nullptr;  // null: none
-    std::int64_t from = 0, to = 0, credit = 0;
-
-    // While `part` of what belongs to `whole` rows is computed: as many rows, counting on from call to call.
-    FUSION_INLINE void fetch(std::int64_t part, std::int64_t whole) {
-        if (!rows) return;
-        for (credit += part; credit >= whole; credit -= whole, ++rows) {
-            for (std::int64_t byte = from; byte < to; byte += 64) fetch_line(*rows, byte);
-        }
+// The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own order.
+class Ahead {
+public:
+    Ahead() = default;
+    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow).
+    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to)
+        : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
+        if (size_ <= 0) return;
+        if (from == 0 && step == to) rows_ = last_, size_ *= count;  // side by side
+        at_ = rows[0] + from, end_ = at_ + size_;
     }
+
+    bool any() const { return at_ != nullptr; }
+    // The next N lines; behind the last, that one again.
+    template <int N> FUSION_INLINE void fetch() {
+        if (!at_) return;
+        FUSION_UNROLL for (int i = 0; i < N; ++i) step();
+    }
+    FUSION_INLINE void fetch(std::int64_t count) {
+        for (std::int64_t i = 0; at_ && i < count; ++i) step();
+    }
+
+private:
+    FUSION_INLINE void step() {
+        fetch_line(at_, 0);
+        at_ += 64;
+        if (__builtin_expect(at_ < end_, 1)) return;
+        if (rows_ < last_) at_ = *rows_++ + from_, end_ = at_ + size_;
+        else at_ -= 64;
+    }
+
+    const char *at_ = nullptr, *end_ = nullptr;  // null: none
+    const char *const *rows_ = nullptr, *const *last_ = nullptr;
+    std::int64_t from_ = 0, size_ = 0;
 };
 
 // Rows whose turn comes soon, once more, in the order in which they will be read.
@@ -59,12 +81,18 @@ struct Again {
     }
 };
 
+// While P words of each of N rows are multiplied: as many lines.
+template <int P, int N> FUSION_INLINE void follow(Ahead &ahead, std::int64_t step) {
+    if constexpr (P * N >= 16) ahead.fetch<P * N / 16>();
+    else if (step * P * N % 16 == 0) ahead.fetch<1>();
+}
+
 template <class F, int P>
 FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
                                 Ahead &ahead, const Again &again) {
     for (std::int64_t step = 0; step < steps; ++step) {
         const Words query = load<Words>(q + step);
-        ahead.fetch(lanes, steps);
+        follow<P, lanes>(ahead, step);
         again.follow<P>(step);
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
     }
@@ -79,7 +107,7 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
         FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
         for (std::int64_t step = 0; step < steps; ++step) {
             const Words *query = q + step * F::parts * 2;
-            ahead.fetch(half, steps);
+            follow<P, half>(ahead, step);
             if (from == 0) again.follow<P>(step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
@@ -100,7 +128,9 @@ FUSION_INLINE Again soon_again(const DecodeWork<F> &w, const RowBlock &b, const 
                                std::int64_t key) {
     const std::int64_t soon = key + again_keys - t.count;
     if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
-    if (soon >= 0 && t.count == decode_tile && ahead.rows == w.s.value_rows) return {ahead.rows + soon, ahead.to};
+    if (soon >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
+        return {w.s.value_rows + soon, row_bytes(w.p.storage, w.p.dim_v)};
+    }
     return {};
 }
 
@@ -111,9 +141,8 @@ constexpr int narrow_keys = 8;  // that are met together
 template <class F>
 FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows, std::int64_t steps,
                               Ahead &ahead, const Again &again, std::int64_t row) {
-    const std::int64_t lines = (steps + 3) / 4;
     for (std::int64_t line = 0; line < steps; line += 4) {
-        ahead.fetch(narrow_keys, lines);
+        ahead.fetch<narrow_keys>();
         again.fetch<narrow_keys>(row, line * 16);
         for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
             const char *const query = reinterpret_cast<const char *>(q + step);
@@ -177,7 +206,7 @@ FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *
 // next four, for which the processor would otherwise wait.
 template <class F, bool Fetches>
 __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
-    const std::int64_t bytes = w.sizes.key_words * 4, lines = (bytes + 63) / 64, slot = w.slot(b.row), count = t.count;
+    const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
     const char *const *rows = w.s.key_rows, *const *soon = rows + again_keys;
     Ahead next = ahead;
     const Words *const q = w.query(b.row);
@@ -189,7 +218,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     }
     Ints sum[2][4] = {};  // of the four keys before
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
-        if (Fetches && key == count - again_keys) soon = ahead.rows;
+        if (Fetches && key == count - again_keys) soon = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
         Ints high[2][4], low[2][4];
@@ -198,14 +227,14 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
                 high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
             }
         }
-        if (Fetches) next.fetch(4, lines), fetch_four(soon, 0);
+        if (Fetches) next.fetch<4>(), fetch_four(soon, 0);
         add_pairs<F>(high, low, row, 0, digits);
         F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
             add_pairs<F>(high, low, row, byte, digits);
-            if (Fetches) next.fetch(4, lines), fetch_four(soon, byte + 32);
+            if (Fetches) next.fetch<4>(), fetch_four(soon, byte + 32);
             add_pairs<F>(high, low, row, byte + 32, digits);
         }
         if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
@@ -259,7 +288,7 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
 #endif
     case 8:
         if constexpr (F::integer) {
-            if (b.vectors == 2) return ahead.rows ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
+            if (b.vectors == 2) return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
         }
         if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
         break;
