@@ -12,13 +12,13 @@ namespace decode {
 // more this many keys ahead, which costs little where they have come.
 constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
 
-// Into the second cache. (gcc adds row and byte in an instruction of their own for __builtin_prefetch.)
+// Into the second cache.
+FUSION_INLINE void fetch_line(const char *at) { __builtin_prefetch(at, 0, 2); }
 FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #if defined(__x86_64__)
-    if (__builtin_constant_p(byte)) __builtin_prefetch(row + byte, 0, 2);
-    else __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));
+    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add them in an instruction of its own
 #else
-    __builtin_prefetch(row + byte, 0, 2);
+    fetch_line(row + byte);
 #endif
 }
 
@@ -50,7 +50,7 @@ public:
 
 private:
     FUSION_INLINE void step() {
-        fetch_line(at_, 0);
+        fetch_line(at_);
         at_ += 64;
         if (__builtin_expect(at_ < end_, 1)) return;
         if (rows_ < last_) at_ = *rows_++ + from_, end_ = at_ + size_;
