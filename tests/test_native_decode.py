@@ -284,34 +284,6 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
                 assert torch.equal(value[value.isinf()].double(), wanted[wanted.isinf()]), at
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("dim", [8, 40, 72, 136])
-@pytest.mark.parametrize("group", [3, 4])
-def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int, dtype: str) -> None:
-    problem = Problem(2 * group, 2, dim, 24, dim_rope=16, dtype=dtype, scale=0.1, page_size=16)
-    case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=dim)
-    want = specified(case.call)
-    for variant in VARIANTS:
-        compare(case.call, native(case, variant), want, variant)
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("dim", [16, 32, 80, 96, 128, 160, 256])
-@pytest.mark.parametrize("group", [3, 4])
-def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, dim: int, kind: str) -> None:
-    form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel", "page_size": 48}
-    problem = Problem(2 * group, 2, dim, dim, dtype="bfloat16", scale=0.02, **form)
-    case = plain_case(problem, (1, 1, 1, 1), (145, 7, 300, 128), seed=dim)
-    compare(narrowed(case), native(case), specified(case.call), problem)
-    together = native(case)
-    for row in range(group):
-        own = replace(case.call, problem=replace(case.call.problem, heads_q=2), q=[q[row::group] for q in case.call.q])
-        alone = native(replace(case, call=own, problem=replace(problem, heads_q=2)))
-        for name, found in together.items():
-            for t, wanted in zip(found, alone[name], strict=True):
-                assert torch.equal(t[row::group], wanted), (name, row)
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel"}
