@@ -286,9 +286,10 @@ void find_next(DecodeWork<F> &w, const Course &course, std::int64_t step, const 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     const std::int64_t shared = w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
-    Ahead keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared);
-    Ahead values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes);
-    if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes};
+    const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
+    Ahead keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
+    Ahead values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes, met_keys);
+    if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         score_block(w, b, t, values);

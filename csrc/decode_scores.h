@@ -30,18 +30,21 @@ template <class F> constexpr bool feeds = !F::integer;
 class Ahead {
 public:
     Ahead() = default;
-    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow).
-    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to)
+    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied: staged
+    // ones are longer than what is stored.
+    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to, std::int64_t met)
         : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
         if (size_ <= 0) return;
+        every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
         if (from == 0 && step == to) rows_ = last_, size_ *= count;  // side by side
         at_ = rows[0] + from, end_ = at_ + size_;
     }
 
     bool any() const { return at_ != nullptr; }
-    // The next N lines; behind the last, that one again.
+    // The next N lines, each time that as many are due; behind the last, that one again.
     template <int N> FUSION_INLINE void fetch() {
-        if (!at_) return;
+        if (wait_-- > 0) return;
+        wait_ = every_ - 1;
         FUSION_UNROLL for (int i = 0; i < N; ++i) step();
     }
     FUSION_INLINE void fetch(std::int64_t count) {
@@ -59,7 +62,7 @@ private:
 
     const char *at_ = nullptr, *end_ = nullptr;  // null: none
     const char *const *rows_ = nullptr, *const *last_ = nullptr;
-    std::int64_t from_ = 0, size_ = 0;
+    std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
 };
 
 // Rows whose turn comes soon, once more, in the order in which they will be read.
