@@ -31,6 +31,7 @@ LIMITS = {
     ("sparse_block_size", "a block size that divides the page size"),
     ("sparse_block_size", "sparse_block_size in (1, 8, 16, 32, 64)"),
     ("block_table", "Ps % 16 == 0 and Ps <= 1024"),
+    ("block_table", "int32"),
     ("sparse_indices", "lists of 2048 entries"),
     ("sparse_count", "1 to 2048, 3072, 4096, ... 8192"),
     ("return_values", "no values of paged keys"),
@@ -46,6 +47,11 @@ LIMITS = {
     ("sparse_indices", "lists of 1024, 2048, ... 8192 entries"),
 }
 CONTENT = {("sparse_indices", "lists packed to the front"), ("sparse_indices", "blocks of which the row sees a key")}
+DOUBTS = {
+    ("actual_seq_qlen", "sequences that take up all T1 rows of the tensor"),
+    ("actual_seq_kvlen", "sequences that take up all T2 rows of the tensor"),
+    ("sparse_count", "no more than the keys, or 8192"),
+}
 MISSING = {"actual_seq_qlen is not None", "actual_seq_kvlen is not None", "(query_rope is None) == (key_rope is None)"}
 MISSING |= {"(block_table is not None) == (layout_kv == 'PA_BSND')"}
 SHAPES_AND_DTYPES = {
@@ -57,6 +63,7 @@ SHAPES_AND_DTYPES = {
         ("query_rope", "Dr == 64"),
     ),
     *(("attention_out", "rows as long as the key's"), ("dy", "rows as long as the key's")),
+    ("block_table", "int32"),
     *(("query_index", t) for t in ("float16 or bfloat16", "D == 128", "Di == 128")),
     *(("query_index", t) for t in ("1 <= D <= 768", "1 <= Di <= 768")),
     *(("weights", f"the dtype of {t}, or float32") for t in ("q", "query_index")),
@@ -72,7 +79,8 @@ SHAPES_AND_DTYPES = {
 def test_levels_and_codes(op: Op) -> None:
     for rule in op.asked:
         key = rule.param, rule.expected
-        assert rule.level == ("limit" if key in LIMITS else "content" if key in CONTENT else "meaning"), key
+        levels = {"limit": LIMITS, "content": CONTENT, "doubt": DOUBTS}
+        assert rule.level == next((level for level, keys in levels.items() if key in keys), "meaning"), key
         wanted = NULL_POINTER if rule.check in MISSING else INVALID if key in SHAPES_AND_DTYPES else TILING
         assert rule.code == wanted, key
 
@@ -120,7 +128,7 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
     for spoiled in spoils(op):
         outputs = outputs_of(op, spoiled.args)
         later = spoiled.level == "content" or spoiled.id in reading  # Content is there in phase 2, not before.
-        options = {"strict": spoiled.level == "limit", "check_content": spoiled.level == "content"}
+        options = {"strict": spoiled.level in ("limit", "doubt"), "check_content": spoiled.level == "content"}
         rets = two_phase(op, spoiled.args, outputs, **options)
         text = acl.get_recent_err_msg()
         assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)

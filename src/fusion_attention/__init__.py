@@ -12,6 +12,8 @@ from fusion_attention.api import (
     indexer_loss,
     lightning_indexer,
     sparse_attention,
+    strict,
+    use_backend,
 )
 from fusion_attention.capture import CaptureError, Replay, capture, replay
 
@@ -31,5 +33,7 @@ __all__ = [
     "lightning_indexer",
     "replay",
     "sparse_attention",
+    "strict",
+    "use_backend",
 ]
 __version__ = "0.1.0"

@@ -15,6 +15,8 @@ from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.mask import Band
 from fusion_attention.ops import attention as record
 from fusion_attention.ops.flash import UNLIMITED
+from fusion_attention.plan import use_backend
+from fusion_attention.settings import strict
 
 __all__ = [
     "BackendError",
@@ -28,6 +30,8 @@ __all__ = [
     "indexer_loss",
     "lightning_indexer",
     "sparse_attention",
+    "strict",
+    "use_backend",
 ]
 
 Tensor = torch.Tensor
@@ -93,15 +97,17 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
         bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2].
-        alibi_slopes: float32 [N1] or [B, N1]; bias -slope * |key - row|, measured from the lower right corner.
+        alibi_slopes: [N1] or [B, N1], of any floating dtype; bias -slope * |key - row|, measured from the lower right
+            corner; without a gradient.
         alibi_start: positions (tokens) of the first row and the first key, to measure from instead.
-        sink: float32 [N1]; one more logit per row and head in the denominator.
+        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
         keep_prob: share of probabilities kept; below 1, bits are drawn from (seed, offset) unless drop_bits gives them.
         drop_bits: uint8, one bit per score of [B, N1, S1, S2] (packed: block by block), 1 = kept, lowest bit first.
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
         empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; not differentiable.
-        backend: "auto" (by the device), "cpu", "triton" or "golden".
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
+            differentiate it is an error (compiled: it is a constant); lse.detach() where it is one.
+        backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse).
@@ -133,4 +139,4 @@ def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tens
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
-        return autograd.attention(call, backend, stats=stats)
+        return autograd.attention(call, backend, stats=stats, guarded=stats)

@@ -44,7 +44,7 @@ def lightning_indexer(
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
         causal: rows see keys up to their own, the last row the last key; False: all keys.
-        page_table: int32 [B, M]: k is pages [P, page, 1, D], and these are the pages of every sequence.
+        page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu" or "golden".
 
     Returns:
@@ -108,9 +108,10 @@ def sparse_attention(
         block: tokens of a block, 1 to 128; entry b selects the tokens b * block to b * block + block - 1.
         causal: rows see keys up to their own, the last row the last key; False: all keys.
         dim_v: where v is None, elements of a value row; 0: all of the key's.
-        sink: float32 [N1]; one more logit per row and head in the denominator.
-        page_table: int32 [B, M]: k, v and k_rope are pages [P, page, N2, D], and these are the pages of every sequence.
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; not differentiable.
+        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
+        page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
+            differentiate it is an error (compiled: it is a constant); indexer_loss takes it as a constant.
         backend: "auto", "cpu" or "golden".
 
     Returns:

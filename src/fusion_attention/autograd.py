@@ -10,28 +10,31 @@ from typing import Any
 
 import torch
 
-from fusion_attention.derivative import once
+from fusion_attention.derivative import constants, once
 from fusion_attention.expressions import lazy
 from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
 from fusion_attention.problem import Operands
+from fusion_attention.settings import chosen
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]
 _DBIAS = 5  # the place of the bias among gradients
 
 
-def attention(call: Call, backend: str = "auto", *, stats: bool = True) -> Results:
+def attention(call: Call, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
     """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink.
 
-    Without stats the last two may be None: memory for them takes longer than writing them.
+    Without stats the last two may be None: memory for them takes longer than writing them. Guarded, a loss through
+    them raises; otherwise they are constants.
     """
+    backend = chosen(backend)
     if torch.is_grad_enabled():
         tensors = (call.q, call.k, call.v, *call.extras)
         if torch._C._any_requires_grad(*tensors):
-            out, max_, sum_ = _Attention.apply(call, backend, *tensors)
+            out, max_, sum_ = _Attention.apply(call, backend, guarded, *tensors)
             return out, max_, sum_
     return _forward(call, backend, stats=stats)
 
@@ -46,6 +49,7 @@ def attention_backward(
     backend: str = "auto",
 ) -> Tensors:
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty."""
+    backend = chosen(backend)
     q_rope, k_rope, bias, _, _, _, sink = call.extras
     present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
     gradients = tuple(call.q.new_empty(0) if t is None else empty(t, t.shape) for t in present)
@@ -123,20 +127,22 @@ class _Attention(torch.autograd.Function):
     """_forward() with attention_backward() as its derivative; statistics are returned, not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, backend: str, *tensors: Any) -> Tensors:
+    def forward(ctx: Any, call: Call, backend: str, guarded: bool, *tensors: Any) -> Tensors:
         results = _forward(call, backend)
         ctx.save_for_backward(*results, *tensors)
         # The tensors are torch's to keep, and to notice when they change; the rest of the call is plain values.
         ctx.lowered, ctx.drawn, ctx.backend = (call.problem, call.form, call.extents), (call.seed, call.offset), backend
-        ctx.mark_non_differentiable(*results[1:])
+        if not guarded:
+            ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
-        wanted = ctx.needs_input_grad[2:]
+    def backward(ctx: Any, dout: Any, *of_stats: Any) -> Any:
+        constants(of_stats)
+        wanted = ctx.needs_input_grad[3:]
         if dout is None:
-            return (None,) * (2 + len(wanted))
+            return (None,) * (3 + len(wanted))
         out, max_, sum_, q, k, v, *extras = ctx.saved_tensors
         dout = dout.clone() if lazy(dout) else dout
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
@@ -147,4 +153,4 @@ class _Attention(torch.autograd.Function):
         )
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads
         inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink)
-        return None, None, *(g if need else None for g, need in zip(inputs, wanted, strict=True))
+        return None, None, None, *(g if need else None for g, need in zip(inputs, wanted, strict=True))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
+from fusion_attention.forms import TYPES, Fault, is_memory, is_type, members, no_tensor, no_tensors, to_array, trained
 from fusion_attention.record import (
     INVALID,
     LEVELS,
@@ -23,6 +24,7 @@ from fusion_attention.record import (
     RUNTIME,
     STAGES,
     TILING,
+    WARNED,
     Array,
     Attr,
     BackendError,
@@ -35,6 +37,7 @@ from fusion_attention.record import (
     Tensor,
     Tensors,
 )
+from fusion_attention.settings import current
 
 # What a record is made of is offered here too, beside what checks it.
 __all__ = [
@@ -111,7 +114,12 @@ class _Settled:
 
 
 def bind(
-    op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False, reads: bool = True
+    op: Op,
+    args: Mapping[str, Any],
+    *,
+    strict: bool | None = None,
+    check_content: bool | None = None,
+    reads: bool = True,
 ) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
@@ -121,13 +129,16 @@ def bind(
     Args:
         op: the record.
         args: values by canonical name; a missing name is as None.
-        strict: limits are errors too.
-        check_content: rules that read tensor data on request are asked too.
+        strict: limits and doubts are errors too; None: as settings say.
+        check_content: rules that read tensor data on request are asked too; None: as settings say.
         reads: so are those that always do; False where the data may not be there yet.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
+    asked = current()
+    strict = asked.strict if strict is None else strict
+    check_content = asked.check_content if check_content is None else check_content
     given = list(map(args.get, op.by_name))
     arrays = []
     for at in op.positions[Tensors]:
@@ -149,7 +160,7 @@ def bind(
         names = {**settled.names, **tensors}
         if reads:
             _ask(op, known.reads, names)
-    if check_content:
+    if check_content and reads and not any(t.is_meta for name in tensors for t in members(tensors[name])):
         _ask(op, [r for r in op.asked if r.level == "content"], names)
     for note in settled.notes:
         warnings.warn(str(note), ContractWarning, stacklevel=_outside())
@@ -166,6 +177,8 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
             t = given[i]
             key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
         key += [type(given[i]) for i in at[Array]]
+        if op.watched and torch.is_grad_enabled():
+            key += [trained(given[i]) for i in op.watched]
         for i in at[Tensors]:
             key.append(tuple((type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()))
         found = tuple(key)
@@ -178,7 +191,10 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     """The stages before lengths: a new signature, with every other rule still to be asked."""
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _raise(_presence(op, values))
-    asked = [r for r in op.asked if r.level in ("meaning", "note") or (strict and r.level == "limit")]
+    levels = ("meaning", "note", "limit", "doubt", "hint") if strict else ("meaning", "note", "doubt")
+    asked = [r for r in op.asked if r.level in levels]
+    if strict:
+        asked = [replace(r, level="limit") if r.level == "doubt" else r for r in asked]
     names: dict[str, Any] = {**op.neutral, **values}
     _ask(op, [r for r in asked if r.stage == "presence"], names)
     typed, _ = _asked(op, [r for r in asked if r.stage == "dtype"], names)
@@ -192,7 +208,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     )
     rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
-    kept = {name: value for name, value in names.items() if not _is_memory(value)}
+    kept = {name: value for name, value in names.items() if not is_memory(value)}
     return _Signature(kept, tensors, rules, [])
 
 
@@ -215,7 +231,7 @@ def _settle(
         known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
-    kept = {name: value for name, value in names.items() if not _is_memory(value)}
+    kept = {name: value for name, value in names.items() if not is_memory(value)}
     known.settled = _Settled(content, kept, notes)
     return known.settled
 
@@ -253,95 +269,25 @@ def _value(op: Op, p: Param, value: Any) -> Any:
     return value
 
 
-def members(value: Any) -> Any:
-    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _is_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
-
-
-def to_array(value: Any) -> Any:
-    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
-    array = value
-    try:
-        if isinstance(value, torch.Tensor):
-            array = value.detach().cpu().numpy()
-        elif isinstance(value, (list, tuple, range)):
-            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
-        return value
-    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
-        # A copy: callers change lengths in place, and what follows from these is kept.
-        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-_Fault = tuple[str, str, str]  # expected, got, advice
-_TYPES = {int: "an int of 64 bits", float: "a number", str: "a string", bool: "True or False"}
-
-
 def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
     failures = []
     for p in op.params:
         value, output = values[p.name], isinstance(p, Tensor) and p.output
-        fault: _Fault | None = None
+        fault: Fault | None = None
         if value is None:
             if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
                 failures.append(Failure(op.name, p.shown, f"a value ({p.text})", "None", code=NULL_POINTER))
         elif isinstance(p, Tensors):
-            fault = _no_tensors(value)
+            fault = no_tensors(value)
         elif isinstance(p, Tensor):
-            fault = _no_tensor(value, output)
+            fault = no_tensor(value, output)
         elif isinstance(p, Array):
             fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
-        elif isinstance(p, Attr) and not _is_type(value, p.type):
-            fault = _TYPES.get(p.type, f"a {p.type.__name__}"), show(value), ""
+        elif isinstance(p, Attr) and not is_type(value, p.type):
+            fault = TYPES.get(p.type, f"a {p.type.__name__}"), show(value), ""
         if fault:
             failures.append(Failure(op.name, p.shown, *fault))
     return failures
-
-
-def _is_type(value: Any, wanted: type) -> bool:
-    if wanted is bool or isinstance(value, bool):
-        return wanted is bool and isinstance(value, bool)
-    if wanted is float:
-        return isinstance(value, (int, float))
-    if wanted is int:
-        return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
-    return isinstance(value, wanted)
-
-
-def _no_tensor(value: Any, output: bool) -> _Fault | None:
-    """What is wrong with a value that is no tensor of plain strided memory."""
-    if not isinstance(value, torch.Tensor):
-        return "a tensor", show(value), ""
-    if value.layout != torch.strided or value.is_nested or value.is_quantized:
-        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-        return (
-            "a dense tensor",
-            f"a {kind.removeprefix('torch.')} one",
-            "to_dense(), dequantize() or to_padded_tensor()",
-        )
-    if lazy(value):
-        return "a tensor whose values lie in memory", "a view that torch negates, or zeros without memory", "clone() it"
-    if output and any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
-        return (
-            "memory of its own for every element",
-            f"strides {value.stride()}",
-            "an expanded tensor cannot be written",
-        )
-    return None
-
-
-def _no_tensors(values: Any) -> _Fault | None:
-    """What is wrong with a value that is no list of such tensors."""
-    if not isinstance(values, tuple) or not values:
-        return "a tensor or a list of tensors", show(values), ""
-    return next((fault for fault in (_no_tensor(value, False) for value in values) if fault), None)
 
 
 def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
@@ -356,7 +302,7 @@ def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
         wrong = [found for t in members(names[p.name]) if (found := dtype_text(t)) not in allowed]
         if wrong:
             got = wrong[0]
-            failures.append(Failure(op.name, p.shown, " or ".join(allowed) + source, got, "convert it with .to()"))
+            failures.append(Failure(op.name, p.shown, " or ".join(allowed) + source, got, p.cast))
     return failures
 
 
@@ -461,9 +407,11 @@ def _asked(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failu
         outcome = evaluate(rule.check, within)
         if isinstance(outcome, str) or not outcome:
             got = outcome if isinstance(outcome, str) else _got(rule, names)
+            # Python shows a warning once for every text: one without numbers is shown once.
+            got = "" if rule.level == "doubt" else got
             expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
             failure = Failure(op.name, op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
-            (notes if rule.level == "note" else failures).append(failure)
+            (notes if rule.level in WARNED else failures).append(failure)
     return failures, notes
 
 

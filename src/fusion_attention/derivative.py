@@ -46,6 +46,15 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
         return tuple(compute())
 
 
+def constants(upstream: Iterable[Tensor | None]) -> None:
+    """Raises where a loss went through the statistics of an attention."""
+    if any(t is not None for t in upstream):
+        raise NotImplementedError(
+            "fusion_attention: the loss goes through the lse of an attention, which has no derivative: use "
+            "lse.detach() where it is a constant"
+        )
+
+
 @contextmanager
 def below() -> Iterator[None]:
     """Where an operator runs whose derivative autograd notes here; further levels of torch.func note it themselves."""

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_BUILTINS = {f.__name__: f for f in (abs, all, any, bool, int, len, max, min, sum)}
+
+def _sum(values: Any) -> Any:
+    """sum(), of as many lengths as there may be."""
+    return int(values.sum()) if isinstance(values, np.ndarray) else sum(values)
+
+
+_BUILTINS = {f.__name__: f for f in (abs, all, any, bool, int, len, max, min)} | {"sum": _sum}
 _SHOWN = 80
 
 

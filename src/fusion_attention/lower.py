@@ -152,6 +152,13 @@ def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
+def wide(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """A sink or slopes as kernels read them: in float32, however they came; float64 beside rows of float64."""
+    if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
+        return tensor
+    return tensor.float()
+
+
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
     """The rows of a tensor of the query ("q") or key ("kv") side."""
     stride = tensor.stride()

@@ -11,9 +11,10 @@ import torch
 
 from fusion_attention.calls import Differentiable, Lowered
 from fusion_attention.contract import Bound
-from fusion_attention.derivative import once
+from fusion_attention.derivative import constants, once
 from fusion_attention.expressions import lazy
 from fusion_attention.plan import compute
+from fusion_attention.settings import chosen
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]
@@ -32,7 +33,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
     Args:
         bound: the call.
         backend: as plan().
-        whole: with all that a derivative reads, wanted or not.
+        whole: with all that a derivative reads, wanted or not; a loss through what has no derivative then raises.
     """
     op = bound.op
     assert op.lower is not None
@@ -42,9 +43,15 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
         inputs = full.inputs
         trained = {name for names in op.trains.values() for name in names}
         if any(t is not None and t.requires_grad for name, t in inputs.items() if name in trained):
+            backend = chosen(backend)
             # The tensors are torch's to keep, and to notice when they change.
             bare = full.on(dict.fromkeys(inputs))
-            found = _Run.apply(bare, tuple(inputs), op.results, set(op.trains), backend, *inputs.values())
+            # What is not trained here is a constant: a backward must not run through, and free, what it came from.
+            tensors = [
+                t.detach() if t is not None and t.requires_grad and name not in trained else t
+                for name, t in inputs.items()
+            ]
+            found = _Run.apply(bare, tuple(inputs), set(op.trains), whole, backend, *tensors)
             return dict(zip(op.results, found, strict=False))
     return run(call.whole() if whole else call, backend)
 
@@ -57,8 +64,8 @@ class _Run(torch.autograd.Function):
         ctx: Any,
         bare: Differentiable,
         inputs: tuple[str, ...],
-        results: tuple[str, ...],
         smooth: set[str],
+        guarded: bool,
         backend: str,
         *tensors: Any,
     ) -> Tensors:
@@ -66,7 +73,8 @@ class _Run(torch.autograd.Function):
         found = run(call, backend)
         ctx.save_for_backward(*found.values(), *tensors)
         ctx.bare, ctx.inputs, ctx.results, ctx.smooth, ctx.backend = bare, inputs, tuple(found), smooth, backend
-        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in smooth))
+        rest = [t for name, t in found.items() if name not in smooth]
+        ctx.mark_non_differentiable(*(t for t in rest if not (guarded and t.is_floating_point())))
         ctx.set_materialize_grads(False)
         return tuple(found.values())
 
@@ -74,7 +82,8 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         wanted = ctx.needs_input_grad[5:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
-        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.smooth}
+        constants(t for name, t in given.items() if name not in ctx.smooth)
+        given = {name: t.clone() if lazy(t) else t for name, t in given.items()}
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)

@@ -17,7 +17,7 @@ from fusion_attention import lowered_autograd
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.derivative import below, no_tangents
-from fusion_attention.operators import check, names_of, needed, no_vmap, once_of, pack, read, unpack
+from fusion_attention.operators import Text, bound, check, names_of, needed, no_vmap, once_of, pack, read, unpack
 from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
@@ -39,15 +39,15 @@ def _trained(op: Op) -> set[str]:
     return {name for names in op.trains.values() for name in names}
 
 
-def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, call: str) -> tuple[Op, str, dict[str, Any]]:
-    """(record, back end, arguments by canonical name)."""
+def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, call: str) -> tuple[Text, dict[str, Any]]:
+    """(what the line of text says, arguments by canonical name)."""
     text = read(call)
-    return text.op, text.backend, unpack(tensors, arrays, ints, floats, text)
+    return text, unpack(tensors, arrays, ints, floats, text)
 
 
-def _lowered(op: Op, args: Mapping[str, Any]) -> Any:
-    assert op.lower is not None
-    return op.lower(bind(op, args))
+def _lowered(text: Text, args: dict[str, Any]) -> Any:
+    assert text.op.lower is not None
+    return text.op.lower(bound(text, args))
 
 
 def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
@@ -56,30 +56,35 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 
 
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
-    op, backend, args = _arguments(tensors, *rest)
-    call = _lowered(op, args)
-    found = lowered_autograd.run(call.whole() if op.trains else call, backend)
-    return _listed(found, op.results, tensors[0])
+    text, args = _arguments(tensors, *rest)
+    call = _lowered(text, args)
+    found = lowered_autograd.run(call.whole() if text.op.trains else call, text.backend)
+    return _listed(found, text.op.results, tensors[0])
 
 
 def _forward_fake(tensors: Any, *rest: Any) -> list[Tensor]:
-    op, _, args = _arguments(tensors, *rest)
-    check(op, args, rest[0])
+    text, args = _arguments(tensors, *rest)
+    check(text, args, rest[0])
+    op = text.op
     assert op.fresh is not None
     return _listed(op.fresh({**op.neutral, **args}), op.results, tensors[0])
 
 
 def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
-    op, backend, args = _arguments(tensors, *rest)
-    call: Differentiable = _lowered(op, args).whole()
+    text, args = _arguments(tensors, *rest)
+    call: Differentiable = _lowered(text, args).whole()
+    op = text.op
     known = dict(zip(op.results, results, strict=True))
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
-    found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, backend))
+    found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, text.backend))
+    # A sink of fewer bits was widened on its way down.
+    found = {name: gradient.to(args[name].dtype) for name, gradient in found.items()}
     return _listed(found, names_of(op.name)[0], tensors[0])
 
 
 def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
-    op, _, args = _arguments(tensors, *rest)
+    text, args = _arguments(tensors, *rest)
+    op = text.op
     names, trained = names_of(op.name)[0], _trained(op)
     given = {name: args[name] for name in names if name in trained and args[name] is not None}
     return _listed({name: t.new_empty(t.shape) for name, t in given.items()}, names, tensors[0])

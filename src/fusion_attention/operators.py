@@ -20,13 +20,14 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
-from fusion_attention.contract import Array, Attr, Op, Tensor, bind
+from fusion_attention.contract import Array, Attr, Bound, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, attention, flash_lower
+from fusion_attention.settings import chosen, current
 
 Tensors = tuple[torch.Tensor, ...]
 Given = Sequence[torch.Tensor | None]
@@ -133,9 +134,16 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         if isinstance(value, (list, tuple)):
             lists[name] = len(several)
         given += several
-    text = f"{op};{backend};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
+    text = f"{op};{_set(backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
     lengths = [_as_tensor(args.get(name)) for name in arrays]
     return given, lengths, list(ints.values()), list(floats.values()), seed, text
+
+
+@torch.compiler.assume_constant_result
+def _set(backend: str) -> str:
+    """The back end of a call that is traced, and how it is checked: what is set where it is traced stays with it."""
+    asked = current()
+    return f"{chosen(backend)},{asked.strict:d},{asked.check_content:d}"
 
 
 def _as_tensor(lengths: Any) -> torch.Tensor | None:
@@ -146,11 +154,17 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """What the line of text says: record, back end, names of numbers, lengths of lists, and the words themselves."""
+class Text:
+    """What the line of text says: record, settings, names of numbers, lengths of lists, and the words themselves.
+
+    Attributes:
+        strict, check_content: None where the trace did not ask for it, so that it is for those who run it to say.
+    """
 
     op: Op
     backend: str
+    strict: bool | None
+    check_content: bool | None
     ints: tuple[str, ...]
     floats: tuple[str, ...]
     lists: dict[str, int]
@@ -158,9 +172,10 @@ class _Text:
 
 
 @functools.lru_cache(maxsize=1024)
-def read(text: str) -> _Text:
+def read(text: str) -> Text:
     """The line of text, read once."""
-    name, backend, ints, floats, lists, words = text.split(";", 5)
+    name, asked, ints, floats, lists, words = text.split(";", 5)
+    backend, strict, content = asked.split(",")
     op = RECORDS[name]
     values = ast.literal_eval(words)
     for key, value in values.items():
@@ -168,10 +183,11 @@ def read(text: str) -> _Text:
         if isinstance(value, tuple) and isinstance(attr, Attr):
             values[key] = attr.type(*value)
     whole, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
-    return _Text(op, backend, whole, broken, ast.literal_eval(lists), values)
+    checks = strict == "1" or None, content == "1" or None
+    return Text(op, backend, *checks, whole, broken, ast.literal_eval(lists), values)
 
 
-def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -> dict[str, Any]:
+def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
     """The arguments by canonical name."""
     names, lengths, _ = names_of(text.op.name)
     args = dict(text.words)
@@ -184,16 +200,20 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: _Text) -
     return args
 
 
-def _lowered(text: _Text, args: dict[str, Any], seed: torch.Tensor | None) -> Call:
+def bound(text: Text, args: dict[str, Any]) -> Bound:
+    """The checked call."""
+    return bind(text.op, args, strict=text.strict, check_content=text.check_content)
+
+
+def _lowered(text: Text, args: dict[str, Any], seed: torch.Tensor | None) -> Call:
     """The checked and lowered call; a seed that was drawn for it comes as a tensor."""
     op = text.op
     if op is attention.RECORD:
         drawn = args.get("seed") if seed is None else int(seed)
-        return attention.lower(bind(op, args), seed=int(drawn or 0))
+        return attention.lower(bound(text, args), seed=int(drawn or 0))
     if seed is not None:
         args = {**args, "seed": int(seed)}
-    bound = bind(op, args)
-    return flash_lower.lower(bound, **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
+    return flash_lower.lower(bound(text, args), **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
 
 
 # ----------------------------------------------------------------------------------------------------------- operators
@@ -230,8 +250,9 @@ def _backward(
     lowered = _lowered(text, args, seed)
     stats = (max_, sum_) if text.op is attention.RECORD else from_finite(lowered, max_, sum_)
     with torch.no_grad():
-        grads = autograd.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
-    return list(grads)
+        *grads, dsink = autograd.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
+    sink = args.get("sink")
+    return [*grads, dsink if sink is None else dsink.to(sink.dtype)]  # it may have come in fewer bits
 
 
 def _heads(op: Op, args: Mapping[str, Any], q: torch.Tensor, layout: str) -> Any:
@@ -244,7 +265,7 @@ def _heads(op: Op, args: Mapping[str, Any], q: torch.Tensor, layout: str) -> Any
 def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: Any, call: str) -> Tensors:
     text = read(call)
     args = unpack(tensors, arrays, ints, floats, text)
-    check(text.op, args, arrays)
+    check(text, args, arrays)
     q, k, v = (t for t in tensors[:3] if t is not None)
     layout = args.get(text.op.layout_attr, text.op.layouts[0])
     heads = _heads(text.op, args, q, layout)
@@ -256,13 +277,13 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
     return out, q.new_empty(shape, dtype=stats), q.new_empty(shape, dtype=stats)
 
 
-def check(op: Op, args: dict[str, Any], arrays: Given) -> None:
+def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
     """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
     given = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values())
     tensors = [t for t in given if isinstance(t, torch.Tensor)]
     known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
     if known and not any(t is not None for t in arrays):
-        bind(op, args, reads=False)
+        bind(text.op, args, strict=text.strict, reads=False)
 
 
 def _backward_fake(

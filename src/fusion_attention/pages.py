@@ -14,7 +14,9 @@ TITLES = {
     "meaning": "Rules (always an error)",
     "limit": "Limits of the chip (an error when strict)",
     "content": "Rules on tensor content (on request)",
+    "doubt": "Doubts (a warning; an error when strict)",
     "note": "Notes (a warning)",
+    "hint": "Hints (a warning when strict)",
 }
 AXES = {
     "B": "sequences",

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,10 +21,13 @@ from fusion_attention.calls import Lowered, Staged
 from fusion_attention.contract import BackendError
 from fusion_attention.mask import INFINITE
 from fusion_attention.problem import AnyProblem, Extents
+from fusion_attention.settings import chosen, override
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("triton", "cpu")
+SHAPES = "meta"  # the device without memory, and what serves all calls there
 BACKENDS = (*AUTO, "golden")
+_GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
 _PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.
@@ -120,6 +124,37 @@ class _Capacity:
         return Extents(planned.q_len, lengths, lo, hi, planned.prefix, planned.shift)
 
 
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Inside the block, or the function that it decorates, calls that name no back end are computed by this one.
+
+    It counts in this thread (and asyncio task), for every face but the two-phase one, whose back end acl.init() says. A
+    graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it where it runs inside.
+
+    Args:
+        name: "auto" (by the device), "cpu", "triton" or "golden", the float64 model.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> import fusion_attention as fa
+        >>> q = torch.randn(1, 4, 1, 8, dtype=torch.float64)
+        >>> with use_backend("golden"):
+        ...     fa.attention(q, q, q).dtype
+        torch.float64
+    """
+    _known(name)
+    with override(backend=name):
+        yield
+
+
+def _known(backend: str) -> None:
+    """Raises where there is no back end of this name."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+
+
 def _load(name: str) -> ModuleType:
     # Only what is chosen is imported: a machine without one back end's needs loads everything else.
     return importlib.import_module(f"fusion_attention.backends.{name}")
@@ -141,8 +176,9 @@ def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
         ValueError: an unknown name.
         BackendError: none fits; the message lists every reason of every back end asked.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    _known(backend)
+    if device.type == SHAPES:
+        return SHAPES
     # Triton is slow to import and has nothing to say about memory that no GPU holds.
     automatic = AUTO if device.type == "cuda" else AUTO[1:]
     listed = []
@@ -151,7 +187,8 @@ def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
         if not against:
             return name
         listed += [f"{name}: {reason}" for reason in against]
-    raise BackendError(f"fusion_attention: no back end computes this call. {'; '.join(listed)}")
+    advice = "" if backend == "golden" else _GOLDEN
+    raise BackendError(f"fusion_attention: no back end computes this call. {'; '.join(listed)}{advice}")
 
 
 def plan(
@@ -194,6 +231,7 @@ def plan(
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
     """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
+    backend = chosen(backend)
     if isinstance(call, Staged):
         first = call.first()
         results = first.results()

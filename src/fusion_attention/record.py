@@ -18,8 +18,10 @@ from fusion_attention.expressions import shape_text
 # Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
 NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
 # meaning: no result is defined; limit: documented for the chip, an error when strict; content: reads tensor data, on
-# request; note: a warning.
-LEVELS = ("meaning", "limit", "content", "note")
+# request; note: a warning; doubt: a legal call that probably means something else, a warning, and an error when strict;
+# hint: as a note, where strict.
+LEVELS = ("meaning", "limit", "content", "doubt", "note", "hint")
+WARNED = ("note", "doubt", "hint")
 # In this order. "dtype" covers devices and the layout string too; the stage of a rule is one of the named four.
 STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
@@ -41,9 +43,8 @@ class Failure:
     rule: Rule | None = None
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.param}: expected {self.expected}, got {self.got}" + (
-            f" ({self.advice})" if self.advice else ""
-        )
+        got = f", got {self.got}" if self.got else ""
+        return f"{self.op}: {self.param}: expected {self.expected}{got}" + (f" ({self.advice})" if self.advice else "")
 
 
 class ContractError(ValueError):
@@ -94,6 +95,7 @@ class Tensor(Param):
         shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
         output: written by the operator; a caller may leave it to the face to allocate.
         on_host: may lie in host memory beside tensors of a device.
+        cast: what to do about another dtype.
         form: from a call's values to the layout of this tensor, where it is not the record's.
         make: sample content from a shape, where random numbers would not be legal.
     """
@@ -102,6 +104,7 @@ class Tensor(Param):
     shape: str | Mapping[str, str] = ""
     output: bool = False
     on_host: bool = False
+    cast: str = "convert it with .to()"
     form: Callable[[Mapping[str, Any]], str] | None = field(default=None, compare=False)
     make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
 
@@ -159,7 +162,7 @@ class Rule:
         needs: parameters without which a record does not have the rule.
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
-        reads: needs tensor data, so it is asked at every call (not for a note).
+        reads: needs tensor data, so it is asked at every call (not for a warning).
         given: sample settings under which the rule is asked; spoil: further settings that break it alone.
     """
 
@@ -234,6 +237,8 @@ class Op:
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     names: tuple[str, ...] = field(init=False)
+    # The positions of tensors of which rules ask whether they want a gradient.
+    watched: tuple[int, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
@@ -247,6 +252,8 @@ class Op:
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
+        watched = {name for rule in self.asked for name in re.findall(r"trained\((\w+)\)", rule.check)}
+        object.__setattr__(self, "watched", tuple(i for i, p in enumerate(self.params) if p.name in watched))
         object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Tensors, Array, Attr)})
 
     def __repr__(self) -> str:

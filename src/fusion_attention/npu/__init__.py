@@ -21,6 +21,7 @@ from fusion_attention.npu.training import (
     npu_fusion_attention_v2,
     npu_fusion_attention_v3,
 )
+from fusion_attention.settings import strict
 
 __all__ = [
     "install",
@@ -38,5 +39,6 @@ __all__ = [
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "strict",
     "uninstall",
 ]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from fusion_attention.npu import device as npu_device
 from fusion_attention.npu import indexer_loss, inference, sparse, training
+from fusion_attention.settings import PROCESS
 
 NAME = "torch_npu"
 _DEVICE = re.compile(r"npu(:\d+)?")
@@ -206,16 +207,18 @@ def _modules(base: torch.device) -> dict[str, ModuleType]:
     return {NAME: torch_npu, f"{NAME}.npu": npu}
 
 
-def install(device: str | torch.device = "cpu") -> None:
+def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None:
     """Makes this library the module `torch_npu`, and "npu" another name of a device that is here.
 
     From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device strings "npu" and
     "npu:0" work, the last wherever torch dispatches a function (factories, to(), torch.device) or loads a file, in the
     thread that installs. A tensor's own device keeps its true name. A library that looked for torch_npu before
-    remembers that there was none: install first, then import it. A second call changes nothing, or the device.
+    remembers that there was none: install first, then import it. A second call changes nothing, or what it says.
 
     Args:
         device: what computes: "cpu", or "cuda" where there is one.
+        strict: what the chip would refuse is an error, in every thread of the process, until uninstall();
+            `with npu.strict():` says it for a block.
 
     Raises:
         RuntimeError: a real torch_npu is installed here.
@@ -235,12 +238,14 @@ def install(device: str | torch.device = "cpu") -> None:
         raise ValueError(f'npu.install: device: expected "cpu", or "cuda" where there is one, got {str(device)!r}')
     if _installed is not None:
         if _installed.base == base:
+            PROCESS.strict = strict
             return
         uninstall()
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         raise RuntimeError("npu.install: a real torch_npu is installed here: import that one, or uninstall it first")
     _installed = _Installed(base)
     _installed.begin()
+    PROCESS.strict = strict
 
 
 def uninstall() -> None:
@@ -253,5 +258,6 @@ def uninstall() -> None:
     """
     global _installed
     if _installed is not None:
+        PROCESS.strict = False
         installed, _installed = _installed, None
         installed.end()

@@ -12,14 +12,17 @@ import torch
 
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text, show
-from fusion_attention.lower import Call, Form, mode_band
+from fusion_attention.forms import trained
+from fusion_attention.lower import Call, Form, mode_band, wide
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.ops.flash_checks import positions
-from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, SINK
+from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
 from fusion_attention.ops.rules import (
     PACKED,
+    WHOLE,
     broadcasting,
+    covered,
     elements,
     finite_scale,
     group,
@@ -28,6 +31,7 @@ from fusion_attention.ops.rules import (
     one_length_each,
     presence,
     rope_pair,
+    untrained,
 )
 from fusion_attention.ops.training import Plain
 from fusion_attention.problem import Extents, Problem
@@ -78,7 +82,8 @@ RULES = (
     presence(
         "q_len is not None",
         "q_len",
-        "one length per packed sequence",
+        "tokens of every packed sequence, e.g. q_len=[100, 150, 50]",
+        text="the lengths of packed sequences",
         only=PACKED,
         spoil={"q_len": None, "kv_len": None},
     ),
@@ -104,6 +109,7 @@ RULES = (
         given={"T2": 8, "kv_len": None},
         spoil={"T2": 6},
     ),
+    *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
     groups_of_heads("k"),
     elements("D", "q"),
     elements("Dv", "v"),
@@ -154,6 +160,7 @@ RULES = (
         given={"alibi_slopes": ("N1", "float32")},
         spoil={"alibi_slopes": ("3", "float32")},
     ),
+    *untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
     Rule(
         "len(alibi_start) == 2 and positions(alibi_start)",
         "alibi_start",
@@ -239,9 +246,9 @@ RECORD = Op(
         Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
         Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
         *(BLOCKED, BIAS),
-        Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes="float32"),
+        Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes=OWN_FLOATS),
         Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
-        SINK,
+        OWN_SINK,
         Attr(
             "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
         ),
@@ -270,7 +277,7 @@ RECORD = Op(
     layout_attr="layout",
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
     derive=lengths,
-    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions)},
+    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, trained)},
     lower=lambda bound, *, seed=0, offset=0: Plain(lower(bound, seed=seed), bound.memo),
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
@@ -286,7 +293,8 @@ def lower(bound: Bound, *, seed: int = 0) -> Call:
         matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
         lowered = bound.memo["lowered"] = (_problem(n), Form(n["layout"], *matrices), _extents(n))
     problem, form, extents = lowered
-    extras = (n["q_rope"], n["k_rope"], n["bias"], n["alibi_slopes"], n["blocked"], n["drop_bits"], n["sink"])
+    slopes, sink = wide(n["alibi_slopes"], n["q"]), wide(n["sink"], n["q"])
+    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
     call = Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
     call.memo = bound.memo
     return call

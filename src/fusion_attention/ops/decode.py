@@ -163,6 +163,8 @@ class Decode:
             assert self.table is not None
             stride = bytes_ if head is None else one.stride(head)
             size, table = self.cache.page_size, self.table
+            if table.dtype != torch.int32:
+                table = table.to(torch.int32)  # Kernels read 32 bits; every id in use was found to fit.
             if table.stride(-1) != 1 and table.shape[-1] > 1:
                 table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
             return PagedView(one, table, size, one.stride(batch), one.stride(token), stride, dim)

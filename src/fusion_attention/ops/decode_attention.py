@@ -13,13 +13,13 @@ import torch
 
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text, show
-from fusion_attention.lower import LAYOUTS
+from fusion_attention.lower import LAYOUTS, wide
 from fusion_attention.mask import Band
 from fusion_attention.ops.attention import band_fits, broadcasts
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
-from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, SINK, in_order
-from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged
+from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
+from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
 from fusion_attention.problem import Problem
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
 
@@ -220,6 +220,12 @@ RULES: tuple[Rule, ...] = (
         spoil={"out_offset": "1"},
     ),
     finite_scale("scale", 1e39),
+    *untrained(
+        "decoding has no derivative: call it under torch.no_grad(), or train with attention()",
+        q=(2, 1, 4, 8),
+        k=(2, 6, 2, 8),
+        v=(2, 6, 2, 8),
+    ),
 )
 
 
@@ -296,7 +302,7 @@ RECORD = Op(
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),
         Array("kv_len", "Tokens of every sequence in its cache.", True),
-        Tensor("block_table", "The pages of every sequence.", True, dtypes="int32", shape="B pages", make=in_order),
+        Tensor("block_table", "The pages of every sequence.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order),
         _scale_param("k_scale", "key = (stored + k_offset) * k_scale."),
         _scale_param("k_offset", "Added to stored keys."),
         _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
@@ -304,7 +310,7 @@ RECORD = Op(
         Attr("dim_v", "Without v: values are the first dim_v elements of the keys.", default=0),
         Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
         Attr("band", "The interval of keys that each row sees; None: Band.causal().", type=Band, default=None),
-        *(BLOCKED, BIAS, SINK),
+        *(BLOCKED, BIAS, OWN_SINK),
         _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
         _scale_param("out_offset", "Added before rounding."),
     ),
@@ -338,7 +344,7 @@ def lower(bound: Bound) -> Decode:
     problem, extents, cache = known
     call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
     call.names = RESULTS
-    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
     call.out_quant = n["out_scale"], n["out_offset"]
     call.k_dequant = _scales(n, "k", n["D"])
     call.v_dequant = _scales(n, "v", n["Dv"])

@@ -17,7 +17,9 @@ from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
 from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
-from fusion_attention.ops.params import FLOATS, SINK, output, spelled
+from fusion_attention.ops.flash_score_rules import SLOPES
+from fusion_attention.ops.params import FLOATS, SINK, keeps_or_adds, output, spelled
+from fusion_attention.ops.rules import doubt, own_scale
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
 UNLIMITED = (1 << 31) - 1
@@ -70,7 +72,9 @@ DROP_MASK = Tensor(
     make=lambda s: torch.full(s, 255, dtype=torch.uint8),
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
-ATTEN_MASK = Tensor("atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", make=_mask)
+ATTEN_MASK = Tensor(
+    "atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", cast=keeps_or_adds("pse"), make=_mask
+)
 MAX_IN = Tensor(
     "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros
 )
@@ -355,7 +359,7 @@ TORCH_V1 = Op(
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     "Ascend op-plugin, npu_fusion_attention",
     (*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_DRAW, *_FORWARD_OUT),
-    RULES + DRAWN_DROPOUT,
+    (*RULES, *DRAWN_DROPOUT, own_scale("scale")),
     formula=FORWARD_FORMULA,
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=(*DENSE_LAYOUTS, "TND"),
@@ -373,6 +377,18 @@ TORCH_V2 = replace(
     summary="npu_fusion_attention with rope parts, pse_type and start indices.",
     source="Ascend op-plugin, npu_fusion_attention_v2",
     params=(*_FORWARD_HEAD, *_ROPES, SCALE, *_TOKENS, *_LENGTHS, *_STARTS, *_TAIL, *_DRAW, *_FORWARD_OUT),
+    rules=(
+        *TORCH_V1.rules,
+        doubt(
+            "not trained(pse)",
+            "pse",
+            "slopes get no gradient: pass the biases themselves, with pse_type 0",
+            "slopes that wait for no gradient",
+            when="pse_type in (2, 3)",
+            given={"pse_type": 2} | SLOPES,
+            spoil={"pse": torch.ones(4, requires_grad=True)},
+        ),
+    ),
     rulings=(*TORCH_V1.rulings, 21, 22),
 )
 TORCH_V3 = replace(
@@ -387,6 +403,7 @@ TORCH_GRAD_V1 = replace(
     name="npu_fusion_attention_grad",
     summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad",
+    rules=RULES + DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
     params=(*_GRAD_HEAD, _SCALE_VALUE, *_TOCKENS, *_REPLAY, *_LENGTHS, *_TAIL, *_GRADIENTS, DSINK),
 )

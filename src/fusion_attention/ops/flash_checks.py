@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.bias import TABLE_ROWS
+from fusion_attention.forms import trained
 from fusion_attention.lower import broken_end, mode_band
 from fusion_attention.mask import INFINITE, tokens
 
@@ -164,5 +165,6 @@ FUNCTIONS = {
         is_compressed_mask,
         window_holds_mask,
         is_shifted,
+        trained,
     )
 } | {"float32": lambda t: t.dtype == torch.float32}

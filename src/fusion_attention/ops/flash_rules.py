@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, ROPE
 from fusion_attention.ops.rules import (
+    ENDS,
     PACKED,
+    covered,
     elements,
     finite_scale,
     group,
@@ -71,6 +73,7 @@ INPUTS = (
             ("actual_seq_kvlen", "T2", "key", [5, 13]),
         )
     ),
+    *covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}),
     Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", spoil={"N2": 3}),
     elements("D", "query"),
     elements("Dv", "value", 0),

@@ -14,7 +14,7 @@ import torch
 from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
-from fusion_attention.ops.rules import limit, no_float32, only_dim
+from fusion_attention.ops.rules import doubt, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import (
     DETERMINISTIC,
     INDEX_ENDS,
@@ -24,6 +24,7 @@ from fusion_attention.ops.sparse import (
     MODE,
     NEXT,
     OWN_CAUSAL,
+    OWN_COVERED,
     OWN_KEY_LENGTHS,
     OWN_KV_LENGTHS,
     OWN_Q_LENGTHS,
@@ -249,7 +250,16 @@ OWN = Op(
         spelled(COUNT, "top_k", default=2048),
         *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, OWN_CAUSAL, spelled(TABLE, "page_table")),
     ),
-    (*LENGTHS, *OWN_KEY_LENGTHS, *TABLES[:2], *SCORES),
+    (
+        *(*LENGTHS, *OWN_KEY_LENGTHS, *OWN_COVERED, *TABLES[:2], *SCORES),
+        doubt(
+            "sparse_count <= max(S2, 8192)",
+            "sparse_count",
+            "lists are as long as it says, -1 behind the keys that there are",
+            "no more than the keys, or 8192",
+            spoil={"sparse_count": 8193},
+        ),
+    ),
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 23),
     layouts=LAYOUTS,

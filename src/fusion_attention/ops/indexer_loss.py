@@ -33,6 +33,7 @@ from fusion_attention.ops.sparse import (
     MODE,
     NEXT,
     OWN_CAUSAL,
+    OWN_COVERED,
     OWN_KEY_LENGTHS,
     OWN_KV_LENGTHS,
     OWN_Q_LENGTHS,
@@ -310,10 +311,10 @@ OWN = Op(
         ),
         *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
         spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None),
-        *(OWN_CAUSAL, spelled(SINKS, "sink")),
+        *(OWN_CAUSAL, spelled(SINKS, "sink", dtypes=OWN_FLOATS)),
     ),
     (
-        *(*LENGTHS, *OWN_KEY_LENGTHS[1:], *SHAPES, *SCORES),
+        *(*LENGTHS, *OWN_KEY_LENGTHS[1:], *OWN_COVERED, *SHAPES, *SCORES),
         *(
             replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
             for rule in SELECTION

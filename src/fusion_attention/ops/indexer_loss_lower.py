@@ -15,7 +15,7 @@ from fusion_attention.calls import Filled, Lowered, Staged, room
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import RowView
-from fusion_attention.lower import row_view
+from fusion_attention.lower import row_view, wide
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_lower import covered, extents_of, grouped, statistics
 from fusion_attention.problem import (
@@ -236,7 +236,7 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Loss | Statistics:
     problem, extents = known
     if alone:
         return Statistics(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, problem)
-    tensors = {name: n[name] for name in INPUTS}
+    tensors = {name: n[name] for name in INPUTS} | {"sinks": wide(n["sinks"], n["query"])}
     staged = n["sparse_indices"] is None and n[INDEX_STATISTICS[0]] is None
     return (DenseLoss if staged else Loss)(extents, n["layout"], tensors, problem)
 

@@ -13,7 +13,8 @@ import torch
 from fusion_attention.ops.infer_checks import FUNCTIONS
 from fusion_attention.ops.infer_lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.infer_rules import EARLY, RULES
-from fusion_attention.ops.params import FLOATS, in_order, output, unmasked
+from fusion_attention.ops.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
+from fusion_attention.ops.rules import own_scale, untrained
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor, Tensors
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
@@ -29,7 +30,14 @@ QUERY = Tensor("query", "Query rows, one per item.", dtypes=FLOATS, shape=_rows(
 KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=_rows("2"))
 VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=_rows("2"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True, dtypes="=query")
-ATTEN_MASK = Tensor("atten_mask", "1 = this token is not seen.", True, dtypes="bool int8 uint8", make=unmasked)
+ATTEN_MASK = Tensor(
+    "atten_mask",
+    "1 = this token is not seen.",
+    True,
+    dtypes="bool int8 uint8",
+    cast=keeps_or_adds("pse_shift"),
+    make=unmasked,
+)
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 LENGTHS = Array("actual_seq_lengths", "Tokens of every item in the cache; one number serves all.", True)
 DEQUANT_1 = Tensor("dequant_scale1", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
@@ -40,7 +48,7 @@ OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output.", True, dtypes="float
 ANTI_SCALE = Tensor("antiquant_scale", "Scales of an int8 cache, keys then values.", True, dtypes=FLOATS)
 ANTI_OFFSET = Tensor("antiquant_offset", "Added to the integers before scaling.", True, dtypes=FLOATS)
 BLOCK_TABLE = Tensor(
-    "block_table", "The pages of every item, in order.", True, dtypes="int32", shape="B pages", make=in_order
+    "block_table", "The pages of every item, in order.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order
 )
 PADDING_SIZE = Array("kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True)
 NUM_HEADS = Attr("num_heads", "Query heads.", axis="N1", code=INVALID)
@@ -55,6 +63,7 @@ FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where 
 S    = scale_value * Q K^T + pse_shift
 out  = softmax(S over an item's tokens that the mask leaves) V
 out  = round(out * quant_scale2 + quant_offset2), saturated    where the output is int8"""
+UNTRAINED = "decoding has no derivative: call it under torch.no_grad(), or train with npu_fusion_attention"
 NEUTRAL: dict[str, Any] = {
     "pse_reserved": False,
     "inner_precise": 1,
@@ -119,7 +128,7 @@ TORCH = Op(
         *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, replace(NUM_HEADS, default=1), SCALE),
         *(replace(LAYOUT, default="BSH"), KV_HEADS, BLOCK_SIZE, INNER_PRECISE, OUT),
     ),
-    RULES,
+    (*RULES, own_scale("scale_value"), *untrained(UNTRAINED, query=(2, 1, 64), key=(2, 6, 32), value=(2, 6, 32))),
     formula=FORMULA,
     rulings=V4.rulings,
     layouts=LAYOUTS,

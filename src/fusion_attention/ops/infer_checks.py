@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.expressions import dtype_text, show
+from fusion_attention.forms import trained
 
 Tensor = torch.Tensor
 
@@ -66,7 +67,10 @@ def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | st
 def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
     """Whether every item's length lies between 0 and what its cache holds."""
     bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
-    return len(bad) == 0 or f"{kv_len[bad[0]]} for item {bad[0]}, whose cache holds {capacity[bad[0]]}"
+    if len(bad) == 0:
+        return True
+    length, held = kv_len[bad[0]], capacity[bad[0]]
+    return f"{length} for item {bad[0]}" + (f", whose cache holds {held}" if length >= 0 else "")
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
@@ -149,5 +153,6 @@ FUNCTIONS = {
         beside,
         is_contiguous,
         dtype_of,
+        trained,
     )
-}
+} | {"int32": lambda t: t.dtype == torch.int32}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ops.rules import cached, elements, finite_scale, limit, of_lengths, paged, reserved
+from fusion_attention.ops.rules import cached, elements, finite_scale, limit, of_lengths, own_page_ids, paged, reserved
 from fusion_attention.record import INVALID, Rule
 
 # Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
@@ -276,6 +276,7 @@ LIMITS = (
         text="query, key and value without gaps",
         spoil={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
+    own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", spoil={"inner_precise": 2}),
     reserved("padding_mask", "S1 S2"),
     limit(

@@ -24,6 +24,11 @@ def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: 
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
+def keeps_or_adds(bias: str) -> str:
+    """What to do about a mask of another dtype, which may mean one of three things."""
+    return f"True removes a score: torch's keep mask is ~mask, an additive mask (0 and -inf) goes in {bias}"
+
+
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
     """Sample content: nothing is removed."""
     return torch.zeros(shape, dtype=torch.bool)
@@ -34,6 +39,10 @@ def in_order(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
-BLOCKED = Tensor("blocked", "True removes a score.", True, dtypes="bool uint8", make=unmasked)
+BLOCKED = Tensor(
+    "blocked", "True removes a score.", True, dtypes="bool uint8", cast=keeps_or_adds("bias"), make=unmasked
+)
 BIAS = Tensor("bias", "Added to the scaled scores.", True, dtypes="=q")
 SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
+OWN_SINK = replace(SINK, dtypes=OWN_FLOATS)
+PAGE_IDS = "int32 int64"

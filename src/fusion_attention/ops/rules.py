@@ -122,6 +122,59 @@ def reserved(name: str, sample: str) -> Rule:
     return limit(f"{name} is None", name, "reserved: leave it out", spoil={name: sample})
 
 
+def own_page_ids(given: Settings, ids: Any) -> Rule:
+    """Page numbers as the chip reads them; ids: a sample that is not."""
+    check, advice = "int32(block_table)", "the chip reads 32 bits"
+    when = "block_table is not None"
+    return limit(
+        check, "block_table", advice, "int32", when=when, code=INVALID, given=given, spoil={"block_table": ids}
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- doubts and hints
+
+doubt = partial(Rule, level="doubt")
+hint = partial(Rule, level="hint")
+
+
+def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
+    """Packed sequences that end where their tensors do; short: settings under which neither side's do.
+
+    Every family's `derive` gives q_len and kv_len, tokens of each sequence.
+    """
+    return tuple(
+        doubt(
+            f"{axis} is None or sum({side}_len) == {axis}",
+            name,
+            f"the rows behind them {fate}: {advice}",
+            f"sequences that take up all {axis} rows of the tensor",
+            only=PACKED,
+            spoil={name: short[name]},
+        )
+        for side, name, axis, fate in (("q", q_len, "T1", "are zeros"), ("kv", kv_len, "T2", "are not read"))
+    )
+
+
+WHOLE = "lengths are not cumulative; give every sequence one, or slice the tensor"
+ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
+
+
+def untrained(advice: str, given: Settings | None = None, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Tensors that get no gradient; shapes: of their samples."""
+    wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
+    text = "a tensor that waits for no gradient"
+    return tuple(
+        doubt(f"not trained({name})", name, advice, text, given=given or {}, spoil={name: tensor})
+        for name, tensor in wanting.items()
+    )
+
+
+def own_scale(scale: str) -> Rule:
+    """A scale that somebody chose: torch_npu's default is seldom what is meant."""
+    advice = "the default is 1.0, not 1 / sqrt(D); right where queries are scaled already"
+    return hint(f"{scale} != 1 or D < 32", scale, advice, f"a {scale}", spoil={scale: 1.0, "D": 64})
+
+
 def no_float32(query: str, weights: str = "") -> Rule:
     """Sixteen bits alone; weights: their sample shape, where there are any."""
     spoil = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ops.params import FLOATS, OWN_FLOATS, SINK, output, spelled
-from fusion_attention.ops.rules import PACKED, ROPE, limit, no_float32, of_lengths, only_dim, presence
+from fusion_attention.ops.params import FLOATS, OWN_FLOATS, PAGE_IDS, SINK, output, spelled
+from fusion_attention.ops.rules import PACKED, ROPE, WHOLE, covered, limit, no_float32, of_lengths, only_dim, presence
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.sparse_lower import GRADIENTS as GRADIENT_NAMES
@@ -78,7 +78,7 @@ TABLE = Tensor(
     "block_table",
     f"The pages of every sequence, for keys in layout {PAGED}.",
     True,
-    dtypes="int32 int64",
+    dtypes=PAGE_IDS,
     shape="R M",
     make=lambda shape: torch.zeros(shape, dtype=torch.int32),
 )
@@ -349,6 +349,9 @@ OWN_KEY_LENGTHS = (
         spoil={"T2": 6},
     ),
 )
+OWN_COVERED = covered(
+    "actual_seq_qlen", "actual_seq_kvlen", WHOLE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]}
+)
 OWN_SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
@@ -372,10 +375,10 @@ OWN = Op(
         spelled(BLOCK, "block", default=1),
         OWN_CAUSAL,
         Attr("dim_v", "Where v is None: its elements, the first of the key's; 0: all.", default=0),
-        *(spelled(SINKS, "sink"), spelled(TABLE, "page_table")),
+        *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table")),
     ),
     (
-        *(LENGTHS + OWN_KEY_LENGTHS + TABLES[:2] + SHAPES + SELECTION),
+        *(LENGTHS + OWN_KEY_LENGTHS + OWN_COVERED + TABLES[:2] + SHAPES + SELECTION),
         Rule(
             "0 <= dim_v <= D and (dim_v == 0 or value is None)",
             "dim_v",

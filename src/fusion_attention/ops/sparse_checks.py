@@ -174,6 +174,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 } | {
     "same_dtype": lambda a, b: a.dtype == b.dtype,
     "float32": lambda t: t.dtype == torch.float32,
+    "int32": lambda t: t.dtype == torch.int32,
     "floating": lambda t: t.dtype.is_floating_point,
     "power_of_two": lambda n: n > 0 and n & (n - 1) == 0,
 }

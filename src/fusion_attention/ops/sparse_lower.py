@@ -17,7 +17,7 @@ from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
-from fusion_attention.lower import LAYOUTS, row_view
+from fusion_attention.lower import LAYOUTS, row_view, wide
 from fusion_attention.mask import Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_checks import PAGED, keys_in
@@ -301,6 +301,7 @@ def sparse_call(bound: Bound) -> Sparse:
     problem, extents = known
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
+    tensors["sinks"] = wide(n["sinks"], n["query"])
     return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
 
 

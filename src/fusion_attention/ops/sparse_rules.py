@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 
 from fusion_attention.ops.rules import (
+    ENDS,
     PACKED,
     ROPE,
+    covered,
     elements,
     finite_scale,
     group,
@@ -17,6 +19,7 @@ from fusion_attention.ops.rules import (
     limit,
     of_lengths,
     one_length_each,
+    own_page_ids,
     presence,
     rope_pair,
 )
@@ -69,7 +72,9 @@ LENGTHS = (
     ),
     one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
 )
+COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]})
 NEEDS_KEY_LENGTHS = (
+    *COVERED,
     presence(
         "actual_seq_kvlen is not None",
         "actual_seq_kvlen",
@@ -118,6 +123,7 @@ TABLES = group(
         reads=True,
         spoil={"P": 0},
     ),
+    own_page_ids(IN_PAGES, torch.zeros(2, 1, dtype=torch.int64)),
     limit(
         "Ps % 16 == 0 and Ps <= 1024",
         "block_table",

@@ -1,0 +1,33 @@
+"""Calls on the meta device: every check, plan and shape, and no value, as torch's own operators have them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.problem import AnyProblem, Extents
+
+NAME = "meta"
+
+
+def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
+    """Why this back end cannot compute the problem: where there is memory, somebody wants values in it."""
+    return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
+
+
+def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
+    """Nothing is planned."""
+
+
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
+    """None."""
+    return 0
+
+
+def nothing(*_: Any) -> None:
+    """Writes into memory that is not there."""
+
+
+attention_forward = attention_backward = nothing
+indexer_topk = indexer_backward = indexer_lse = indexer_loss = nothing

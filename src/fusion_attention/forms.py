@@ -1,0 +1,91 @@
+"""What kind of value an argument is: a tensor of plain memory, host integers, a number; and what came instead.
+
+Refuses to know records, and which parameter a value is meant for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.expressions import lazy, show
+
+Fault = tuple[str, str, str]  # expected, got, advice
+NESTED = (
+    'its rows lie packed in x.values(): pass these with layout "TND" and the lengths x.offsets().diff() (packed ends: '
+    "x.offsets()[1:])"
+)
+TYPES = {int: "an int of 64 bits", float: "a number", str: "a string", bool: "True or False"}
+
+
+def members(value: Any) -> Any:
+    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def is_memory(value: Any) -> bool:
+    """Whether a value is a tensor, or holds some."""
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
+
+
+def to_array(value: Any) -> Any:
+    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
+    array = value
+    try:
+        if isinstance(value, torch.Tensor):
+            array = value.detach().cpu().numpy()
+        elif isinstance(value, (list, tuple, range)):
+            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
+        return value
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
+        # A copy: callers change lengths in place, and what follows from these is kept.
+        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def is_type(value: Any, wanted: type) -> bool:
+    """Whether an attribute is of its record's type: an int is a float too, and no bool is a number."""
+    if wanted is bool or isinstance(value, bool):
+        return wanted is bool and isinstance(value, bool)
+    if wanted is float:
+        return isinstance(value, (int, float))
+    if wanted is int:
+        return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+    return isinstance(value, wanted)
+
+
+def no_tensor(value: Any, output: bool) -> Fault | None:
+    """What is wrong with a value that is no tensor of plain strided memory."""
+    if not isinstance(value, torch.Tensor):
+        return "a tensor", show(value), ""
+    if value.is_nested:
+        return "a dense tensor", "a nested one", NESTED
+    if value.layout != torch.strided or value.is_quantized:
+        kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+        return "a dense tensor", f"a {kind} one", "to_dense() or dequantize()"
+    if lazy(value):
+        return "a tensor whose values lie in memory", "a view that torch negates, or zeros without memory", "clone() it"
+    if output and any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        return (
+            "memory of its own for every element",
+            f"strides {value.stride()}",
+            "an expanded tensor cannot be written",
+        )
+    return None
+
+
+def no_tensors(values: Any) -> Fault | None:
+    """What is wrong with a value that is no list of such tensors."""
+    if not isinstance(values, tuple) or not values:
+        return "a tensor or a list of tensors", show(values), ""
+    return next((fault for fault in (no_tensor(value, False) for value in values) if fault), None)
+
+
+def trained(value: Any) -> bool:
+    """Whether autograd waits for a gradient of a tensor, or of one of several."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in members(value) or ())
