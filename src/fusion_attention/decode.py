@@ -94,6 +94,14 @@ class PagedKVCache:
         self._tables: dict[tuple[int, ...], Tensor] = {}  # of the sequences asked for last
         self._next = 0
 
+    def __repr__(self) -> str:
+        """Heads and elements, how they are stored, and what is in use."""
+        dims = f"{self.heads} x {self.dim}" + ("" if self.dim_v == self.dim else f" (values {self.dim_v})")
+        stored = self.stored or str(self.dtype).removeprefix("torch.")
+        pages, count = len(self._shared), len(self._sequences)
+        used = f"{pages - len(self._free)} of {pages} pages of {self.page_size} used"
+        return f"<PagedKVCache: {dims}, {stored}, {used}, {count} sequence{'s' * (count != 1)}>"
+
     @property
     def free_pages(self) -> int:
         """Pages that no sequence holds."""
@@ -162,6 +170,8 @@ class PagedKVCache:
             ValueError: shapes, dtypes or sequences that do not fit.
             CacheFullError: too few free pages; nothing was stored.
         """
+        if not isinstance(sequences, (list, tuple, range)) or any(type(s) is not int for s in sequences):
+            raise ValueError(f"PagedKVCache: sequences: expected a list of sequences, got {show(sequences)}")
         given = (k,) if self.shares_kv else (k, v)
         if (v is None) is not self.shares_kv:
             raise ValueError(f"PagedKVCache: v: expected {'None' if self.shares_kv else 'values'} beside k")
@@ -185,7 +195,7 @@ class PagedKVCache:
             _store(pool, rows, runs)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        found = self._sequences.get(sequence)
+        found = self._sequences.get(sequence) if type(sequence) is int else None
         if found is None:
             raise ValueError(f"PagedKVCache: sequence: expected a living one, got {sequence!r}")
         return found
@@ -329,7 +339,7 @@ def decode_attention(
         layout: of q and out: "BSND" or "BNSD". cache_layout: of k and v; pages count where the batch does.
         q_len: query rows of every sequence; rows behind them return zeros.
         kv_len: tokens of every sequence in its cache; None: all that the tensors hold.
-        block_table: int32 [B, pages]; needs kv_len.
+        block_table: int32 or int64 [B, pages]; needs kv_len.
         k_scale, k_offset, v_scale, v_offset: float32, of stored integers: [1], [N2], [N2, D], or per token and head
             (k's shape without its last axis).
         dim_v: elements of a value row where keys serve as values.
@@ -337,7 +347,7 @@ def decode_attention(
         band: the keys that each row sees; None: Band.causal(). A window of 512 tokens is Band.window(511, 0).
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2] (S2: slots of the cache).
         bias: added to the scaled scores, in q's dtype; broadcasts as blocked.
-        sink: float32 [N1]; one more logit per row in the denominator.
+        sink: [N1], of any floating dtype; one more logit per row in the denominator.
         out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].
         backend: "auto", "cpu" or "golden".
@@ -364,7 +374,7 @@ def decode_attention(
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
             return _outside(cache, sequences, args, return_lse, backend)
-        return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)
+        return _over(cache, sequences, args, return_lse, backend)
     if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
@@ -399,8 +409,16 @@ def _attended(
     return (out, max_ + sum_.log()) if return_lse else out
 
 
-@torch.compiler.disable
-def _outside(
+def _over(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)
+    brought, q = cache.arguments(sequences), args["q"]
+    count = len(brought["kv_len"])
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != count:
+        got = f"{count} of {cache!r}" if sequences is None else show(sequences)
+        advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
+        raise ContractError([Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice)])
+    return _attended(args | brought, return_lse, backend, own=True)
+
+
+_outside = torch.compiler.disable(_over)

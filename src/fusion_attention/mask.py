@@ -6,9 +6,9 @@ Knows intervals, their two alignments and prefixes. Refuses to know what any int
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ def tokens(count: int) -> int:
     return -INFINITE if count <= -UNBOUNDED else count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Band:
     """An interval of keys for every query row, with an optional prefix that all rows see.
 
@@ -58,8 +58,9 @@ class Band:
 
     def __post_init__(self) -> None:
         for name in ("lo", "hi"):
-            with contextlib.suppress(TypeError):  # what is no whole number a call names
-                object.__setattr__(self, name, operator.index(getattr(self, name)))
+            object.__setattr__(self, name, _whole(getattr(self, name)))
+        with contextlib.suppress(TypeError):
+            object.__setattr__(self, "prefix", tuple(map(_whole, self.prefix)))
         if self.align not in ("start", "end"):
             raise ValueError(f'Band: align: expected "start" or "end", got {self.align!r}')
         if self.prefix and self.lo > -INFINITE:
@@ -78,8 +79,8 @@ class Band:
         return cls(hi=1, align=align)
 
     @classmethod
-    def window(cls, left: int, right: int, align: str = "end") -> Band:
-        """Row i sees `left` keys before the diagonal, the diagonal's key, and `right` keys behind it.
+    def window(cls, left: int, right: int = 0, align: str = "end") -> Band:
+        """Row i sees `left` keys before the diagonal, the diagonal's key, and `right` keys behind it (causal: none).
 
         Negative counts move an edge across the diagonal; 2**31 - 1 or more means no edge.
         """
@@ -98,10 +99,32 @@ class Band:
             prefix[:] = np.asarray(self.prefix, np.int64)
         return saturate(self.lo, shift), saturate(self.hi, shift), prefix
 
+    def __repr__(self) -> str:
+        """As it is made."""
+        plain = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
+        if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
+            return plain  # what is no whole number a call names
+        left = UNBOUNDED if self.lo == -INFINITE else -self.lo
+        right = UNBOUNDED if self.hi == INFINITE else self.hi - 1
+        align = () if self.align == "end" else (self.align,)
+        forms = {"full": (), "causal": align, "window": (left, right, *align), "prefix_causal": (list(self.prefix),)}
+        for name, arguments in forms.items():
+            if getattr(Band, name)(*arguments) == self:
+                return f"Band.{name}({', '.join(map(repr, arguments))})"
+        return plain
+
     def visible(self, q_len: int, kv_len: int) -> torch.Tensor:
         """The band of one sequence as a boolean matrix [q_len, kv_len], True where a row sees a key."""
         edges = self.resolve(np.array([q_len]), np.array([kv_len]))
         return interval_matrix(q_len, kv_len, *(int(e[0]) for e in edges))
+
+
+def _whole(number: Any) -> Any:
+    """A whole number as an int, whatever it comes as: equal bands are alike. What is none a call names."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if int(number) == number:
+            return int(number)
+    return number
 
 
 def saturate(edge: int, shift: np.ndarray) -> np.ndarray:

@@ -20,10 +20,11 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
-from fusion_attention.contract import Array, Attr, Bound, Op, Tensor, bind
+from fusion_attention.contract import Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.expressions import show
+from fusion_attention.forms import NESTED
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, attention, flash_lower
@@ -131,12 +132,19 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         for tensor in several:
             if tensor is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor)}")
+            if tensor is not None and tensor.is_nested:
+                raise nested(op, name)
         if isinstance(value, (list, tuple)):
             lists[name] = len(several)
         given += several
     text = f"{op};{_set(backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
     lengths = [_as_tensor(args.get(name)) for name in arrays]
     return given, lengths, list(ints.values()), list(floats.values()), seed, text
+
+
+def nested(op: str, name: str) -> ContractError:
+    """What is wrong with a nested tensor, which no operator would even be called for."""
+    return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
 
 
 @torch.compiler.assume_constant_result

@@ -58,7 +58,7 @@ def npu_incre_flash_attention(
         actual_seq_lengths: tokens of every item (one number serves all); None: the whole cache.
         antiquant_scale, antiquant_offset: [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D], keys then values: a stored
             integer means (int8 + offset) * scale.
-        block_table: int32 [B, pages]: where the pages of every item lie.
+        block_table: int32 or int64 [B, pages]: where the pages of every item lie.
         dequant_scale1, quant_scale1, dequant_scale2: of an int8 query, which this operator does not take.
         quant_scale2, quant_offset2: 1 or N1*D elements; out = round(out * scale + offset) as int8, halves to even
             (one scale) or away from zero.
