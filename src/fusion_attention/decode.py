@@ -363,8 +363,10 @@ def decode_attention(
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
-            return _outside(cache, sequences, args, return_lse, backend)
-        return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)
+            from fusion_attention import traced
+
+            return traced.outside(_of_cache, cache, sequences, args, return_lse, backend)
+        return _of_cache(cache, sequences, args, return_lse, backend)
     if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
@@ -399,8 +401,7 @@ def _attended(
     return (out, max_ + sum_.log()) if return_lse else out
 
 
-@torch.compiler.disable
-def _outside(
+def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     return _attended(args | cache.arguments(sequences), return_lse, backend, own=True)
