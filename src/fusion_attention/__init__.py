@@ -60,7 +60,7 @@ class _Face(ModuleType):
 sys.modules[__name__].__class__ = _Face
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name in __all__:
         module = importlib.import_module(f"{__name__}.{'capture' if name in _OF_CAPTURE else 'api'}")
         # Kept: the next use costs what any attribute does.
@@ -72,6 +72,10 @@ def __getattr__(name: str) -> Any:
             if error.name != f"{__name__}.{name}":
                 raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # A name that is not shown above is an error for checkers.
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from fusion_attention.problem import AnyProblem, Extents
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("triton", "cpu")
 BACKENDS = (*AUTO, "golden")
+Backend = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
 _PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.
