@@ -74,17 +74,21 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 	cmake --build build/aarch64 --parallel
 	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/core_test
 
-lint: $(VENV)/.extra-lint ## style, format, types, and no stale generated page
+# What is generated from the records beside docs/ops.
+STUB := src/fusion_attention/_aclnn.pyi
+
+lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m fusion_attention.cli ops --check docs/ops
+	$(BIN)/python -m basedpyright
+	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.extra-docs ## regenerate docs/ops from the records and build the site into site/
-	$(BIN)/python -m fusion_attention.cli ops --write docs/ops
+docs: $(VENV)/.extra-docs ## regenerate docs/ops and aclnn's stub from the records, and build the site into site/
+	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
 	$(BIN)/python -m mkdocs build --strict
 
 clean: ## remove what builds, tests and checks left behind (not .venv)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 import fusion_attention as fa
-from fusion_attention.cli.demo import library_texts
+from fusion_attention.cli.comparison import library_texts
 from fusion_attention.cli.encoder import load_encoder, model_folder
 
 TOLERANCE = 2e-5  # of a loss near 1: float32 rounding, carried through the steps

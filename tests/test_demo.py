@@ -13,7 +13,8 @@ from rich.progress import Progress
 from rich.text import Text
 from typer.testing import CliRunner
 
-from fusion_attention.cli import app, demo
+from fusion_attention.cli import app
+from fusion_attention.cli import comparison as demo
 from fusion_attention.cli.encoder import (
     DemoUnavailable,
     Encoder,

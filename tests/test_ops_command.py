@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
+from fusion_attention import aclnn
 from fusion_attention.cli import app
+from fusion_attention.cli.stubs import stub
 from fusion_attention.ops import RECORDS
 from fusion_attention.pages import render
 
@@ -59,7 +62,7 @@ def test_check_names_each_wrong_page(tmp_path: Path) -> None:
     assert code == 1
     for line in (f"stale: {tmp_path / NAME}.md", f"missing: {tmp_path / 'index.md'}", f"extra: {tmp_path / 'gone.md'}"):
         assert line in text
-    assert "3 pages differ" in text
+    assert "3 files differ" in text
 
 
 def test_check_of_an_absent_folder_fails(tmp_path: Path) -> None:
@@ -72,6 +75,33 @@ def test_options_exclude_each_other(tmp_path: Path) -> None:
     code, text = invoke(NAME, "--check", tmp_path)
     assert code == 2
     assert "exclude each other" in text
+
+
+def test_the_stub_is_written_and_checked_beside_the_pages(tmp_path: Path) -> None:
+    stub = tmp_path / "aclnn.pyi"
+    assert invoke("--write", tmp_path, "--stub", stub)[0] == 0
+    assert invoke("--check", tmp_path, "--stub", stub)[0] == 0
+    stub.write_text(stub.read_text(encoding="utf-8").replace("check_content: bool = False", "", 1), encoding="utf-8")
+    code, text = invoke("--check", tmp_path, "--stub", stub)
+    assert code == 1
+    assert f"stale: {stub}" in text
+    assert invoke("--check", tmp_path)[0] == 0
+    for arguments in (["--stub", stub], [NAME, "--stub", stub]):
+        code, text = invoke(*arguments)
+        assert code == 2
+        assert "--stub goes with --write or --check" in text
+
+
+def test_the_stub_is_what_runs() -> None:
+    """Every function with its parameters, defaults, annotations and documentation, as Python itself reads the stub."""
+    text = stub([getattr(aclnn, name) for name in aclnn.__all__])
+    space: dict[str, Any] = {}
+    exec(compile(text, "_aclnn.pyi", "exec"), space)
+    assert [name for name in space if name.startswith("aclnn")] == aclnn.__all__
+    for name in aclnn.__all__:
+        real, shown = getattr(aclnn, name), space[name]
+        assert inspect.signature(shown, eval_str=True) == inspect.signature(real, eval_str=True, globals=vars(aclnn))
+        assert inspect.getdoc(shown) == inspect.getdoc(real)
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -7,8 +7,8 @@ spells them. Refuses to know any single operator.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -253,7 +253,7 @@ def _annotation(p: Any) -> Any:
         return p.type
     if isinstance(p, Tensors):
         return acl.TensorList | None
-    return acl.IntArray | None if isinstance(p, Array) else acl.Tensor | None
+    return acl.IntArray | acl.Tensor | Sequence[int] | None if isinstance(p, Array) else acl.Tensor | None
 
 
 def _phase_1(op: Op) -> Callable[..., Any]:
@@ -308,13 +308,21 @@ Source: {op.source}.
     return run
 
 
-def __getattr__(name: str) -> Any:
+if TYPE_CHECKING:
+    from fusion_attention._aclnn import *  # noqa: F403
+
+
+def _made(name: str) -> Any:
     op = OPERATORS.get(name.removesuffix(PHASE_1))
     if op is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = _phase_1(op) if name.endswith(PHASE_1) else _phase_2(op)
     function.__module__ = __name__
     return globals().setdefault(name, function)
+
+
+if not TYPE_CHECKING:  # Checkers read _aclnn.pyi, which holds these functions as text; a name it lacks is an error.
+    __getattr__ = _made
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.mask import Band
 from fusion_attention.ops import attention as record
 from fusion_attention.ops.flash import UNLIMITED
-from fusion_attention.plan import use_backend
+from fusion_attention.plan import Backend, use_backend
 from fusion_attention.settings import strict
 
 __all__ = [
@@ -36,23 +36,51 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
+Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]
+EmptyRows = Literal["zero", "mean"]
 _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
-@overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+# fmt: off
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout = "BSND", heads: int = 0, q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    band: Band | None = None, sparse_mode: int | None = None, pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
+    keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
+    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: Backend = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout = "BSND", heads: int = 0, q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    band: Band | None = None, sparse_mode: int | None = None, pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
+    keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
+    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout = "BSND", heads: int = 0, q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    band: Band | None = None, sparse_mode: int | None = None, pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
+    keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
+    empty_rows: EmptyRows = "zero", return_lse: bool, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
-def attention(  # type: ignore[misc]  # the overloads leave all other options to this signature
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     heads: int = 0,
     q_len: Lengths = None,
     kv_len: Lengths = None,
@@ -72,9 +100,9 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
     drop_bits: Tensor | None = None,
     seed: int | None = None,
     offset: int = 0,
-    empty_rows: str = "zero",
+    empty_rows: EmptyRows = "zero",
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
 

@@ -4,17 +4,20 @@ indexer_loss() teaches the one what the other needs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
 from fusion_attention import lowered_operators, operators
 from fusion_attention.ops import indexer, sparse
 from fusion_attention.ops import indexer_loss as loss_records
+from fusion_attention.plan import Backend
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
+Layout = Literal["BSND", "TND"]
 
 
 def lightning_indexer(
@@ -23,12 +26,12 @@ def lightning_indexer(
     weights: Tensor,
     top_k: int = 2048,
     *,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     q_len: Lengths = None,
     kv_len: Lengths = None,
     causal: bool = True,
     page_table: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The keys that matter most to every row, and how much.
 
@@ -69,13 +72,38 @@ def lightning_indexer(
     return found["sparse_indices_out"], found["sparse_values_out"]
 
 
+# fmt: off
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: Backend = "auto",
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
+    return_lse: Literal[True], backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
+    block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
+    return_lse: bool, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
 def sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
     indices: Tensor,
     *,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     q_len: Lengths = None,
     kv_len: Lengths = None,
     q_rope: Tensor | None = None,
@@ -87,7 +115,7 @@ def sparse_attention(
     sink: Tensor | None = None,
     page_table: Tensor | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the blocks of keys that every row selects.
 
@@ -149,7 +177,7 @@ def indexer_loss(
     weights: Tensor,
     indices: Tensor | None = None,
     *,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     q_len: Lengths = None,
     kv_len: Lengths = None,
     q_rope: Tensor | None = None,
@@ -157,7 +185,7 @@ def indexer_loss(
     scale: float | None = None,
     causal: bool = True,
     sink: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.
 

@@ -10,7 +10,7 @@ import inspect
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -19,9 +19,11 @@ from fusion_attention.contract import ContractError, Failure
 from fusion_attention.expressions import show
 from fusion_attention.mask import Band
 from fusion_attention.ops import decode_attention as record
+from fusion_attention.plan import Backend
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
+Layout = Literal["BSND", "BNSD"]
 _Slots = tuple[int, int, int]  # page, first slot, how many
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
@@ -297,13 +299,50 @@ def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
     return (even | (odd << 4)).view(torch.uint8), scale
 
 
+Cache = PagedKVCache | Tensor | Sequence[Tensor] | tuple[Any, Any]
+
+
+# fmt: off
+@overload
+def decode_attention(
+    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
+    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
+    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
+    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
+    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: Backend = "auto",
+) -> Tensor: ...
+@overload
+def decode_attention(
+    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
+    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
+    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
+    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
+    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    return_lse: Literal[True], backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def decode_attention(
+    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
+    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
+    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
+    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
+    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    return_lse: bool, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
 def decode_attention(
     q: Tensor,
-    cache: PagedKVCache | Tensor | Sequence[Tensor] | tuple[Any, Any],
+    cache: Cache,
     *,
     sequences: Sequence[int] | None = None,
-    layout: str = "BSND",
-    cache_layout: str = "BSND",
+    layout: Layout = "BSND",
+    cache_layout: Layout = "BSND",
     q_len: Lengths = None,
     kv_len: Lengths = None,
     block_table: Tensor | None = None,
@@ -320,7 +359,7 @@ def decode_attention(
     out_scale: Tensor | None = None,
     out_offset: Tensor | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence over its cache, those tokens included.
 
@@ -373,8 +412,10 @@ def decode_attention(
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
-            return _outside(cache, sequences, args, return_lse, backend)
-        return _over(cache, sequences, args, return_lse, backend)
+            from fusion_attention import traced
+
+            return traced.outside(_of_cache, cache, sequences, args, return_lse, backend)
+        return _of_cache(cache, sequences, args, return_lse, backend)
     if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
@@ -409,7 +450,7 @@ def _attended(
     return (out, max_ + sum_.log()) if return_lse else out
 
 
-def _over(
+def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     brought, q = cache.arguments(sequences), args["q"]
@@ -419,6 +460,3 @@ def _over(
         advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
         raise ContractError([Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice)])
     return _attended(args | brought, return_lse, backend, own=True)
-
-
-_outside = torch.compiler.disable(_over)

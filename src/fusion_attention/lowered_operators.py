@@ -17,8 +17,19 @@ from fusion_attention import lowered_autograd
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.derivative import below, no_tangents
-from fusion_attention.operators import Text, bound, check, names_of, needed, no_vmap, once_of, pack, read, unpack
-from fusion_attention.ops import RECORDS
+from fusion_attention.operators import (
+    Text,
+    bound,
+    check,
+    known_names,
+    names_of,
+    needed,
+    no_vmap,
+    once_of,
+    pack,
+    read,
+    unpack,
+)
 
 Tensor = torch.Tensor
 
@@ -26,12 +37,6 @@ _LIBRARY = torch.library.Library("fusion_attention", "FRAGMENT")
 _CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, str call"
 _LIBRARY.define(f"lowered({_CALL}) -> Tensor[]")
 _LIBRARY.define(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor[]")
-
-
-@torch.compiler.assume_constant_result
-def _results_of(op: str) -> tuple[str, ...]:
-    """The names of a record's results."""
-    return RECORDS[op].results
 
 
 def _trained(op: Op) -> set[str]:
@@ -79,13 +84,13 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, text.backend))
     # A sink of fewer bits was widened on its way down.
     found = {name: gradient.to(args[name].dtype) for name, gradient in found.items()}
-    return _listed(found, names_of(op.name)[0], tensors[0])
+    return _listed(found, names_of(op.name).tensors, tensors[0])
 
 
 def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
     op = text.op
-    names, trained = names_of(op.name)[0], _trained(op)
+    names, trained = names_of(op.name).tensors, _trained(op)
     given = {name: args[name] for name in names if name in trained and args[name] is not None}
     return _listed({name: t.new_empty(t.shape) for name, t in given.items()}, names, tensors[0])
 
@@ -107,7 +112,7 @@ class _Differentiable(_SingleLevelFunction):
         ]
         ctx.save_for_backward(*found, *tensors, *arrays)
         ctx.counts = len(found), len(tensors)
-        ctx.trained = [name in _trained(op) for name in names_of(op.name)[0]]
+        ctx.trained = [name in _trained(op) for name in names_of(op.name).tensors]
         ctx.mark_non_differentiable(*(t for t, smooth in zip(found, ctx.smooth, strict=True) if not smooth))
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -130,7 +135,7 @@ def _forward_autograd(tensors: Any, *rest: Any) -> Any:
     no_tangents(tensors)
     op = read(rest[-1]).op
     if op.trains and torch.is_grad_enabled():
-        named, trained = zip(names_of(op.name)[0], tensors, strict=True), _trained(op)
+        named, trained = zip(names_of(op.name).tensors, tensors, strict=True), _trained(op)
         if any(t is not None and t.requires_grad for name, t in named if name in trained):
             with enable_single_level_autograd_function():
                 return list(_Differentiable.apply(rest, *tensors))  # type: ignore[attr-defined]
@@ -159,6 +164,6 @@ def results(
     if needed(args.values()):
         tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
         found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
-        return dict(zip(_results_of(op.name), found, strict=True))
+        return dict(zip(known_names(op.name).results, found, strict=True))
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         return lowered_autograd.results(bind(op, args, reads=reads), backend, whole=whole)

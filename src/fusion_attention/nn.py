@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 STAGES = ("dense", "warmup", "sparse")
+Stage = Literal["dense", "warmup", "sparse"]
 
 Lengths = Sequence[int] | Tensor | None
 Rope = tuple[Tensor, Tensor] | None
@@ -155,6 +156,18 @@ class LightningIndexer(nn.Module):
                 indices, _ = lightning_indexer(q, k, weights, self.top_k, **_rows(x, lengths))
         return Index(q, k, weights, indices)
 
+    if TYPE_CHECKING:  # forward() again: what nn.Module says of its call is (*args, **kwargs) -> Any
+
+        def __call__(
+            self,
+            x: Tensor,
+            query: Tensor | None = None,
+            *,
+            rope: Rope = None,
+            lengths: Lengths = None,
+            choose: bool = True,
+        ) -> Index: ...
+
 
 class SparseAttention(nn.Module):
     """Causal attention that is dense, or dense while its indexer learns to imitate it, or over the keys it chooses.
@@ -185,7 +198,7 @@ class SparseAttention(nn.Module):
         (torch.Size([2, 32, 4, 16]), torch.Size([]))
     """
 
-    def __init__(self, indexer: LightningIndexer, stage: str = "sparse") -> None:
+    def __init__(self, indexer: LightningIndexer, stage: Stage = "sparse") -> None:
         super().__init__()
         self.indexer, self.stage = indexer, _known(stage)
 
@@ -235,12 +248,30 @@ class SparseAttention(nn.Module):
         else:
             index = self.indexer(x, query, rope=index_rope, lengths=lengths)
             indices = index.indices
+            assert indices is not None
             lists = indices.expand(*k.shape[:-1], -1)  # One choice for all key heads.
             out, lse = sparse_attention(q, k, v, lists, return_lse=True, **given)
             if not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
         loss = indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **given)
         return out, loss / _tokens(x, lengths)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            x: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor | None = None,
+            *,
+            query: Tensor | None = None,
+            q_rope: Tensor | None = None,
+            k_rope: Tensor | None = None,
+            scale: float | None = None,
+            index_rope: Rope = None,
+            lengths: Lengths = None,
+        ) -> tuple[Tensor, Tensor]: ...
 
 
 class SparseSelfAttention(SparseAttention):
@@ -273,7 +304,7 @@ class SparseSelfAttention(SparseAttention):
         top_k: int,
         kv_heads: int | None = None,
         head_dim: int | None = None,
-        stage: str = "sparse",
+        stage: Stage = "sparse",
     ) -> None:
         super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k), stage)
         self.head_dim = head_dim or dim // heads
@@ -300,6 +331,12 @@ class SparseSelfAttention(SparseAttention):
         index_rope = rope if index_rope is None else index_rope
         out, loss = self.attend(x, q, k, v, index_rope=index_rope, lengths=lengths)
         return self.o_proj(out.flatten(-2)), loss
+
+    if TYPE_CHECKING:
+
+        def __call__(  # type: ignore[override]  # projections take other arguments than what they make
+            self, x: Tensor, *, rope: Rope = None, index_rope: Rope = None, lengths: Lengths = None
+        ) -> tuple[Tensor, Tensor]: ...
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that attention reads: q [..., heads, head_dim], k and v [..., kv_heads, head_dim]."""
@@ -350,7 +387,7 @@ class SparseLatentAttention(SparseAttention):
         index_dim: int,
         top_k: int,
         scale: float | None = None,
-        stage: str = "sparse",
+        stage: Stage = "sparse",
     ) -> None:
         super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k, query_dim=q_rank), stage)
         self.heads, self.parts = heads, (nope_dim, rope_dim, v_dim)
@@ -392,8 +429,14 @@ class SparseLatentAttention(SparseAttention):
             out, loss = self.attend(x, q, k, v, q_rope=q_rope, k_rope=k_rope, **given)
         return self.o_proj(out.flatten(-2)), loss
 
+    if TYPE_CHECKING:
 
-def set_stage(model: nn.Module, stage: str) -> None:
+        def __call__(  # type: ignore[override]
+            self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None
+        ) -> tuple[Tensor, Tensor]: ...
+
+
+def set_stage(model: nn.Module, stage: Stage) -> None:
     """Brings every SparseAttention in a model to a stage, and says to autograd which parameters learn in it.
 
         "dense": all but the indexers;  "warmup": the indexers alone;  "sparse": all
@@ -429,7 +472,7 @@ def set_stage(model: nn.Module, stage: str) -> None:
         parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
 
 
-def _known(stage: str) -> str:
+def _known(stage: Stage) -> Stage:
     if stage not in STAGES:
         raise ValueError(f"SparseAttention: stage: expected one of {', '.join(STAGES)}, got {stage!r}")
     return stage

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,22 +80,36 @@ def drops(keep_prob: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
-@torch.compiler.assume_constant_result
-def names_of(op: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The canonical names of a record's input tensors, arrays and attributes."""
-    params = RECORDS[op].params
-    apart = () if RECORDS[op].results else _SAVED
-    return (
-        tuple(p.name for p in params if isinstance(p, Tensor) and not p.output and p.name not in apart),
-        tuple(p.name for p in params if isinstance(p, Array)),
-        tuple(p.name for p in params if isinstance(p, Attr)),
+class Names(NamedTuple):
+    """The canonical names of what a record takes and gives."""
+
+    tensors: tuple[str, ...]  # inputs
+    arrays: tuple[str, ...]
+    attributes: tuple[str, ...]
+    lists: tuple[str, ...]  # of tensors
+    results: tuple[str, ...]
+
+
+def names_of(op: str) -> Names:
+    """The names of a record."""
+    record = RECORDS[op]
+    apart = () if record.results else _SAVED
+    return Names(
+        tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output and p.name not in apart),
+        tuple(p.name for p in record.params if isinstance(p, Array)),
+        tuple(p.name for p in record.params if isinstance(p, Attr)),
+        tuple(p.name for p in record.params if isinstance(p, Listed)),
+        record.results,
     )
 
 
-@torch.compiler.assume_constant_result
-def _listed(op: str) -> tuple[str, ...]:
-    """The canonical names of a record's lists of tensors."""
-    return tuple(p.name for p in RECORDS[op].params if isinstance(p, Listed))
+def known_names(op: str) -> Names:
+    """names_of(), a constant in a trace."""
+    if torch.compiler.is_compiling():
+        from fusion_attention import traced
+
+        return traced.names_of(op)
+    return names_of(op)
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
@@ -104,11 +118,11 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
     A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
     record's: what is wrong with them bind() says.
     """
-    tensors, arrays, attributes = names_of(op)
+    names = known_names(op)
     ints: dict[str, Any] = {}
     floats: dict[str, Any] = {}
     words: dict[str, Any] = {}
-    for name in attributes:
+    for name in names.attributes:
         value = args.get(name)
         if value is None:
             continue
@@ -126,9 +140,9 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
             raise TypeError(f"{op}: {name}: expected a plain number or word, got {show(value)}")
     given: list[Any] = []
     lists: dict[str, int] = {}
-    for name in tensors:
+    for name in names.tensors:
         value = args.get(name)
-        several = list(value) if name in _listed(op) and isinstance(value, (list, tuple)) else [value]
+        several = list(value) if name in names.lists and isinstance(value, (list, tuple)) else [value]
         for tensor in several:
             if tensor is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor)}")
@@ -137,8 +151,8 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         if isinstance(value, (list, tuple)):
             lists[name] = len(several)
         given += several
-    text = f"{op};{_set(backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
-    lengths = [_as_tensor(args.get(name)) for name in arrays]
+    text = f"{op};{_known_settings(backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
+    lengths = [_as_tensor(args.get(name)) for name in names.arrays]
     return given, lengths, list(ints.values()), list(floats.values()), seed, text
 
 
@@ -147,11 +161,19 @@ def nested(op: str, name: str) -> ContractError:
     return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
 
 
-@torch.compiler.assume_constant_result
-def _set(backend: str) -> str:
+def settings_of(backend: str) -> str:
     """The back end of a call that is traced, and how it is checked: what is set where it is traced stays with it."""
     asked = current()
     return f"{chosen(backend)},{asked.strict:d},{asked.check_content:d}"
+
+
+def _known_settings(backend: str) -> str:
+    """settings_of(), a constant in a trace."""
+    if torch.compiler.is_compiling():
+        from fusion_attention import traced
+
+        return traced.settings_of(backend)
+    return settings_of(backend)
 
 
 def _as_tensor(lengths: Any) -> torch.Tensor | None:
@@ -197,13 +219,13 @@ def read(text: str) -> Text:
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
     """The arguments by canonical name."""
-    names, lengths, _ = names_of(text.op.name)
+    names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
-    for name in names:
+    for name in names.tensors:
         count = text.lists.get(name)
         args[name] = next(left) if count is None else tuple(itertools.islice(left, count))
-    for keys, values in zip((lengths, text.ints, text.floats), (arrays, ints, floats), strict=True):
+    for keys, values in zip((names.arrays, text.ints, text.floats), (arrays, ints, floats), strict=True):
         args.update(zip(keys, values, strict=True))
     return args
 
@@ -298,7 +320,7 @@ def _backward_fake(
     dout: torch.Tensor, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor, tensors: Given, *rest: Any
 ) -> list[torch.Tensor]:
     *_, call, dbias = rest
-    names = names_of(read(call).op.name)[0]
+    names = names_of(read(call).op.name).tensors
     own = attention.RECORD.name == read(call).op.name
     slots = ("q_rope", "k_rope", "bias") if own else ("query_rope", "key_rope", "pse")
     given = dict(zip(names, tensors, strict=True))
@@ -344,7 +366,7 @@ class _Differentiable(_SingleLevelFunction):
 
 def _places(op: Op, args: Mapping[str, Any]) -> tuple[int, ...]:
     """Where the tensors of the seven gradients stand among the record's; -1 where it has none."""
-    names = names_of(op.name)[0]
+    names = names_of(op.name).tensors
     slots = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
     if op is not attention.RECORD:
         pse = "pse" if args.get("pse_type", 1) in (0, 1) else ""  # slopes have no gradient

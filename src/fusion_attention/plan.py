@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ AUTO = ("triton", "cpu")
 SHAPES = "meta"  # the device without memory, and what serves all calls there
 BACKENDS = (*AUTO, "golden")
 _GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
+Backend = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
 _PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.

@@ -1,4 +1,7 @@
-"""The command `fusion-attention`: its subcommands by name. Knows nothing of what they do."""
+"""The command `fusion-attention`: its subcommands by name. Knows nothing of what they do.
+
+A command's module loads torch, and what needs it, when the command runs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import io
 import sys
 
 import typer
+
+from fusion_attention import __version__
 
 # Under other names: the modules of these names stay reachable as attributes of the package.
 from fusion_attention.cli.demo import demo as demo_command
@@ -20,6 +25,19 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("ops")(ops_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fusion-attention {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""The operators as their records describe them: a list, a page, and the pages of docs/ops.
+"""The operators as their records describe them: a list, a page, the pages of docs/ops, and aclnn's stub.
 
-Knows files and tables. Refuses to know what a page says: `pages.render` does.
+Knows files and tables. Refuses to know what a page or a stub says: `pages.render` and `stubs.stub` do.
 """
 
 from __future__ import annotations
@@ -39,17 +39,27 @@ def index(records: Mapping[str, Op]) -> str:
     return "\n".join([*head, "| Operator | What it computes |", "|---|---|", *lines])
 
 
-def problems(folder: Path, expected: Mapping[str, str]) -> list[str]:
-    """One line for each page that is missing, stale or extra in a folder."""
-    present = {path.name: path for path in folder.glob("*.md")}
+def files(folder: Path, stub: Path | None, records: Mapping[str, Op]) -> dict[Path, str]:
+    """Every generated file: the pages in a folder, and aclnn's stub where it is asked for."""
+    found = {folder / name: text for name, text in pages(records).items()}
+    if stub is not None:
+        from fusion_attention import aclnn
+        from fusion_attention.cli import stubs
+
+        found[stub] = stubs.stub([getattr(aclnn, name) for name in aclnn.__all__])
+    return found
+
+
+def problems(folder: Path, expected: Mapping[Path, str]) -> list[str]:
+    """One line for each file that is missing or stale, and each page that is extra in a folder."""
     found = []
-    for name in sorted(expected.keys() | present.keys()):
-        if name not in present:
-            found.append(f"missing: {folder / name}")
-        elif name not in expected:
-            found.append(f"extra: {folder / name} (no operator has this name: delete it)")
-        elif present[name].read_text(encoding="utf-8") != expected[name]:
-            found.append(f"stale: {folder / name}")
+    for path in sorted(expected.keys() | {*folder.glob("*.md")}):
+        if path not in expected:
+            found.append(f"extra: {path} (no operator has this name: delete it)")
+        elif not path.is_file():
+            found.append(f"missing: {path}")
+        elif path.read_text(encoding="utf-8") != expected[path]:
+            found.append(f"stale: {path}")
     return found
 
 
@@ -61,41 +71,50 @@ def ops(
     check: Path | None = typer.Option(
         None, metavar="DIR", file_okay=False, help="Fail and name each page of this folder that is not as generated."
     ),
+    stub: Path | None = typer.Option(
+        None, metavar="FILE", dir_okay=False, help="With --write or --check: the type checkers' stub of aclnn too."
+    ),
 ) -> None:
     """List the operators, print one operator's page, or write or check the pages of docs/ops."""
     from fusion_attention.ops import RECORDS
 
     if sum(bool(given) for given in (name, write, check)) > 1:
         raise typer.BadParameter("NAME, --write and --check exclude each other.")
+    if stub and not (write or check):
+        raise typer.BadParameter("--stub goes with --write or --check.")
     if write:
-        _write(write, pages(RECORDS))
+        _write(write, files(write, stub, RECORDS))
     elif check:
-        _check(check, pages(RECORDS))
+        _check(check, files(check, stub, RECORDS))
     elif name:
         _print_page(name, RECORDS)
     else:
         Console().print(_listing(RECORDS))
 
 
-def _write(folder: Path, expected: Mapping[str, str]) -> None:
+def _write(folder: Path, expected: Mapping[Path, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in expected.items():
+        for path, text in expected.items():
             # The same bytes on every system.
-            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+            path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise typer.BadParameter(f"cannot write: {error}", param_hint="--write") from None
-    typer.echo(f"{len(expected)} pages in {folder}")
+    typer.echo(f"{len(expected)} files in {folder}{_beside(folder, expected)}")
 
 
-def _check(folder: Path, expected: Mapping[str, str]) -> None:
+def _check(folder: Path, expected: Mapping[Path, str]) -> None:
     found = problems(folder, expected)
     for line in found:
         typer.echo(line, err=True)
     if found:
-        typer.echo(f"{len(found)} pages differ from the records: fusion-attention ops --write {folder}", err=True)
+        typer.echo(f"{len(found)} files differ from the records: write them with --write in place of --check", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{len(expected)} pages in {folder} are as generated")
+    typer.echo(f"{len(expected)} files in {folder}{_beside(folder, expected)} are as generated")
+
+
+def _beside(folder: Path, expected: Mapping[Path, str]) -> str:
+    return "".join(f" and {path}" for path in expected if path.parent != folder)
 
 
 def _print_page(name: str, records: Mapping[str, Op]) -> None:

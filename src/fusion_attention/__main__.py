@@ -1,0 +1,5 @@
+"""`python -m fusion_attention` is `fusion-attention`."""
+
+from fusion_attention.cli import main
+
+main()

@@ -1,0 +1,283 @@
+"""What `fusion-attention demo` compares: a sentence encoder, packed through our attention, beside the padded one.
+
+Knows where real text lies on every machine, what is compared and how it is shown. Refuses to know how an encoder
+computes (encoder.py) and how attention does.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from fusion_attention.cli.demo import Settings
+from fusion_attention.cli.encoder import (
+    Attention,
+    DemoUnavailable,
+    Encoder,
+    encode_packed,
+    encode_padded,
+    padded_batches,
+    padded_tokens,
+)
+from fusion_attention.plan import choose
+from fusion_attention.problem import Problem
+
+# Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
+TOLERANCE = 2e-5
+NEIGHBOURS = 3
+QUERIES = 5
+# A docstring of fewer tokens (two of them special) is no sentence.
+SHORTEST = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two encoders made of the same sentences.
+
+    Attributes:
+        padded, packed: [sentences, width] embeddings.
+        seconds_padded, seconds_packed: median time of each.
+    """
+
+    padded: Tensor
+    packed: Tensor
+    seconds_padded: float
+    seconds_packed: float
+
+    @property
+    def differences(self) -> Tensor:
+        """[sentences] largest absolute difference in each embedding; inf where one is not finite."""
+        return (self.padded - self.packed).abs().amax(dim=-1).nan_to_num(nan=math.inf)
+
+
+def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda share: None) -> list[str]:
+    """The docstrings of the standard library's top-level modules, in the order of module names, each text once.
+
+    Sources are parsed, never imported: importing runs code.
+
+    Args:
+        folder: where the modules lie; None for this interpreter's own.
+        advance: called with the share of modules read.
+    """
+    files = sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts: dict[str, str] = {}
+    for number, file in enumerate(files):
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # A test file that is wrong on purpose, or an unreadable one: others have text enough.
+        for node in ast.walk(tree):
+            text = " ".join((ast.get_docstring(node) or "").split()) if isinstance(node, documented) else ""
+            if text.isprintable() and any(c.isalpha() for c in text):
+                texts.setdefault(text.casefold(), text)
+        advance((number + 1) / len(files))
+    return list(texts.values())
+
+
+def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int) -> list[str]:
+    """Sentences drawn at random, always with a shortest and a longest of all, no two of the same tokens.
+
+    Raises:
+        DemoUnavailable: there are fewer.
+    """
+    different = {tuple(ids): text for text, ids in zip(texts, encoder.tokenize(texts), strict=True)}
+    pool = sorted((len(ids), text) for ids, text in different.items() if len(ids) >= SHORTEST)
+    if len(pool) < count:
+        raise DemoUnavailable(
+            f"This machine's standard library has {len(pool)} different docstrings, fewer than the {count} asked for"
+            + (f": ask for --sentences {len(pool)} or fewer." if pool else " (are its sources installed?).")
+        )
+    random_ = random.Random(seed)
+    drawn = [pool[0], pool[-1], *random_.sample(pool[1:-1], count - 2)]
+    random_.shuffle(drawn)
+    return [text for _, text in drawn]
+
+
+def compare(
+    encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
+) -> Comparison:
+    """Runs both encoders once to warm up and to compare, then in turns on the clock."""
+    batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
+    task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
+
+    def done(count: int) -> None:
+        progress.advance(task, count)
+
+    ways: list[Callable[[], Tensor]] = [
+        lambda: encode_padded(encoder, tokens, batches, done),
+        lambda: encode_packed(encoder, tokens, settings.tokens_per_batch, attention, done),
+    ]
+    embeddings = [way() for way in ways]
+    seconds: list[list[float]] = [[], []]
+    for run in range(settings.runs):
+        for which in (0, 1) if run % 2 == 0 else (1, 0):  # Each goes first in turn.
+            start = time.perf_counter()
+            ways[which]()
+            seconds[which].append(time.perf_counter() - start)
+    medians = [statistics.median(times) for times in seconds]
+    return Comparison(embeddings[0], embeddings[1], medians[0], medians[1])
+
+
+def cosines(embeddings: Tensor) -> Tensor:
+    """[sentences, sentences] cosine similarity in float64; -inf with itself, so that none is its own neighbour."""
+    wide = embeddings.double()
+    return (wide @ wide.T).fill_diagonal_(-math.inf)
+
+
+def neighbours(similarity: Tensor) -> Tensor:
+    """[sentences, up to 3] the nearest other sentences, nearest first."""
+    return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
+
+
+def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
+    """[sentences] whether both similarities rank the same nearest neighbours; equally near ones may swap."""
+    first, second = neighbours(padded), neighbours(packed)
+    gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
+    return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
+
+
+def summary_table(
+    encoder: Encoder,
+    sentences: list[str],
+    lengths: list[int],
+    found: Comparison,
+    settings: Settings,
+    agreeing: int,
+    backend: str,
+) -> Table:
+    """The one table of the job: input, agreement, cost."""
+    budget = settings.tokens_per_batch
+    real = sum(lengths)
+    padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
+    worst = int(found.differences.argmax())
+    largest = float(found.differences[worst])
+    rows = [
+        ("sentences", f"{len(lengths)} docstrings of the standard library"),
+        ("tokens", f"{real} in all, {min(lengths)} to {max(lengths)} a sentence"),
+        ("cut", f"{lengths.count(encoder.max_tokens)} at the model's limit of {encoder.max_tokens} tokens"),
+        ("", ""),
+        ("padded", "transformers' BertModel, scaled_dot_product_attention, batches sorted by length"),
+        (
+            "packed",
+            f"the same modules, npu_fusion_attention in layout TND, unsorted, back end: {backend}",
+        ),
+        (
+            "largest difference",
+            f"{largest:.2g} in an element of a unit vector (limit {TOLERANCE:g})",
+        ),
+        ("worst sentence", f"{lengths[worst]} tokens: {_cut(sentences[worst], 60)}"),
+        ("neighbours", f"the same {NEIGHBOURS} nearest for {agreeing} of {len(lengths)} sentences"),
+        ("", ""),
+        ("padding saved", f"{padding[0]:.1%} of the padded tokens ({padding[1]:.1%} had the batches not been sorted)"),
+        ("time padded", f"{found.seconds_padded:.2f} s, {real / found.seconds_padded:.0f} tokens/s"),
+        ("time packed", f"{found.seconds_packed:.2f} s, {real / found.seconds_packed:.0f} tokens/s"),
+    ]
+    table = Table(title="all-MiniLM-L6-v2, packed beside padded", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        if name:
+            table.add_row(name, Text(value))
+        else:
+            table.add_section()
+    turns = f"median of {settings.runs} runs in turns" if settings.runs > 1 else "one run"
+    table.caption = (
+        f"Times: {turns} after a warm-up, {torch.get_num_threads()} threads, float32 on the CPU, "
+        f"without tokenization; batches of at most {budget} tokens, padding included."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
+    """A few queries with their nearest sentences, and the cosine by either encoder."""
+    table = Table(title="Nearest neighbours", title_justify="left")
+    # The sentences give way on a narrow screen: their column may wrap, their text may not.
+    table.add_column("query, and its nearest sentences", ratio=1)
+    for encoder in ("padded", "packed"):
+        table.add_column(encoder, justify="right", no_wrap=True, min_width=6)
+    nearest, expected = neighbours(packed), neighbours(padded)
+    shown = random.Random(seed).sample(range(len(sentences)), min(QUERIES, len(sentences)))
+    for query in shown:
+        verdict = Text("agree", "green") if agree[query] else Text("DIFFER", "bold red")
+        table.add_row(_line(sentences[query], "bold"), "", verdict)
+        for rank, (other, wanted) in enumerate(zip(nearest[query].tolist(), expected[query].tolist(), strict=True), 1):
+            mine = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
+            table.add_row(_line(f"{rank}. {sentences[other]}"), mine, f"{packed[query, other]:.4f}")
+        table.add_section()
+    return table
+
+
+def run(
+    encoder: Encoder,
+    sentences: list[str],
+    attention: Attention,
+    settings: Settings,
+    console: Console,
+    *,
+    backend: str,
+    progress: Progress,
+) -> int:
+    """Compares, shows, and judges.
+
+    Args:
+        encoder: the model.
+        sentences: at least two.
+        attention: called as `npu_fusion_attention`.
+        settings: the command's options.
+        console: where the tables go.
+        backend: what computes the attention, in words.
+        progress: shows the work done; stopped before the tables.
+
+    Returns:
+        The exit code: 0 if both encoders agree, else 1.
+    """
+    tokens = encoder.tokenize(sentences)
+    lengths = [len(ids) for ids in tokens]
+    found = compare(encoder, tokens, attention, settings, progress)
+    progress.stop()  # A bar that still draws would cut through the tables.
+    padded, packed = cosines(found.padded), cosines(found.packed)
+    agree = rankings_agree(padded, packed)
+    agreeing, largest = int(agree.sum()), float(found.differences.max())
+    console.print(summary_table(encoder, sentences, lengths, found, settings, agreeing, backend), "")
+    console.print(neighbour_table(sentences, padded, packed, agree, settings.seed))
+    failures = []
+    if not largest <= TOLERANCE:
+        failures.append(f"embeddings differ by {largest:.2g}, more than {TOLERANCE:g}")
+    if agreeing < len(sentences):
+        failures.append(f"nearest neighbours differ for {len(sentences) - agreeing} of {len(sentences)} sentences")
+    console.print(Text(f"FAILED: {'; '.join(failures)}." if failures else "Both encoders agree.", "bold"))
+    return 1 if failures else 0
+
+
+def chosen_backend(encoder: Encoder) -> str:
+    """The back end that the library chooses by itself for this encoder's attention on the CPU."""
+    heads = int(encoder.model.config.num_attention_heads)
+    dim = encoder.width // heads
+    problem = Problem(heads_q=heads, heads_kv=heads, dim_qk=dim, dim_v=dim, scale=dim**-0.5)
+    return choose(problem, torch.device("cpu"), "auto")
+
+
+def _line(text: str, style: str = "") -> Text:
+    """A text on one line, cut where the screen ends."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _cut(text: str, limit: int) -> str:
+    """A text of at most `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 4].rstrip() + " ..."
