@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +72,13 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 def _absent(module: ModuleType) -> Callable[[str], Any]:
     """The module's __getattr__: an error that says whose module it is, and what comes close."""
 
-    def __getattr__(name: str) -> Any:
+    @lru_cache(256)  # programs that ask what there is ask often
+    def close(name: str) -> str:
         there = [known for known in vars(module) if not known.startswith("__")]
-        close = difflib.get_close_matches(name, there, n=3)
-        advice = f"; it has {', '.join(close)}" if close else ""
-        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{advice} (docs/torch_npu.md)")
+        found = difflib.get_close_matches(name, there, n=3)
+        return f"; it has {', '.join(found)}" if found else ""
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{close(name)} (docs/torch_npu.md)")
 
     return __getattr__

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fusion_attention.contract import ContractWarning
 
 MODULE = "transformers.integrations.npu_flash_attention"
@@ -70,6 +72,16 @@ class Watch:
                 setattr(module, name, wrapper)
 
 
+def _tell(name: str) -> bool:
+    warnings.warn(
+        f"transformers' attention for an NPU leaves out {name}: {DROPPED[name]}, here and on the chip "
+        '(load the model with attn_implementation="eager" or "sdpa")',
+        ContractWarning,
+        stacklevel=3,
+    )
+    return True
+
+
 def _warning(function: Any) -> Any:
     """The function, with parameters for what it leaves out, which warn; itself if it leaves out nothing."""
     signature = inspect.signature(function)
@@ -77,17 +89,14 @@ def _warning(function: Any) -> Any:
     if not dropped:
         return function
 
+    tell = torch.compiler.assume_constant_result(_tell)  # called by the compiler, not compiled
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for name in dropped:
             value = kwargs.pop(name, None)
-            if value is not None and value != (-1, -1):
-                warnings.warn(
-                    f"transformers' attention for an NPU leaves out {name}: {DROPPED[name]}, here and on the chip "
-                    '(load the model with attn_implementation="eager" or "sdpa")',
-                    ContractWarning,
-                    stacklevel=2,
-                )
+            if value is not None and not (isinstance(value, tuple) and value == (-1, -1)):
+                tell(name)
         return function(*args, **kwargs)
 
     parameters = list(signature.parameters.values())
