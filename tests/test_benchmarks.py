@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory
+from benchmarks import captures, memory
 from benchmarks.pair import Pair, measure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,3 +58,10 @@ def test_memory_of_a_long_sequence_stays_within_its_limits() -> None:
     found = {row.dtype: row.extra_mb for row in memory.measured(65536)}
     assert found.keys() == limits.keys()
     assert all(found[dtype] < limits[dtype] for dtype in limits), found
+
+
+def test_what_a_capture_costs() -> None:
+    found = captures.costs(files=30, turns=5)
+    assert list(found) == [captures.ALONE, captures.DISK, captures.EMPTY, "as file 30 and on"]
+    assert found[captures.ALONE] < found[captures.EMPTY]
+    assert all(cpu > 0 for _, cpu in found.values())

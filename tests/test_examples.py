@@ -32,6 +32,7 @@ DOCUMENTED = (
     "npu.indexer_loss",
     "npu.install",
     "capture",
+    "captured",
     "mask",
     "sampling",
 )

@@ -92,6 +92,8 @@ def test_prefixes() -> None:
         ([8, 3], "item 1: 3 after 8", 8),
         ([-1, 3], "item 0: -1 after 0", 3),
         ([3, 8, 0, 5], "item 2: 0 after 8", 8),
+        ([3, -(2**63)], f"item 1: {-(2**63)} after 3", 3),
+        ([2**63 - 1, -(2**63), 0], f"item 1: {-(2**63)} after {2**63 - 1}", 2**63 - 1),
     ],
 )
 def test_cumulative_ends(ends: list[int], answer: bool | str, tokens: int) -> None:

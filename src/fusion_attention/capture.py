@@ -1,30 +1,34 @@
-"""Calls recorded to files, and computed again: capture() around any code, replay() on any machine.
+"""Calls recorded to files: capture() around any code; captured.py computes them again, on any machine.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
-Refuses to know what an operator computes; replay() goes the way that the faces go.
+Refuses to know what an operator computes.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusion_attention import api, lowered_operators, operators
-from fusion_attention.contract import Array, Attr, ContractError, Op, Tensors, bind
+from fusion_attention.captured import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
+from fusion_attention.contract import Array, Op, Tensors
 from fusion_attention.dropout import draw_seed
 from fusion_attention.npu import indexer_loss, inference, sparse, training
 from fusion_attention.ops import RECORDS, attention
-from fusion_attention.plan import compute
 
-FORMAT, VERSION = "fusion_attention.capture", 1
+__all__ = ["CaptureError", "Replay", "capture", "replay"]
+
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
 BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 OWN = ("out", "max", "sum")
@@ -36,15 +40,6 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "npu_incre_flash_attention": ("attention_out",),
 }
 _FACES = (training, inference, sparse, indexer_loss)
-_OUTPUT = "output."
-_FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
-
-
-class CaptureError(ValueError):
-    """A file that is no capture, or whose parts do not belong together."""
-
-
-# ----------------------------------------------------------------------------------------------------------- recording
 
 
 class capture(ContextDecorator):
@@ -52,11 +47,13 @@ class capture(ContextDecorator):
 
     Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and of
     fusion_attention, in every thread and however they were imported; and those of a real torch_npu, as attributes of
-    its module. What torch.compile has compiled, and a call that fails, is not recorded.
+    its module. What torch.compile has compiled, and a call that fails, is not recorded. Several captures may record at
+    once, in one folder too, and end in any order.
 
     Args:
         path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
-            that are there.
+            that are there; behind 9999 come 10000, 10001, ... A file that is there is never written over, whoever
+            else writes to the folder.
 
     Attributes:
         files: the files written so far.
@@ -73,27 +70,29 @@ class capture(ContextDecorator):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a program may change its folder meanwhile
         self.files: list[Path] = []
-        self._patched: list[tuple[Any, str, Any]] = []
+        self._entered = 0
+        self.numbers = count()
 
     def __enter__(self) -> capture:
-        """Starts recording."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for owner, name, wrap in _places(self):
-            self._patched.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, wrap(getattr(owner, name)))
+        """Starts recording; an object that records already only counts how often it was entered."""
+        with _LOCK:
+            if not self._entered:
+                self.path.mkdir(parents=True, exist_ok=True)
+                _begin(self)
+            self._entered += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends recording."""
-        while self._patched:
-            setattr(*self._patched.pop())
+        """Ends recording, once it was called as often as __enter__()."""
+        with _LOCK:
+            if self._entered == 1:
+                _end(self)
+            self._entered = max(self._entered - 1, 0)
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
         """Writes one call; a file appears whole or not at all."""
-        taken = [int(p.name[:4]) for p in self.path.glob("[0-9][0-9][0-9][0-9]-*.safetensors")]
-        path = self.path / f"{max(taken, default=-1) + 1:04}-{op.name}.safetensors"
         given = {p.name: args.get(p.name) for p in op.params if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         arrays = {p.name: _integers(given[p.name]) for p in op.params if isinstance(p, Array) and p.name in given}
@@ -114,16 +113,40 @@ class capture(ContextDecorator):
             "library": sys.modules["fusion_attention"].__version__,
             "backend": backend,
         }
-        content = tensors | {_OUTPUT + name: value for name, value in results.items()}
+        content = tensors | {OUTPUT + name: value for name, value in results.items()}
         text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
-        unfinished = path.with_suffix(".part")
         # A file holds values in order, and none of them twice: views and shared memory end here.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
+        self._save(op.name, values, text)
+
+    def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
+        """Writes a file under the next free number; an unfinished file of its name holds it meanwhile."""
         from safetensors.torch import save_file  # a machine that records nothing needs no safetensors
 
-        save_file(values, unfinished, text)
-        unfinished.replace(path)
-        self.files.append(path)
+        while True:
+            path = self.path / f"{next(self.numbers):04}-{name}.safetensors"
+            unfinished, written = path.with_suffix(".part"), False
+            try:
+                unfinished.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            try:
+                if not path.exists():
+                    save_file(values, unfinished, text)
+                    unfinished.replace(path)
+                    written = True
+            finally:
+                if not written:
+                    unfinished.unlink()
+            if written:
+                self.files.append(path)
+                return
+
+
+def _first_number(folder: Path) -> int:
+    """One more than any file of the folder has; what has more than twelve digits is a name like any other."""
+    numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in folder.iterdir())
+    return max((int(number[1]) for number in numbers if number), default=-1) + 1
 
 
 def _integers(value: Any) -> list[int]:
@@ -137,14 +160,70 @@ def _plain(value: Any) -> Any:
     return [getattr(value, field.name) for field in fields(value)]
 
 
-def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(module, attribute, what wraps it): everything that capture() changes while it records."""
+class _Recording:
+    """From the first capture's begin to the last one's end: the recorders, and one wrapper around each place.
+
+    A wrapper that somebody has wrapped again cannot be taken off: it stays below, and its recorders are none for ever.
+    """
+
+    def __init__(self) -> None:
+        self.recorders: tuple[capture, ...] = ()
+        self.changes: dict[tuple[Any, str], tuple[Any, Any]] = {}  # place -> (what was there, the wrapper)
+
+    def wrap(self) -> None:
+        """Wraps the places that are not: at the beginning all, later those of a torch_npu imported meanwhile."""
+        for owner, name, wrapped in _places(self):
+            if (owner, name) not in self.changes:
+                before = getattr(owner, name)
+                wrapper = wrapped(before)
+                self.changes[owner, name] = before, wrapper
+                setattr(owner, name, wrapper)
+
+    def unwrap(self) -> None:
+        """Takes the wrappers off."""
+        while self.changes:
+            (owner, name), (before, wrapper) = self.changes.popitem()
+            if getattr(owner, name, None) is wrapper:
+                setattr(owner, name, before)
+
+    def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
+        """Has every recorder write one call, unless it is traced: then its tensors hold nothing."""
+        if self.recorders and not operators.needed(args.values()):
+            with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
+                for recorder in self.recorders:
+                    recorder.write(op, args, outputs, int(seed or 0), backend)
+
+
+_LOCK = threading.RLock()  # a generator that the collector ends ends its capture wherever the collector came
+_recording: _Recording | None = None
+
+
+def _begin(recorder: capture) -> None:
+    global _recording  # noqa: PLW0603  (faces have one state: recorded or not)
+    found = _recording or _Recording()
+    beside = [other for other in found.recorders if other.path == recorder.path]
+    recorder.numbers = beside[0].numbers if beside else count(_first_number(recorder.path))
+    _recording = found
+    found.recorders += (recorder,)
+    found.wrap()
+
+
+def _end(recorder: capture) -> None:
+    global _recording  # noqa: PLW0603
+    assert _recording is not None
+    _recording.recorders = tuple(other for other in _recording.recorders if other is not recorder)
+    if not _recording.recorders:
+        _recording.unwrap()
+        _recording = None
+
+
+def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """(module, attribute, what wraps it): everything that changes while calls are recorded."""
 
     def forward(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any]) -> Any:
             results = function(op, args)
-            if not operators.needed(args.values()):
-                recorder.write(op, args, dict(zip(FORWARD, results, strict=True)), results[4], "auto")
+            recording.write(op, args, dict(zip(FORWARD, results, strict=True)), results[4], "auto")
             return results
 
         return recorded
@@ -152,21 +231,28 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     def backward(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any]) -> Any:
             results = function(op, args)
-            if not operators.needed(args.values()):
-                recorder.write(op, args, dict(zip(BACKWARD, results, strict=True)), int(args.get("seed") or 0), "auto")
+            recording.write(op, args, dict(zip(BACKWARD, results, strict=True)), args.get("seed"), "auto")
             return results
 
         return recorded
 
     def own(function: Any) -> Any:
         def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
-            if operators.needed(args.values()):
+            if not recording.recorders or operators.needed(args.values()):
                 return function(args, backend, stats=stats)
             drawn = isinstance(args["keep_prob"], float) and args["keep_prob"] < 1 and args["drop_bits"] is None
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
             results = function(args, backend, stats=True)
-            recorder.write(attention.RECORD, args, dict(zip(OWN, results, strict=True)), args["seed"] or 0, backend)
+            recording.write(attention.RECORD, args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
+            return results
+
+        return recorded
+
+    def lowered(function: Any) -> Any:
+        def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
+            results = function(op, args, backend, **how)
+            recording.write(op, args, results, 0, backend)
             return results
 
         return recorded
@@ -175,29 +261,17 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (training, "_forward", forward),
         (training, "_backward", backward),
         (api, "_attention", own),
-        (lowered_operators, "results", lambda function: _lowered(recorder, function)),
+        (lowered_operators, "results", lowered),
     ]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        functions = {name: getattr(module, name) for module in _FACES for name in module.__all__}
+        functions = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
         here = [(name, function) for name, function in functions.items() if hasattr(real, name)]
-        places += [(real, name, _foreign(recorder, name, function)) for name, function in here]
+        places += [(real, name, _foreign(recording, name, function)) for name, function in here]
     return places
 
 
-def _lowered(recorder: capture, function: Any) -> Any:
-    """What wraps the one way of all records that name their results."""
-
-    def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
-        results = function(op, args, backend, **how)
-        if not operators.needed(args.values()):
-            recorder.write(op, args, results, 0, backend)
-        return results
-
-    return recorded
-
-
-def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Any], Any]:
+def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
@@ -212,141 +286,9 @@ def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Any], Any]:
             several = results if isinstance(results, tuple) else (results,)
             outputs = dict(zip(returns, several, strict=False))  # older releases return fewer
             by_name = dict(zip(names, given.arguments.values(), strict=False))
-            recorder.write(op, by_name, outputs, int(outputs.get("seed", by_name.get("seed")) or 0), "torch_npu")
+            recording.write(op, by_name, outputs, outputs.get("seed", by_name.get("seed")), "torch_npu")
             return results
 
         return recorded
 
     return wrap
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True, eq=False)
-class Replay:
-    """A recorded call and what it gives here.
-
-    Attributes:
-        operator: the record's name; args: its arguments by canonical name.
-        recorded, recomputed: outputs by name.
-        differences: the largest absolute difference of each output; inf where shapes or NaN places differ.
-    """
-
-    operator: str
-    args: dict[str, Any]
-    recorded: dict[str, torch.Tensor]
-    recomputed: dict[str, torch.Tensor]
-    differences: dict[str, float]
-
-    @property
-    def worst(self) -> float:
-        """The largest of the differences; 0.0 where every output is equal."""
-        return max(self.differences.values(), default=0.0)
-
-
-def replay(path: str | Path, *, backend: str = "auto", device: str | torch.device = "cpu") -> Replay:
-    """Computes a recorded call again and puts both results side by side.
-
-    Drawn dropout is drawn again from the recorded seed; the bits are this library's, not the chip's.
-
-    Args:
-        path: a file that capture() wrote.
-        backend: "auto", "cpu" or "golden".
-        device: where to compute.
-
-    Returns:
-        A Replay.
-
-    Raises:
-        CaptureError: no capture, or one whose parts do not belong together.
-        OSError: no such file.
-        BackendError: no back end computes it.
-
-    Example:
-        >>> replay("nothing.safetensors")
-        Traceback (most recent call last):
-        FileNotFoundError: [Errno 2] No such file or directory: 'nothing.safetensors'
-    """
-    op, args, recorded, seed = _read(Path(path), torch.device(device))
-    try:
-        recomputed = _compute(op, args, seed, backend)
-    except ContractError as error:
-        raise CaptureError(f"{path}: the recorded call is not one of {op.name}: {error}") from None
-    missing = recorded.keys() - recomputed.keys()
-    if missing:
-        raise CaptureError(f"{path}: {op.name} has no output {', '.join(sorted(missing))} for the recorded call")
-    recomputed = {name: recomputed[name].cpu() for name in recorded}
-    differences = {name: _difference(value, recomputed[name]) for name, value in recorded.items()}
-    return Replay(op.name, args, recorded, recomputed, differences)
-
-
-def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
-    """Every output of a call, by name."""
-    assert op.lower is not None
-    call = op.lower(bind(op, args), seed=seed, offset=int(args.get("offset") or 0))
-    if op.trains:
-        call = call.whole()  # A call that trains gives more than it asks for.
-    results: dict[str, torch.Tensor] = call.results()
-    compute(call, results, backend)
-    return results
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.shape != other.shape:
-        return float("inf")
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
-    return float(apart.max()) if apart.numel() else 0.0
-
-
-def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[str, torch.Tensor], int]:
-    """(record, arguments, outputs, seed) of a file."""
-    if not path.is_file():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            text = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # Whatever the bytes make the format's reader do.
-        raise CaptureError(f"{path}: not a readable .safetensors file ({error})") from None
-    if text.get("format") != FORMAT or not set(_FIELDS) <= text.keys():
-        raise CaptureError(f"{path}: a .safetensors file, but not one that capture() wrote")
-    if text.get("version") != str(VERSION):
-        raise CaptureError(f"{path}: format version {text.get('version')}, and this library reads {VERSION}")
-    op = RECORDS.get(text["operator"])
-    if op is None:
-        raise CaptureError(f"{path}: operator {text['operator']!r} has no record here")
-    return op, *_parts(path, op, text, tensors, device)
-
-
-def _parts(
-    path: Path, op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
-    try:
-        attributes, arrays = (json.loads(text[name]) for name in ("attributes", "arrays"))
-        outputs, seed = json.loads(text["outputs"]), int(json.loads(text["seed"]))
-        args: dict[str, Any] = {}
-        for name, value in attributes.items():
-            attr = op.by_name[name]
-            plain = not isinstance(value, list)
-            args[name] = value if plain or not isinstance(attr, Attr) else attr.type(*map(_tupled, value))
-        for name, value in arrays.items():
-            args[op.by_name[name].name] = [int(n) for n in value]
-        recorded = {name: tensors.pop(_OUTPUT + name) for name in outputs}
-        for name, value in sorted(tensors.items(), key=lambda item: (item[0].split("[")[0], len(item[0]), item[0])):
-            canonical = op.by_name[name.split("[")[0]].name
-            if "[" in name:
-                args.setdefault(canonical, []).append(value.to(device))
-            else:
-                args[canonical] = value.to(device)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CaptureError(f"{path}: its parts do not belong to a call of {op.name} ({error!r})") from None
-    return args, recorded, seed
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -89,7 +89,7 @@ def lengths_of(ends: np.ndarray) -> np.ndarray:
 def broken_end(ends: np.ndarray) -> int:
     """The first item whose end falls below its predecessor's and that is not in a tail of zeros; -1 if none."""
     used = len(np.trim_zeros(ends, "b"))
-    falls = np.flatnonzero(np.diff(ends[:used], prepend=0) < 0)
+    falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might leave int64
     return int(falls[0]) if len(falls) else -1
 
 

@@ -1,4 +1,4 @@
-"""The module that stands for torch.npu: one device (or CUDA's), streams that run in order, counters.
+"""What the module that stands for torch.npu holds: one device (or CUDA's), streams that run in order, counters.
 
 Knows torch.cuda's interface, which torch.npu follows. Refuses to know attention, and how it gets its
 place (install.py).
@@ -6,10 +6,11 @@ place (install.py).
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,6 +98,11 @@ class _Host:
         index(device, 1)
         yield
 
+    @contextmanager
+    def device_of(self, tensor: Any) -> Iterator[None]:
+        """A block on the device of a tensor, which is the only one."""
+        yield
+
     def synchronize(self, device: Any = None) -> None:
         """Returns: nothing is pending."""
 
@@ -124,6 +130,25 @@ class _Host:
         torch.default_generator.manual_seed(int(seed))
 
     manual_seed_all = manual_seed
+
+    def seed(self) -> None:
+        """Seeds the host's generator by chance."""
+        torch.default_generator.seed()
+
+    seed_all = seed
+
+    def initial_seed(self) -> int:
+        """What the host's generator was seeded with."""
+        return torch.default_generator.initial_seed()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The state of every device: of one."""
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
+        """Puts the only device's generator back into a state."""
+        (state,) = states
+        self.set_rng_state(state)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """The state of the host's generator."""
@@ -182,26 +207,50 @@ def index(device: Any, count: int) -> int:
     return number
 
 
-def module(base: torch.device) -> ModuleType:
-    """The module torch.npu for what computes: the host, or CUDA (whose own functions it then has)."""
-    made = ModuleType("torch_npu.npu", "torch.npu, played by fusion_attention.")
+def names(base: torch.device) -> dict[str, Any]:
+    """What the module torch.npu holds: over the host, or CUDA (whose own functions it then has)."""
     source: Any = _Host() if base.type == "cpu" else torch.cuda
-    for name in dir(source):
-        if not name.startswith("_"):
-            setattr(made, name, getattr(source, name))
-    settings = {
+    found = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
+    return found | {
         # Accepted and without effect: how a chip compiles its kernels.
         "set_compile_mode": lambda **_: None,
         "set_option": lambda _: None,
         "config": SimpleNamespace(allow_internal_format=False),
-        "amp": SimpleNamespace(autocast=_autocast(base.type), GradScaler=torch.amp.GradScaler),
+        "_lazy_call": lambda call: call(),  # Megatron's random.py asks for it: nothing has to be waited for
+        "_lazy_init": found["init"],
     }
-    vars(made).update(settings)
-    return made
 
 
-def _autocast(kind: str) -> Any:
+def amp(kind: str) -> dict[str, Any]:
+    """What the module torch.npu.amp holds, for a type of device."""
+
     def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool | None = None) -> torch.autocast:
         return torch.autocast(kind, dtype, enabled, cache_enabled)
 
-    return autocast
+    class GradScaler(torch.amp.GradScaler):
+        """torch's, of the device that stands for the NPU."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if not kwargs.pop("dynamic", True):
+                raise NotImplementedError("torch.npu.amp.GradScaler: expected dynamic=True, got False")
+            super().__init__(kind, *args, **kwargs)
+
+    return {"autocast": autocast, "GradScaler": GradScaler}
+
+
+def npu_check_overflow(grad: Any) -> bool:
+    """Whether a number, or the sum of a tensor, is infinite or NaN.
+
+    Raises:
+        RuntimeError: neither a number nor a tensor.
+    """
+    if not isinstance(grad, (float, torch.Tensor)):
+        raise RuntimeError(f"torch.npu: npu_check_overflow: expected a float or a tensor, got {type(grad).__name__}")
+    return not math.isfinite(float(grad if isinstance(grad, float) else grad.float().sum()))
+
+
+CHECKS: dict[str, Any] = {
+    "npu_check_overflow": npu_check_overflow,
+    "is_support_inf_nan": lambda: True,  # what overflows is infinite, and no flag is raised
+    "get_soc_version": lambda: -1,  # what torch_npu says of a chip that it does not know
+}

@@ -1,7 +1,7 @@
 """install() and uninstall(): this library as the module `torch_npu`, so that Ascend code runs without the chip.
 
-The one place of the house that changes torch: every change is written down when it is made, and taken back from the
-list. Refuses to touch a real torch_npu.
+The one place of the house that changes torch: how to take a change back is written down before it is made. Refuses to
+touch another torch_npu.
 """
 
 from __future__ import annotations
@@ -12,31 +12,35 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu import indexer_loss, inference, sparse, training
+from fusion_attention.npu.modules import NAME, made
+from fusion_attention.npu.windows import Watch
 from fusion_attention.settings import PROCESS
 
-NAME = "torch_npu"
 _DEVICE = re.compile(r"npu(:\d+)?")
 _ABSENT = object()
 
 
 class _Devices(TorchFunctionMode):
-    """Reads "npu" and "npu:0" as the device that computes, wherever torch is given a device."""
+    """Reads "npu" and "npu:0" as the device that computes, wherever torch is given a device; without one, nothing."""
 
-    def __init__(self, base: torch.device) -> None:
-        super().__init__()
-        self.base = base
+    base: torch.device | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.base is None:
+            return func(*args, **kwargs)
         if func is torch.device:
             return self.device(*args, **kwargs)
         device = kwargs.get("device")
@@ -48,13 +52,47 @@ class _Devices(TorchFunctionMode):
 
     def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
         """torch.device(...), with "npu" understood."""
-        if not isinstance(type, str) or not _DEVICE.fullmatch(type):
+        if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
         name = type if index is None else f"{type}:{index}"
         count = torch.cuda.device_count() if self.base.type == "cuda" else 1
         number = npu_device.index(name, count)
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
+
+    def word(self, value: Any) -> Any:
+        """A device string with "npu" replaced."""
+        if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
+            device = self.device(value)
+            return device.type if value == "npu" else str(device)
+        return value
+
+    def enter(self) -> None:
+        """Lies down in this thread below the modes that others entered, so that they leave as they entered."""
+        above = _lifted()
+        try:
+            # set_default_device() looks for its mode at the bottom; `with torch.device(...)` takes the uppermost.
+            if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
+                _push_mode(above.pop())
+            if self not in above:
+                _push_mode(self)
+        finally:
+            _put_back(above)
+
+    def leave(self) -> None:
+        """Leaves this thread, wherever it lies."""
+        above = _lifted()
+        _put_back([mode for mode in above if mode is not self])
+
+
+def _lifted() -> list[Any]:
+    """All modes of this thread, taken off, the uppermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _put_back(modes: list[Any]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -104,25 +142,27 @@ class _Finder:
 
 
 class _Installed:
-    """What install() changed, to take it back."""
+    """What install() changed, and how to take it back."""
 
     def __init__(self, base: torch.device) -> None:
         self.base = base
-        self.changes: list[tuple[Any, str, Any]] = []
-        self.mode = _Devices(base)
-        self.modules = _modules(base)
-        self.modules_before: dict[str, Any] = {}
-        self.finder = _Finder(self.modules, self.modules[NAME].__version__)
+        self.modules = made(base)
+        self.undo = ExitStack()  # runs all that it holds, whatever one of them raises
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute, and remembers what was there."""
-        self.changes.append((owner, name, vars(owner).get(name, _ABSENT)))
+        """Sets an attribute."""
+        self.undo.callback(_restore, owner, name, vars(owner).get(name, _ABSENT), value)
         setattr(owner, name, value)
 
     def begin(self) -> None:
-        """Makes all changes."""
-        base = self.base
+        """Makes all changes, or none."""
+        try:
+            self._change(self.base)
+        except BaseException:
+            self.end()
+            raise
 
+    def _change(self, base: torch.device) -> None:
         def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
             """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
             return self.to(_place(base, device), non_blocking=non_blocking)
@@ -132,45 +172,63 @@ class _Installed:
             return self.to(_place(base, device))
 
         for name, module in self.modules.items():
-            self.modules_before[name] = sys.modules.get(name, _ABSENT)
+            self.undo.callback(_restore_module, name, sys.modules.get(name, _ABSENT), module)
             sys.modules[name] = module
-        sys.meta_path.append(self.finder)
+        finder = _Finder(self.modules, self.modules[NAME].__version__)
+        self.undo.callback(_without, finder)
+        sys.meta_path.append(finder)
+        watch = Watch()
+        self.undo.callback(watch.end)
+        watch.begin()
         self.set(torch, "npu", self.modules[f"{NAME}.npu"])
         self.set(torch.Tensor, "npu", npu)
         self.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))
         self.set(torch.nn.Module, "npu", module_npu)
-        self.set(torch.autocast, "__init__", _mapped(torch.autocast.__init__, 1, "device_type", self.word))
-        self.set(torch, "load", _mapped(torch.load, 1, "map_location", self.word))
-        self.mode.__enter__()
-
-    def word(self, value: Any) -> Any:
-        """A device string with "npu" replaced."""
-        if isinstance(value, str) and _DEVICE.fullmatch(value):
-            device = self.mode.device(value)
-            return device.type if value == "npu" else str(device)
-        return value
+        self.set(torch.autocast, "__init__", _mapped(torch.autocast.__init__, 1, "device_type", _DEVICES.word))
+        self.set(torch, "load", _mapped(torch.load, 1, "map_location", _DEVICES.word))
+        self.undo.callback(_DEVICES.leave)
+        self.undo.callback(setattr, _DEVICES, "base", None)
+        _DEVICES.base = base
+        _DEVICES.enter()
 
     def end(self) -> None:
         """Takes all changes back, the last one first."""
-        above = []
-        while (mode := _pop_mode()) is not self.mode:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
-        for owner, name, before in reversed(self.changes):
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        sys.meta_path.remove(self.finder)
-        for name, before in self.modules_before.items():
-            if before is _ABSENT:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = before
+        self.undo.close()
 
 
+_LOCK = threading.RLock()
+_DEVICES = _Devices()  # one for all threads: without a base it does nothing, on whatever stack it lies
 _installed: _Installed | None = None
+
+
+def _restore(owner: Any, name: str, before: Any, ours: Any) -> None:
+    """Puts an attribute back, unless somebody has changed it since: then it is theirs."""
+    if vars(owner).get(name, _ABSENT) is ours:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _restore_module(name: str, before: Any, ours: ModuleType) -> None:
+    if sys.modules.get(name) is ours:
+        if before is _ABSENT:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+def _without(finder: _Finder) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
+
+
+def _another() -> str | None:
+    """The torch_npu that is here and not ours, in words."""
+    if (module := sys.modules.get(NAME)) is not None:
+        return repr(module)
+    spec = importlib.util.find_spec(NAME)
+    return None if spec is None else f"one in {spec.origin or list(spec.submodule_search_locations or ())}"
 
 
 def _place(base: torch.device, device: Any) -> torch.device:
@@ -194,26 +252,14 @@ def _mapped(function: Callable[..., Any], position: int, name: str, word: Callab
     return wrapper
 
 
-def _modules(base: torch.device) -> dict[str, ModuleType]:
-    """torch_npu and torch_npu.npu."""
-    torch_npu = ModuleType(NAME, "torch_npu, played by fusion_attention: the same calls on any machine.")
-    npu = npu_device.module(base)
-    functions = {
-        name: getattr(module, name) for module in (training, inference, sparse, indexer_loss) for name in module.__all__
-    }
-    vars(torch_npu).update(functions, npu=npu, __path__=[], __all__=[*functions, "npu"])
-    vars(npu).update(functions, __path__=[])
-    torch_npu.__version__ = f"{torch.__version__.split('+')[0]}+fusion.attention"  # type: ignore[attr-defined]
-    return {NAME: torch_npu, f"{NAME}.npu": npu}
-
-
 def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None:
     """Makes this library the module `torch_npu`, and "npu" another name of a device that is here.
 
     From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device strings "npu" and
-    "npu:0" work, the last wherever torch dispatches a function (factories, to(), torch.device) or loads a file, in the
-    thread that installs. A tensor's own device keeps its true name. A library that looked for torch_npu before
-    remembers that there was none: install first, then import it. A second call changes nothing, or what it says.
+    "npu:0" work, the last wherever torch dispatches a function (factories, to(), torch.device) or loads a file, in
+    every thread that calls install(), below the modes and devices that it has entered. A tensor's own device keeps its
+    true name. A library that looked for torch_npu before remembers that there was none: install first, then import it.
+    A second call changes nothing but what it says. All of it happens, or nothing.
 
     Args:
         device: what computes: "cpu", or "cuda" where there is one.
@@ -221,7 +267,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None
             `with npu.strict():` says it for a block.
 
     Raises:
-        RuntimeError: a real torch_npu is installed here.
+        RuntimeError: another torch_npu is here.
         ValueError: a device that cannot compute, or that is not here.
 
     Example:
@@ -236,20 +282,26 @@ def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None
     base = torch.device(device)
     if base.type not in ("cpu", "cuda") or (base.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f'npu.install: device: expected "cpu", or "cuda" where there is one, got {str(device)!r}')
-    if _installed is not None:
-        if _installed.base == base:
+    with _LOCK:
+        if _installed is not None and _installed.base == base:
+            _DEVICES.enter()
             PROCESS.strict = strict
             return
         uninstall()
-    if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
-        raise RuntimeError("npu.install: a real torch_npu is installed here: import that one, or uninstall it first")
-    _installed = _Installed(base)
-    _installed.begin()
-    PROCESS.strict = strict
+        if (another := _another()) is not None:
+            raise RuntimeError(
+                f"npu.install: expected no other torch_npu, got {another} (import that one, or remove it first)"
+            )
+        installed = _Installed(base)
+        installed.begin()
+        _installed = installed
+        PROCESS.strict = strict
 
 
 def uninstall() -> None:
-    """Takes back everything that install() changed; nothing where nothing is installed.
+    """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
+
+    What others have changed since stays theirs. In other threads that called install() a mode stays that does nothing.
 
     Example:
         >>> uninstall()
@@ -257,7 +309,8 @@ def uninstall() -> None:
         False
     """
     global _installed
-    if _installed is not None:
-        PROCESS.strict = False
-        installed, _installed = _installed, None
-        installed.end()
+    with _LOCK:
+        if _installed is not None:
+            PROCESS.strict = False
+            installed, _installed = _installed, None
+            installed.end()

@@ -1,0 +1,61 @@
+"""What recording a small call costs, among the first files of a folder and as its 20,000th.
+
+python -m benchmarks.captures      # the lowest of all turns, in microseconds
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import fusion_attention as fa
+
+FILES, TURNS = 20_000, 300
+ALONE, EMPTY, FULL, DISK = "the call alone", "among the first files", "as file {} and on", "the file alone"
+
+
+def lowest(call: Callable[[], object], turns: int) -> tuple[float, float]:
+    """(wall, CPU) microseconds of a call."""
+    best = float("inf"), float("inf")
+    for _ in range(turns):
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        took = 1e6 * (time.perf_counter() - wall), 1e6 * (time.process_time() - cpu)
+        best = min(best[0], took[0]), min(best[1], took[1])
+    return best
+
+
+def costs(files: int = FILES, turns: int = TURNS) -> dict[str, tuple[float, float]]:
+    """(wall, CPU) microseconds of a call of two tokens, recorded or not, and of writing its file alone."""
+    q = torch.ones(1, 2, 1, 8)
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        for number in range(files - 1):
+            Path(other, f"{number:04}-attention.safetensors").touch()
+        empty, full = fa.capture(one), fa.capture(other)
+        with empty:
+            fa.attention(q, q, q)
+        content, unfinished = empty.files[0].read_bytes(), Path(one, "file.part")
+
+        def write() -> None:
+            unfinished.write_bytes(content)
+            unfinished.replace(unfinished.with_suffix(".safetensors"))
+
+        def call() -> object:
+            return fa.attention(q, q, q)
+
+        found = {ALONE: lowest(call, turns), DISK: lowest(write, turns)}
+        for name, recorder in ((EMPTY, empty), (FULL.format(files), full)):
+            with recorder:
+                found[name] = lowest(call, turns)
+        return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(f"{'':28} wall us   CPU us")
+    for name, (wall, cpu) in costs().items():
+        print(f"{name:28} {wall:7.0f}  {cpu:7.0f}")

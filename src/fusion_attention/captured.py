@@ -1,0 +1,239 @@
+"""Calls that were recorded: the files that capture.py writes, read and computed again.
+
+Refuses to know what an operator computes; replay() goes the way that the faces go.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Array, Attr, ContractError, Op, Param, Tensors, bind
+from fusion_attention.mask import Band
+from fusion_attention.ops import RECORDS
+from fusion_attention.plan import compute
+
+FORMAT, VERSION = "fusion_attention.capture", 1
+OUTPUT = "output."  # what the names of tensors that were returned begin with
+_FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
+
+
+class CaptureError(ValueError):
+    """A file that is no capture, or whose parts do not belong together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A recorded call and what it gives here.
+
+    Attributes:
+        operator: the record's name; args: its arguments by canonical name.
+        recorded, recomputed: outputs by name.
+        differences: the largest absolute difference of each output; inf where shapes or NaN places differ.
+    """
+
+    operator: str
+    args: dict[str, Any]
+    recorded: dict[str, torch.Tensor]
+    recomputed: dict[str, torch.Tensor]
+    differences: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest of the differences; 0.0 where every output is equal."""
+        return max(self.differences.values(), default=0.0)
+
+
+def replay(path: str | Path, *, backend: str = "auto", device: str | torch.device = "cpu") -> Replay:
+    """Computes a recorded call again and puts both results side by side.
+
+    Drawn dropout is drawn again from the recorded seed; the bits are this library's, not the chip's.
+
+    Args:
+        path: a file that capture() wrote.
+        backend: "auto" (by the device), "cpu", "triton" or "golden".
+        device: where to compute.
+
+    Returns:
+        A Replay.
+
+    Raises:
+        CaptureError: no capture, or one whose parts do not belong together.
+        OSError: no such file.
+        BackendError: no back end computes it.
+
+    Example:
+        >>> import tempfile
+        >>> import fusion_attention as fa
+        >>> q = torch.randn(1, 16, 2, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with fa.capture(folder) as recorded:
+        ...         out = fa.attention(q, q, q)
+        ...     again = replay(recorded.files[0])
+        >>> torch.equal(again.recorded["out"], out), again.differences
+        (True, {'out': 0.0, 'max': 0.0, 'sum': 0.0})
+    """
+    op, args, recorded, seed = _read(Path(path), torch.device(device))
+    try:
+        recomputed = _compute(op, args, seed, backend)
+    except ContractError as error:
+        raise CaptureError(f"{path}: the recorded call is not one of {op.name}: {error}") from None
+    missing = recorded.keys() - recomputed.keys()
+    if missing:
+        raise CaptureError(f"{path}: {op.name} has no output {', '.join(sorted(missing))} for the recorded call")
+    recomputed = {name: recomputed[name].cpu() for name in recorded}
+    differences = {name: _difference(value, recomputed[name]) for name, value in recorded.items()}
+    return Replay(op.name, args, recorded, recomputed, differences)
+
+
+def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
+    """Every output of a call, by name."""
+    assert op.lower is not None
+    call = op.lower(bind(op, args), seed=seed, offset=int(args.get("offset") or 0))
+    if op.trains:
+        call = call.whole()  # A call that trains gives more than it asks for.
+    results: dict[str, torch.Tensor] = call.results()
+    compute(call, results, backend)
+    return results
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[str, torch.Tensor], int]:
+    """(record, arguments, outputs, seed) of a file."""
+    if not path.is_file():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            text = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # Whatever the bytes make the format's reader do.
+        raise CaptureError(f"{path}: not a readable .safetensors file ({error})") from None
+    if text.get("format") != FORMAT or not set(_FIELDS) <= text.keys():
+        raise CaptureError(f"{path}: a .safetensors file, but not one that capture() wrote")
+    if text.get("version") != str(VERSION):
+        raise CaptureError(f"{path}: format version {text.get('version')}, and this library reads {VERSION}")
+    op = RECORDS.get(text["operator"])
+    if op is None:
+        raise CaptureError(f"{path}: operator {text['operator']!r} has no record here")
+    try:
+        return op, *_parts(op, text, tensors, device)
+    except _Fault as fault:
+        raise CaptureError(f"{path}: {fault} (of a call of {op.name})") from None
+
+
+class _Fault(Exception):
+    """A field of the metadata, or a tensor's name, that does not belong to the call."""
+
+    def __init__(self, field: str, expected: str, got: Any) -> None:
+        super().__init__(f"{field}: expected {expected}, got {reprlib.repr(got)}")
+
+
+def _parts(
+    op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
+    recorded = {}
+    for name in _json(text, "outputs", list):
+        if not isinstance(name, str) or OUTPUT + name not in tensors:
+            raise _Fault("outputs", f"names of tensors {OUTPUT}<name>, each once", name)
+        recorded[name] = tensors.pop(OUTPUT + name)
+    strides = _json(text, "strides", dict)
+    if strides.keys() != tensors.keys():
+        raise _Fault("strides", "the names of all input tensors and no others", sorted(strides.keys() ^ tensors.keys()))
+    for name, stride in strides.items():
+        if not (_are_integers(stride, 0, 1 << 63) and len(stride) == tensors[name].dim()):
+            raise _Fault(f"strides: {name}", "an integer from 0 on for each axis of the tensor", stride)
+    args: dict[str, Any] = {name: value.to(device) for name, value in tensors.items() if "[" not in name}
+    for name in args:
+        _parameter(op, "tensors", name, Param)
+    for name, members in _lists({name: value.to(device) for name, value in tensors.items() if "[" in name}).items():
+        _parameter(op, "tensors", name, Tensors, args)
+        args[name] = members
+    for name, value in _json(text, "arrays", dict).items():
+        _parameter(op, "arrays", name, Array, args)
+        if not _are_integers(value, -1 << 63, 1 << 63):
+            raise _Fault(f"arrays: {name}", "a list of integers of 64 bits", value)
+        args[name] = value
+    for name, value in _json(text, "attributes", dict).items():
+        args[name] = _attribute(name, _parameter(op, "attributes", name, Attr, args), value)
+    seed = _json(text, "seed", int)
+    if not _are_integers([seed], -1 << 63, 1 << 64):
+        raise _Fault("seed", "an integer of 64 bits", seed)
+    return args, recorded, seed
+
+
+def _json(text: dict[str, str], field: str, wanted: type) -> Any:
+    """The value of a field of the metadata."""
+    try:
+        value = json.loads(text[field])
+    except (ValueError, RecursionError) as error:
+        raise _Fault(field, "JSON", f"{error} in {text[field][:40]}") from None
+    if type(value) is not wanted:
+        raise _Fault(field, {dict: "an object", list: "a list", int: "an integer"}[wanted], value)
+    return value
+
+
+def _are_integers(values: Any, low: int, high: int) -> bool:
+    return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
+
+
+_KINDS = {
+    Param: "",
+    Tensors: " that are lists of tensors",
+    Array: " that are lists of integers",
+    Attr: " that are values",
+}
+
+
+def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
+    """The parameter of a name, of a kind, that has no value yet."""
+    found = op.by_name.get(name)
+    if found is None or not isinstance(found, kind):
+        raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)
+    if args and name in args:
+        raise _Fault(field, "names that have no value yet", name)
+    return found
+
+
+def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Lists of tensors from members called name[0], name[1], ..."""
+    lists: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: (len(name), name)):
+        found = lists.setdefault(name.split("[")[0], [])
+        if name != f"{name.split('[')[0]}[{len(found)}]":
+            raise _Fault("tensors", "a list's members by numbers from 0 on, none left out", name)
+        found.append(tensors[name])
+    return lists
+
+
+def _attribute(name: str, p: Param, value: Any) -> Any:
+    """A number, a word, or a Band from the list of its fields."""
+    assert isinstance(p, Attr)
+    if p.type is not Band:
+        if type(value) not in (bool, int, float, str):
+            raise _Fault(f"attributes: {name}", "a number or a string", value)
+        if type(value) is int and not -1 << 63 <= value < 1 << 64:
+            raise _Fault(f"attributes: {name}", "an integer of 64 bits", value)
+        return value
+    try:
+        lo, hi, align, prefix = value
+        if _are_integers([lo, hi, *prefix], -1 << 63, 1 << 63):
+            return Band(lo, hi, align, tuple(prefix))
+    except (TypeError, ValueError):
+        pass
+    raise _Fault(f"attributes: {name}", "the fields of a Band: [lo, hi, align, prefix]", value)

@@ -1,0 +1,84 @@
+"""The module torch_npu and its submodules, as torch_npu lays them out: what is there works, what is not says so.
+
+Refuses to know how they get their place (install.py), and what any function computes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusion_attention.npu import device as npu_device
+from fusion_attention.npu import indexer_loss, inference, sparse, testcase, training
+
+NAME = "torch_npu"
+FACES = (training, inference, sparse, indexer_loss)
+
+# Submodules of torch_npu.npu whose names are torch_npu.npu's own.
+_PARTS = {
+    "streams": "Stream Event",
+    "random": "manual_seed manual_seed_all seed seed_all initial_seed "
+    "get_rng_state set_rng_state get_rng_state_all set_rng_state_all",
+    "memory": "empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved "
+    "reset_peak_memory_stats",
+    "utils": "synchronize set_device current_device device_count is_available is_initialized init "
+    "get_device_name get_device_properties is_bf16_supported device device_of "
+    "stream set_stream current_stream default_stream",
+}
+
+
+def made(base: torch.device) -> dict[str, ModuleType]:
+    """Every module by its full name, packages before what they hold.
+
+    Args:
+        base: the device that computes.
+    """
+    functions = {name: getattr(module, name) for module in FACES for name in module.__all__}
+    npu = {**npu_device.names(base), **functions}
+    amp = npu_device.amp(base.type)
+    contents: dict[str, dict[str, Any]] = {
+        NAME: functions,
+        f"{NAME}.npu": npu,
+        **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
+        f"{NAME}.npu.amp": amp,
+        f"{NAME}.npu.amp.autocast_mode": {"autocast": amp["autocast"]},
+        f"{NAME}.npu.amp.grad_scaler": {"GradScaler": amp["GradScaler"]},
+        f"{NAME}.testing": {},
+        f"{NAME}.testing.testcase": {name: getattr(testcase, name) for name in testcase.CASES},
+        f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},
+    }
+    contents[f"{NAME}.npu.utils"] |= npu_device.CHECKS
+    modules = {name: _module(name, names) for name, names in contents.items()}
+    for name, module in modules.items():
+        owner, _, last = name.rpartition(".")
+        if owner:
+            setattr(modules[owner], last, module)
+    version = f"{torch.__version__.split('+')[0]}+fusion.attention"
+    vars(modules[NAME]).update(__version__=version, __all__=[*functions, "npu"])
+    return modules
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name, f"{name}, played by fusion_attention: the same calls on any machine.")
+    vars(module).update(names, __path__=[], __getattr__=_absent(module))
+    return module
+
+
+def _absent(module: ModuleType) -> Callable[[str], Any]:
+    """The module's __getattr__: an error that says whose module it is, and what comes close."""
+
+    @lru_cache(256)  # programs that ask what there is ask often
+    def close(name: str) -> str:
+        there = [known for known in vars(module) if not known.startswith("__")]
+        found = difflib.get_close_matches(name, there, n=3)
+        return f"; it has {', '.join(found)}" if found else ""
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{close(name)} (docs/torch_npu.md)")
+
+    return __getattr__

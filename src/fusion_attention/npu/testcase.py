@@ -1,0 +1,134 @@
+"""What test programs of torch_npu import from torch_npu.testing, on top of unittest.
+
+Knows how those programs compare and skip. Refuses to know any operator.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+CASES = ("TestCase", "run_tests")
+HELPERS = ("SupportedDevices", "create_common_tensor", "get_npu_device", "set_npu_device")
+
+
+def get_npu_device() -> str:
+    """The device of tests: "npu:0", or the one whose number SET_NPU_DEVICE is."""
+    return f"npu:{os.environ.get('SET_NPU_DEVICE', '0')}"
+
+
+def set_npu_device() -> str:
+    """Chooses get_npu_device(), and names it."""
+    device = get_npu_device()
+    torch.npu.set_device(device)  # type: ignore[attr-defined]  # as long as it is installed
+    return device
+
+
+def create_common_tensor(
+    item: Sequence[Any], minValue: float, maxValue: float, device: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(on the CPU, on the device): the same uniform random values.
+
+    Args:
+        item: (numpy dtype, format, shape); the format is how a chip lays memory out, and means nothing here.
+        minValue, maxValue: the range of values.
+        device: get_npu_device() by default.
+    """
+    dtype, _, shape = item
+    values = torch.from_numpy(np.random.uniform(minValue, maxValue, shape).astype(dtype))  # noqa: NPY002
+    return values, values.to(device or get_npu_device(), copy=True)
+
+
+class SupportedDevices:
+    """Marks a test for some chips; here it always runs, for operators mean the same on any machine."""
+
+    def __init__(self, supported_devices: Sequence[str]) -> None:
+        self.supported_devices = supported_devices
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The test itself."""
+        return function
+
+
+def _values(given: Any) -> np.ndarray:
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
+    return np.asarray(given)
+
+
+class TestCase(unittest.TestCase):
+    """unittest's, with seeds set before every test and comparisons of tensors."""
+
+    maxDiff = None
+    precision = 1e-5
+    npu_device: ClassVar[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Chooses the device."""
+        cls.npu_device = set_npu_device()
+
+    def setUp(self) -> None:
+        """Seeds torch and Python by SEED, or 666."""
+        seed = int(os.environ.get("SEED", "666"))
+        torch.manual_seed(seed)
+        random.seed(seed)
+
+    def assertRtolEqual(
+        self,
+        x: Any,
+        y: Any,
+        prec: float = 1e-4,
+        prec16: float = 1e-3,
+        auto_trans_dtype: bool = False,
+        message: Any = None,
+    ) -> None:
+        """Fails where shapes or dtypes differ, NaN lies elsewhere, or too many elements are too far apart.
+
+        Too many are a share of more than prec of all, both with |x - y| > prec and with |x - y| > prec * max(|x|, |y|)
+        (prec16 for float16).
+        """
+        if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+            self.assertEqual(len(x), len(y), message)
+            for one, other in zip(x, y, strict=True):
+                self.assertRtolEqual(one, other, prec, prec16, auto_trans_dtype, message)
+            return
+        a, b = _values(x), _values(y)
+        self.assertEqual(a.shape, b.shape, message)
+        if auto_trans_dtype:
+            a = a.astype(b.dtype)
+        self.assertEqual(a.dtype, b.dtype, message)
+        limit = prec16 if a.dtype == np.float16 else prec
+        p, q = a.astype(np.float64), b.astype(np.float64)
+        self.assertTrue(np.array_equal(np.isnan(p), np.isnan(q)), message or "NaN in other places")
+        same = (p == q) | np.isnan(p)
+        apart = np.abs(np.where(same, 0.0, p) - np.where(same, 0.0, q))
+        relative = (apart > limit * np.maximum(np.abs(p), np.abs(q))) | np.isinf(apart)
+        far = min(int((apart > limit).sum()), int(relative.sum()))
+        self.assertLessEqual(far, limit * a.size, message or f"{far} of {a.size} elements are too far apart")
+
+    def assertEqual(self, first: Any, second: Any, msg: Any = None, **options: Any) -> None:
+        """unittest's; tensors, and numbers beside tensors, are equal within precision (prec)."""
+        prec = options.pop("prec", None)
+        if isinstance(msg, float):
+            prec, msg = msg, options.pop("message", None)
+        if not (isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)):
+            super().assertEqual(first, second, msg)
+            return
+        one, other = torch.as_tensor(first), torch.as_tensor(second)
+        limit = self.precision if prec is None else prec
+        torch.testing.assert_close(
+            one.cpu(), other.cpu(), rtol=0, atol=limit, equal_nan=True, check_dtype=False, msg=msg
+        )
+
+
+def run_tests() -> None:
+    """Runs the tests of the program."""
+    unittest.main()

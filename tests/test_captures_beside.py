@@ -1,0 +1,263 @@
+"""Captures beside captures: numbers, threads, processes and ends in any order lose nothing and leave nothing."""
+
+import contextlib
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import safetensors.torch
+import torch
+
+import fusion_attention as fa
+from fusion_attention import api, lowered_operators
+from fusion_attention.npu import training
+
+# Everything that captures wrap.
+PLACES = ((training, "_forward"), (training, "_backward"), (api, "_attention"), (lowered_operators, "results"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_wrapped() -> Iterator[None]:
+    before = [getattr(owner, name) for owner, name in PLACES]
+    yield
+    assert [getattr(owner, name) for owner, name in PLACES] == before
+
+
+def small() -> torch.Tensor:
+    q = torch.ones(1, 2, 1, 8)
+    return fa.attention(q, q, q)
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(int(file.name.split("-")[0]) for file in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("there", "first"),
+    [
+        (["9999-x.safetensors"], 10000),
+        (["0007-attention.safetensors", "10000-x.safetensors"], 10001),
+        (["notes.txt", "12-x.safetensors", "0003.safetensors", "000a-x.safetensors", "0004-x.safetensors.bak"], 0),
+        ([f"{'9' * 40}-x.safetensors", "٣٣٣٣-x.safetensors"], 0),
+    ],
+    ids=["four digits", "five digits", "other names", "no numbers"],
+)
+def test_numbers_go_on(there: list[str], first: int, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    with fa.capture(tmp_path) as recorded:
+        small()
+        small()
+    assert [file.name for file in recorded.files] == [f"{n:04}-attention.safetensors" for n in (first, first + 1)]
+    assert len(list(tmp_path.iterdir())) == len(there) + 2
+
+
+def test_no_file_is_written_over(tmp_path: Path) -> None:
+    """Another process has taken, or is about to take, the numbers that come next."""
+    with fa.capture(tmp_path) as recorded:
+        (tmp_path / "0000-attention.safetensors").write_text("theirs")
+        (tmp_path / "0001-attention.part").write_text("theirs")
+        small()
+    assert [file.name[:4] for file in recorded.files] == ["0002"]
+    assert (tmp_path / "0000-attention.safetensors").read_text() == "theirs"
+    assert (tmp_path / "0001-attention.part").read_text() == "theirs"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_forked_process_writes_files_of_its_own(tmp_path: Path) -> None:
+    with fa.capture(tmp_path) as recorded:
+        small()
+        child = os.fork()
+        for _ in range(20):
+            small()
+        if not child:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(recorded.files) == 21
+    assert numbers(tmp_path) == list(range(41))
+    assert all(fa.replay(file).worst == 0.0 for file in tmp_path.iterdir())
+
+
+def test_a_call_does_not_look_at_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    for name in ("listdir", "scandir"):
+        there = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, there=there: listed.append(path) or there(path))
+    with fa.capture(tmp_path) as recorded:
+        assert len(listed) == 1
+        for _ in range(5):
+            small()
+    assert len(listed) == 1
+    assert len(recorded.files) == 5
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with fa.capture(tmp_path) as recorded:
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.torch, "save_file", full)
+            with pytest.raises(OSError, match="No space"):
+                small()
+        assert not list(tmp_path.iterdir())
+        small()
+    assert len(recorded.files) == 1
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs work(0), work(1), ... at once; what one of them raises is raised."""
+    start = threading.Barrier(count)
+
+    def begin(i: int) -> None:
+        torch.set_num_threads(1)
+        start.wait()
+        work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(begin, range(count)))
+
+
+def test_threads_lose_no_call(tmp_path: Path) -> None:
+    def work(_: int) -> None:
+        for _ in range(25):
+            small()
+
+    with fa.capture(tmp_path) as recorded:
+        in_threads(8, work)
+    assert numbers(tmp_path) == list(range(200))
+    assert sorted(recorded.files) == sorted(tmp_path.iterdir())
+
+
+def test_a_capture_in_every_thread(tmp_path: Path) -> None:
+    """Each records at least what its own thread calls, in a folder of its own and in one for all."""
+
+    def work(i: int) -> None:
+        for folder in (tmp_path / str(i), tmp_path / "all"):
+            for _ in range(5):
+                with fa.capture(folder) as recorded:
+                    small()
+                    small()
+                assert len(recorded.files) >= 2
+                assert all(file.exists() for file in recorded.files)
+
+    in_threads(8, work)
+    for i in range(8):
+        assert len(numbers(tmp_path / str(i))) == len(set(numbers(tmp_path / str(i)))) >= 10
+    assert len(numbers(tmp_path / "all")) == len(set(numbers(tmp_path / "all"))) >= 80
+
+
+def test_a_decorated_function_in_threads(tmp_path: Path) -> None:
+    recorder = fa.capture(tmp_path)
+
+    @recorder
+    def work(depth: int) -> None:
+        small()
+        if depth:
+            work(depth - 1)
+
+    in_threads(8, lambda i: work(3))
+    assert len(recorder.files) == 32
+    small()
+    assert numbers(tmp_path) == list(range(32))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_captures_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
+    recorders = [fa.capture(folder) for folder in folders]
+    for recorder in recorders:
+        recorder.__enter__()
+    small()
+    for ended in order:
+        recorders[ended].__exit__(None, None, None)
+        small()
+    for place, ended in enumerate(order):
+        assert len(recorders[ended].files) == 1 + place
+    assert numbers(tmp_path / "a") == list(range(len(recorders[0].files) + len(recorders[2].files)))
+    assert numbers(tmp_path / "b") == list(range(len(recorders[1].files)))
+
+
+def test_suspended_generators(tmp_path: Path) -> None:
+    def calls(folder: Path) -> Iterator[int]:
+        with fa.capture(folder) as recorded:
+            while True:
+                small()
+                yield len(recorded.files)
+
+    one, other = calls(tmp_path / "one"), calls(tmp_path / "other")
+    assert (next(one), next(other), next(one)) == (1, 1, 3)
+    one.close()  # type: ignore[attr-defined]
+    assert next(other) == 3
+    del other
+    gc.collect()
+    small()
+    assert len(numbers(tmp_path / "one")) == 3
+    assert len(numbers(tmp_path / "other")) == 3
+
+
+def test_one_object_entered_again(tmp_path: Path) -> None:
+    recorder = fa.capture(tmp_path)
+    recorder.__exit__(None, None, None)
+    with recorder:
+        with recorder, contextlib.ExitStack() as stack:
+            stack.enter_context(recorder)
+            small()
+        small()
+    small()
+    with recorder:
+        small()
+    assert [file.name[:4] for file in recorder.files] == ["0000", "0001", "0002"]
+
+
+def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError), fa.capture(tmp_path / "file"):
+        pass
+    assert api._attention.__qualname__ == "_attention"
+
+
+def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
+    before, seen = api._attention, []
+    with fa.capture(tmp_path) as recorded:
+        below = api._attention
+        monkeypatch.setattr(api, "_attention", lambda *args, **how: seen.append(args) or below(*args, **how))
+        small()
+    small()
+    with fa.capture(tmp_path) as again:
+        small()
+    assert (len(seen), len(recorded.files), len(again.files)) == (3, 1, 1)
+    monkeypatch.setattr(api, "_attention", before)
+
+
+def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with fa.capture("calls") as recorded:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        small()
+    assert recorded.files == [tmp_path / "calls" / "0000-attention.safetensors"]
+    assert recorded.files[0].exists()
+
+
+def test_modes_do_not_see_the_writing(tmp_path: Path) -> None:
+    class Seen(torch.overrides.TorchFunctionMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        small()
+    alone, Seen.names = Seen.names, []
+    with fa.capture(tmp_path), Seen():
+        small()
+    assert Seen.names == alone

@@ -1,0 +1,255 @@
+"""npu.install() and uninstall() in any thread, under any mode, interrupted anywhere: all of it, or nothing of it."""
+
+import functools
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from fusion_attention import npu
+
+install = importlib.import_module("fusion_attention.npu.install")  # the package has the function of that name
+
+
+def surroundings() -> list[Any]:
+    """Everything that install() changes, in this thread."""
+    owners = (torch, torch.Tensor, torch.nn.Module, torch.autocast)
+    return [*(dict(vars(owner)) for owner in owners), list(sys.meta_path), sorted(sys.modules), stack()]
+
+
+def stack() -> list[Any]:
+    return list(_get_current_function_mode_stack())
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    npu.install()  # whatever the first call of all imports
+    npu.uninstall()
+    before = surroundings()
+    yield
+    npu.uninstall()
+    after = surroundings()
+    for one, other in zip(before, after, strict=True):
+        assert one == other
+    assert importlib.util.find_spec("torch_npu") is None
+
+
+def elsewhere(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return, one after the other in one other thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return [pool.submit(call).result() for call in calls]
+
+
+def npu_works() -> bool:
+    try:
+        return torch.ones(2, device="npu:0").is_npu and torch.device("npu").type == "cpu"  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+def test_another_thread_uninstalls() -> None:
+    assert elsewhere(npu.install, npu_works) == [None, True]
+    assert "torch_npu" in sys.modules
+    npu.uninstall()
+    assert "torch_npu" not in sys.modules
+    assert not hasattr(torch, "npu")
+    npu.install()
+    assert npu_works()
+
+
+def test_this_thread_installs_and_another_one_uninstalls() -> None:
+    npu.install()
+    elsewhere(npu.uninstall)
+    assert not hasattr(torch, "npu")
+    assert not npu_works()
+    assert torch.ones(2).device.type == "cpu"  # what is left in this thread changes nothing
+    npu.install()
+    assert npu_works()
+    assert len(stack()) == 1
+
+
+def test_every_thread_that_installs_knows_npu() -> None:
+    npu.install()
+    assert elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(stack())) == [
+        False,
+        None,
+        True,
+        None,
+        1,
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(npu.install).result()
+        npu.uninstall()
+        assert pool.submit(npu_works).result() is False
+        npu.install()
+        assert pool.submit(npu_works).result() is True
+
+
+def test_eight_threads_at_once() -> None:
+    start = threading.Barrier(8)
+
+    def work(i: int) -> bool:
+        start.wait()
+        for _ in range(20):
+            npu.install()
+            if i % 2:
+                npu.uninstall()
+        npu.install()
+        start.wait()  # nobody uninstalls any more
+        npu.install()
+        return npu_works()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    assert sum(isinstance(finder, install._Finder) for finder in sys.meta_path) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- modes
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_installed_inside_a_device_context() -> None:
+    with torch.device("meta"):
+        npu.install()
+        assert torch.ones(2).device.type == "meta"
+        assert torch.ones(2, device="npu").device.type == "cpu"
+        assert len(stack()) == 2
+    assert torch.ones(2).device.type == "cpu"
+    assert npu_works()
+    assert len(stack()) == 1
+    npu.uninstall()
+    assert not stack()
+
+
+@pytest.mark.parametrize("enter", [npu.install, npu.uninstall, lambda: (npu.uninstall(), npu.install())])
+def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
+    npu.install()
+    outer, inner = Counting(), Counting()
+    with outer, torch.device("meta"), inner:
+        before = outer.calls, inner.calls
+        enter()
+        torch.ones(2)
+        assert outer.calls > before[0]
+        assert inner.calls > before[1]
+        assert [mode for mode in stack() if isinstance(mode, Counting)] == [outer, inner]
+    assert torch.ones(2).device.type == "cpu"
+    assert len(stack()) == (1 if hasattr(torch, "npu") else 0)
+
+
+def test_a_default_device_from_before_can_be_taken_back() -> None:
+    torch.set_default_device("meta")
+    try:
+        npu.install()
+        assert torch.ones(2).device.type == "meta"
+        assert torch.ones(2, device="npu").device.type == "cpu"
+        with torch.device("cpu"):
+            assert torch.ones(2).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert torch.ones(2).device.type == "cpu"
+    assert npu_works()
+    torch.set_default_device("meta")
+    npu.uninstall()
+    assert torch.ones(2).device.type == "meta"
+    torch.set_default_device(None)
+
+
+def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
+    npu.install()
+    torch.overrides._pop_mode()
+    assert not npu_works()
+    npu.install()
+    assert npu_works()
+    torch.overrides._pop_mode()
+    npu.uninstall()
+
+
+# --------------------------------------------------------------------------------------------------- halves, and others
+
+
+def steps() -> list[str]:
+    """Every place of install() that may fail: what it calls to change something."""
+    return [*("made", "_Finder", "Watch", "_mapped"), "enter", "Watch.begin"]
+
+
+@pytest.mark.parametrize("step", steps())
+def test_an_interrupted_install_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt(step)
+
+    before = surroundings()
+    with monkeypatch.context() as patch:
+        if step == "enter":
+            patch.setattr(install._Devices, "enter", fails)
+        elif step == "Watch.begin":
+            patch.setattr(install.Watch, "begin", fails)
+        else:
+            patch.setattr(install, step, fails)
+        with pytest.raises(KeyboardInterrupt, match=step):
+            npu.install()
+    assert surroundings() == before
+    npu.install()
+    assert npu_works()
+
+
+def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise KeyboardInterrupt
+
+    npu.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(install, "_pop_mode", fails)
+        with pytest.raises(KeyboardInterrupt):
+            npu.uninstall()
+    assert "torch_npu" not in sys.modules
+    assert not hasattr(torch, "npu")
+    assert not hasattr(torch.Tensor, "npu")
+    npu.install()
+    assert npu_works()
+    assert len(stack()) == 1
+
+
+def test_what_others_changed_meanwhile_is_theirs() -> None:
+    npu.install()
+    below = torch.load
+    torch.load = theirs = functools.partial(below)
+    other = ModuleType("torch_npu")
+    sys.modules["torch_npu"] = other
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, install._Finder)]
+    npu.uninstall()
+    assert torch.load is theirs
+    assert sys.modules.pop("torch_npu") is other
+    torch.load = below.__wrapped__  # type: ignore[attr-defined]
+
+
+def test_another_torch_npu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+        before = surroundings()
+        with pytest.raises(RuntimeError, match=r"expected no other torch_npu, got <module 'torch_npu'"):
+            npu.install()
+        assert surroundings() == before
+        patch.setitem(sys.modules, "torch_npu", None)  # an import that somebody forbids
+        npu.install()
+        assert npu_works()
+        npu.uninstall()
+        assert sys.modules["torch_npu"] is None

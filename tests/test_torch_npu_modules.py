@@ -1,0 +1,254 @@
+"""The submodules of an installed torch_npu: each lies where torch_npu has it, and every name in it works."""
+
+import importlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_attention import npu
+from fusion_attention.npu import inference
+from fusion_attention.npu.modules import made
+
+MODULES = [
+    *("npu", "npu.utils", "npu.amp", "npu.amp.autocast_mode", "npu.amp.grad_scaler", "npu.streams", "npu.memory"),
+    *("npu.random", "testing", "testing.testcase", "testing.common_utils"),
+]
+
+
+@pytest.fixture(autouse=True)
+def torch_npu() -> Iterator[Any]:
+    npu.install()
+    yield importlib.import_module("torch_npu")
+    npu.uninstall()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> None:
+    module = importlib.import_module(f"torch_npu.{name}")
+    assert importlib.util.find_spec(f"torch_npu.{name}") is not None
+    found = torch_npu
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found is module
+    assert module.__name__ == f"torch_npu.{name}"
+    npu.uninstall()
+    assert f"torch_npu.{name}" not in sys.modules
+
+
+def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
+    for part in ("utils", "streams", "memory", "random"):
+        module = importlib.import_module(f"torch_npu.npu.{part}")
+        names = {name for name in vars(module) if not name.startswith("__")}
+        assert names
+        own = {"npu_check_overflow", "is_support_inf_nan", "get_soc_version"} & names
+        assert all(getattr(module, name) is getattr(torch.npu, name) for name in names - own)  # type: ignore[attr-defined]
+    assert importlib.import_module("torch_npu.npu.amp.grad_scaler").GradScaler is torch_npu.npu.amp.GradScaler
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_name_is_there_on_every_device(device: str) -> None:
+    modules = made(torch.device(device))
+    assert [name for name in modules if name != "torch_npu"] == [
+        f"torch_npu.{name}" for name in modules_in_order(modules)
+    ]
+    assert {name.removeprefix("torch_npu.") for name in modules} == {*MODULES, "torch_npu"}
+
+
+def modules_in_order(modules: dict[str, Any]) -> list[str]:
+    """The names behind the package's, each after the package that holds it."""
+    names = [name.removeprefix("torch_npu.") for name in modules if name != "torch_npu"]
+    assert all("." not in name or name.rpartition(".")[0] in names[:at] for at, name in enumerate(names))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text"),
+    [
+        ("", "npu_rms_norm", "fusion_attention's torch_npu has no npu_rms_norm (docs/torch_npu.md)"),
+        ("", "npu_fusion_atention", "no npu_fusion_atention; it has npu_fusion_attention, npu_fusion_attention_v"),
+        ("", "contrib", "fusion_attention's torch_npu has no contrib"),
+        ("npu", "mem_get_inf", "fusion_attention's torch_npu.npu has no mem_get_inf"),
+        ("npu", "synchronise", "torch_npu.npu has no synchronise; it has synchronize"),
+        ("npu.utils", "get_cann_version", "torch_npu.npu.utils has no get_cann_version"),
+        ("testing.common_utils", "create_common_tensors", "it has create_common_tensor (docs/torch_npu.md)"),
+    ],
+)
+def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: Any) -> None:
+    owner = importlib.import_module(f"torch_npu.{module}".rstrip("."))
+    with pytest.raises(AttributeError) as caught:
+        getattr(owner, name)
+    assert text in str(caught.value)
+    assert not hasattr(owner, name)
+    with pytest.raises(ImportError):
+        exec(f"from {owner.__name__} import {name}")
+
+
+def test_a_new_function_of_a_face_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
+    monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
+    modules = made(torch.device("cpu"))
+    assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
+
+
+def test_checks(torch_npu: Any) -> None:
+    utils = importlib.import_module("torch_npu.npu.utils")
+    for value, wrong in ((1.0, False), (math.inf, True), (math.nan, True)):
+        assert utils.npu_check_overflow(value) is wrong
+        assert utils.npu_check_overflow(torch.tensor([1.0, value]).half().npu()) is wrong
+    with pytest.raises(RuntimeError, match="npu_check_overflow: expected a float or a tensor, got list"):
+        utils.npu_check_overflow([1.0])
+    assert utils.is_support_inf_nan()
+    assert torch.tensor([6e4], dtype=torch.float16).npu().mul(2).isinf().all()
+    assert utils.get_soc_version() == -1
+    with utils.device_of(torch.ones(1).npu()), utils.device("npu:0"), utils.stream(utils.current_stream()):
+        utils.synchronize()
+    called: list[int] = []
+    torch_npu.npu._lazy_call(lambda: called.append(1))
+    assert called == [1]
+
+
+def test_random_states(torch_npu: Any) -> None:
+    chance = importlib.import_module("torch_npu.npu.random")
+    chance.manual_seed(5)
+    assert chance.initial_seed() == 5
+    states, one = chance.get_rng_state_all(), torch.rand(3, device="npu")
+    chance.set_rng_state_all(states)
+    assert torch.equal(torch.rand(3, device="npu"), one)
+    chance.seed()
+    assert chance.initial_seed() != 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scaler_is_of_the_device_that_computes(torch_npu: Any) -> None:
+    scaler = torch_npu.npu.amp.GradScaler(init_scale=8.0, dynamic=True)
+    assert isinstance(scaler, torch.amp.GradScaler)
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [8.0, 8.0]
+    scaler.step(torch.optim.SGD([weight], lr=0.5))
+    assert weight.tolist() == [0.5, 0.5]
+    with pytest.raises(NotImplementedError, match="expected dynamic=True"):
+        torch_npu.npu.amp.GradScaler(dynamic=False)
+
+
+# ----------------------------------------------------------------------------------------------------- test programs
+
+
+def case() -> Any:
+    return importlib.import_module("torch_npu.testing.testcase").TestCase()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options"),
+    [
+        (torch.ones(4), torch.ones(4) + 5e-5, {}),
+        (torch.full((4,), 1e6), torch.full((4,), 1e6 + 50), {}),
+        (torch.ones(100), torch.ones(100).index_fill(0, torch.tensor([3]), 2.0), {"prec": 0.01}),
+        (torch.ones(4).half(), torch.ones(4).half() + 9e-4, {}),
+        (torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), {}),
+        (np.ones(4), np.ones(4), {}),
+        (torch.tensor([torch.nan, torch.inf, 1]), torch.tensor([torch.nan, torch.inf, 1]), {}),
+        (True, True, {}),
+        ([torch.ones(2), 3.0], (torch.ones(2), 3.0), {}),
+        (torch.ones(2).half(), torch.ones(2), {"auto_trans_dtype": True}),
+    ],
+)
+def test_what_test_programs_call_equal(x: Any, y: Any, options: dict[str, Any]) -> None:
+    case().assertRtolEqual(x, y, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.ones(4), torch.ones(4) + 1e-3),
+        (torch.ones(100), torch.ones(100).index_fill(0, torch.tensor([3]), 2.0)),
+        (torch.ones(4).half(), torch.ones(4).half() + 4e-3),
+        (torch.ones(4), torch.ones(5)),
+        (torch.ones(4), torch.ones(4).double()),
+        (torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, torch.nan])),
+        (torch.tensor([torch.inf]), torch.tensor([-torch.inf])),
+        (torch.ones(1), torch.tensor([torch.nan])),
+        (True, False),
+        ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
+    ],
+)
+def test_what_test_programs_call_different(x: Any, y: Any) -> None:
+    with pytest.raises(AssertionError):
+        case().assertRtolEqual(x, y)
+
+
+def test_equality_with_a_precision() -> None:
+    equal = case().assertEqual
+    equal(torch.ones(2), torch.ones(2) + 1e-6)
+    equal(torch.ones(2), torch.ones(2) + 0.05, prec=0.1)
+    equal(torch.ones(2), torch.ones(2) + 0.05, 0.1)
+    equal("a", "a")
+    for wrong in ((torch.ones(2), torch.ones(2) + 1e-3), (torch.ones(2), torch.ones(3)), ("a", "b"), (1, 2)):
+        with pytest.raises(AssertionError):
+            equal(*wrong)
+
+
+def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = importlib.import_module("torch_npu.testing.common_utils")
+    one, other = helpers.create_common_tensor([np.float16, 2, (3, 4)], -2, 2)
+    assert torch.equal(one, other)
+    assert one.dtype == torch.float16
+    assert one.shape == (3, 4)
+    assert one.abs().max() <= 2
+    other.zero_()
+    assert one.any()
+    assert helpers.set_npu_device() == "npu:0"
+    monkeypatch.setenv("SET_NPU_DEVICE", "3")
+    assert helpers.get_npu_device() == "npu:3"
+    with pytest.raises(RuntimeError, match="expected npu:0 to npu:0"):
+        helpers.set_npu_device()
+
+
+PROGRAM = """
+from fusion_attention import npu
+npu.install()
+import unittest
+import torch
+import torch_npu
+import torch_npu.npu.utils as utils
+from torch_npu.testing.testcase import TestCase, run_tests
+from torch_npu.testing.common_utils import SupportedDevices, get_npu_device
+
+DEVICE_NAME = torch_npu.npu.get_device_name(0)[:10]
+
+
+class Attention(TestCase):
+    @SupportedDevices(["Ascend910B"])
+    def test_forward_and_gradient(self, device="npu"):
+        q = torch.randn(1, 2, 32, 16)
+        rows = q.transpose(1, 2).flatten(2).npu().requires_grad_()
+        out = torch_npu.npu_fusion_attention(rows, rows, rows, head_num=2, input_layout="BSH", scale=0.25)[0]
+        expected = torch.softmax(q @ q.transpose(2, 3) * 0.25, -1) @ q
+        self.assertRtolEqual(expected.transpose(1, 2).flatten(2), out, prec=0.001, prec16=0.001)
+        out.backward(torch.ones_like(out).to(device))
+        self.assertEqual(rows.grad.shape, rows.shape)
+
+    def test_that_fails(self):
+        self.assertRtolEqual(torch.ones(2).npu(), torch.zeros(2))
+
+
+run_tests()
+"""
+
+
+def test_a_test_program_runs(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    run = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert "Ran 2 tests" in run.stderr
+    assert "FAILED (failures=1)" in run.stderr
+    assert "2 of 2 elements are too far apart" in run.stderr
