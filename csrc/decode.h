@@ -195,13 +195,12 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
     for (std::int64_t d = 0; d < w.p.dim_v; ++d) out[d] *= fade;
     state[1] *= fade;
     for (std::int64_t c = 0; c < t.real; ++c) {
-        if (!(w.s.seen[c / 8] >> (c % 8) & 1)) continue;
-        const bool none = scores[c] == -infinity;
-        const float weight = none ? 0.0f : power((scores[c] - peak) * w.factor);
+        if (scores[c] == -infinity) continue;  // not seen: all others are so here
+        const float weight = power((scores[c] - peak) * w.factor);
         const float *value = reinterpret_cast<const float *>(w.s.value_rows[c]);
         for (std::int64_t d = 0; d < w.p.dim_v; ++d) {
             const bool wild = value[d] - value[d] != 0.0f;
-            out[d] += (wild && !none ? most(weight, smallest_weight) : weight) * value[d];
+            out[d] += (wild ? most(weight, smallest_weight) : weight) * value[d];
         }
         state[1] += weight;
     }

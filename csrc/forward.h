@@ -36,7 +36,7 @@ template <class Format> struct Scratch {  // one thread's
     float *shift;     // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
     float *scores;    // [block_rows][most_step]
     Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
-    std::uint8_t *seen, *keep, *nothing;  // [block_rows][most_step / 8]
+    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
@@ -58,7 +58,6 @@ template <class Format> struct Scratch {  // one thread's
         }
         take(seen, block_rows * most_step / 8);
         take(keep, block_rows * most_step / 8);
-        take(nothing, block_rows * most_step / 8);
         bytes = at - start;
     }
 };
@@ -284,34 +283,30 @@ template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
     return false;
 }
 
-// Before weights take the scores' place: which of them are exactly 0, because the score is -inf; and what hide() left.
-template <class Format> void note_nothing(const Work<Format> &w, const Block &b) {
-    if (b.hidden && !w.p.has_blocked) mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
+// Before weights take the scores' place: a key is seen whose score is not -inf. hide() has left no other score to the rest.
+template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        std::uint8_t *bits = w.s.nothing + i * (most_step / 8);
-        std::memset(bits, 0, most_step / 8);
-        for (std::int64_t c = 0; c < b.count; ++c) {
-            if (w.s.scores[i * most_step + c] == -infinity) bits[c / 8] = static_cast<std::uint8_t>(bits[c / 8] | 1 << c % 8);
-        }
+        std::uint8_t *bits = w.s.seen + i * (most_step / 8);
+        std::memset(bits, 0xff, most_step / 8);
+        clear_unseen(bits, w.s.scores + i * most_step, b.count);
     }
 }
 
-// The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key.
+// The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
+// with a weight that is never 0: one that no float can hold is still more than nothing.
 template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
         if (!is_wild(w, b.first + c)) continue;
         const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
-        for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-            const Floats value = load_floats(v + d, w.p.dim_v - d);
-            const Words wild = not_finite(bits_of(value));
-            if (!any(wild)) continue;
-            for (std::int64_t i = 0; i < b.rows; ++i) {
-                if (b.hidden && !bit_of(w.s.seen, i, c)) continue;
-                if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
-                float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
-                if (weight == 0.0f && !bit_of(w.s.nothing, i, c)) weight = least_weight;  // too small for a float
-                float *out = w.s.out + (b.row + i) * w.sizes.columns + d;
-                store(out, load<Floats>(out) + floats_of(bits_of(value * weight) & wild));
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if (!bit_of(w.s.seen, i, c)) continue;
+            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
+            float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
+            if (weight == 0.0f) weight = least_weight;
+            float *out = w.s.out + (b.row + i) * w.sizes.columns;
+            for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+                const Floats value = load_floats(v + d, w.p.dim_v - d);
+                store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
             }
         }
     }
@@ -345,7 +340,7 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_w
     raise_peaks(w, b, met_wild, fade);
     if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
     const bool wild = any_wild(w, b);
-    if (wild) note_nothing(w, b);
+    if (wild) note_seen(w, b);
     weigh_block(w, b, fade);
     value_block(w, b, first ? nullptr : fade);
     if (wild) add_wild<Format, T>(w, b);

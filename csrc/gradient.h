@@ -19,9 +19,10 @@ namespace {
 
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
-// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen, and rows that are
-// not there, are zeros whatever their products were. Near: scale, maximum and sum of all rows go into the exponent at once;
-// else each row is asked, so that no row's bits depend on its neighbours.
+// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen (where something is not
+// finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were. Near: scale,
+// maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's bits depend on its
+// neighbours.
 template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
@@ -126,7 +127,7 @@ template <class Format, class T> void add_wild_keys(const Meeting<Format> &w, co
         if (!w.k.wild[(b.at + c) / panel]) continue;
         const std::int64_t key = w.key_tile.key0 + b.at + c;
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (b.hidden && !bit_of(w.k.seen + i * (w.k.keys / 8), c)) continue;
+            if (!bit_of(w.k.seen + i * (w.k.keys / 8), c)) continue;
             const float weight = Format::get(w.k.dscores + i * (w.k.keys / Format::depth), c);
             float *dq = w.r.dq + (b.row + i) * w.sizes.columns;
             add_wild_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
@@ -140,7 +141,7 @@ template <class Format, class T> void add_wild_rows(const Meeting<Format> &w, co
     const std::int64_t seq = w.row_tile.seq, head = w.row_tile.head, row = w.row_tile.row0 + b.row + i;
     const std::int64_t end = least(b.at + b.count, w.key_tile.key1 - w.key_tile.key0);
     for (std::int64_t at = b.at; at < end; ++at) {
-        if (b.hidden && !bit_of(w.k.seen + i * (w.k.keys / 8), at - b.at)) continue;
+        if (!bit_of(w.k.seen + i * (w.k.keys / 8), at - b.at)) continue;
         const std::int64_t first = at / panel * panel, lane = at % panel;
         if (w.r.wild[b.row + i] & wild_q) {
             const float weight = weight_of<Format>(w.k.dscore_rows, b.row + i, at);
@@ -165,7 +166,7 @@ template <class Format, class T> void add_wild(const Meeting<Format> &w, const M
     for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.wild[(b.at + c) / panel] != 0;
     if (some) add_wild_keys<Format, T>(w, b);
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        if (!w.r.wild[b.row + i]) continue;
+        if (!(w.r.wild[b.row + i] & (wild_q | wild_dout))) continue;
         begin_panels(w.sizes, w.k, b.at, static_cast<int>(b.count / panel));
         add_wild_rows<Format, T>(w, b, i);
     }
@@ -183,14 +184,17 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
     bool near = Format::fused && !w.wide_dbias;
+    std::uint8_t wild = 0;
     for (std::int64_t i = 0; i < rows; ++i) {
         hidden |= w.r.empty[row + i] != 0;
+        wild |= w.r.wild[row + i];
         if constexpr (Format::fused) near &= !w.r.far[row + i];
     }
+    for (std::int64_t at = first - begin; at < last - begin; at += panel) wild |= w.k.wild[at / panel];
     const std::int64_t from = most(first, some_begin / lanes * lanes);
     const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
     const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
-    return {row, rows, first - begin, count, from - begin, to - begin, hidden, near};
+    return {row, rows, first - begin, count, from - begin, to - begin, hidden || wild, near, wild != 0};
 }
 
 // Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.
@@ -216,8 +220,16 @@ template <class Format> void clear_dq(const Meeting<Format> &w, const Meet &b) {
     std::memset(w.r.dq + b.row * w.sizes.columns, 0, b.rows * w.sizes.columns * sizeof *w.r.dq);
 }
 
-template <class Format, class T> void meet_block(const Meeting<Format> &w, const Meet &b) {
+// Whether an element of V is not finite: it has made every row's dP so, and one row is asked.
+template <class Format> bool met_wild_values(const Meeting<Format> &w, const Meet &b) {
+    Words wild = {};
+    for (std::int64_t at = b.from; at < b.to; at += lanes) wild |= not_finite(bits_of(load<Floats>(w.k.dprobs + at - b.at)));
+    return any(wild);
+}
+
+template <class Format, class T> void meet_block(const Meeting<Format> &w, Meet b) {
     multiply_rows(w, b);
+    if (met_wild_values(w, b)) b.wild = b.hidden = true;
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
@@ -231,6 +243,7 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
         mark_seen(w.k.seen, block, w.p, w.o, w.seq);
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if (w.r.empty[b.row + i]) std::memset(w.k.seen + i * block.stride, 0, block.stride);
+            if (b.wild) clear_unseen(w.k.seen + i * block.stride, w.k.scores + i * w.k.keys, b.count);
         }
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
@@ -238,7 +251,7 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, const
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
     note_rows(w, b);
-    add_wild<Format, T>(w, b);
+    if (b.wild) add_wild<Format, T>(w, b);
 }
 
 template <class Format, class T>

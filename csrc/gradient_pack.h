@@ -46,7 +46,7 @@ private:
 // Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
 constexpr float near_peak = 1024.0f;
 
-constexpr std::uint8_t wild_q = 1, wild_dout = 2;
+constexpr std::uint8_t wild_q = 1, wild_dout = 2, wild_notes = 4;  // what of a row is not finite: its statistics, or D
 
 template <class Format> struct RowPart {
     using Word = typename Format::Word;
@@ -247,13 +247,14 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
         sums[e] = *row_of<float>(o.sum, tile.seq, tile.head, tile.row0 + i + e);
     }
     const auto empty = peaks == all(-infinity);
-    const Floats peak = empty ? Floats{} : peaks;
+    const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;
     delta = empty ? Floats{} : delta;
+    const Words wild = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
     store(part.peak + i, peak);
-    store(part.share + i, empty ? Floats{} : 1.0f / sums);
+    store(part.share + i, share);
     store(part.delta + i, delta);
     store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
-    store(part.wild + i, Bytes{});
+    store(part.wild + i, __builtin_convertvector(wild & wild_notes, Bytes));
     if constexpr (Format::fused) {
         const auto near = (peak <= all(near_peak)) & (peak >= all(-near_peak));
         store(part.far + i, __builtin_convertvector(~(Words)near & 1, Bytes));
@@ -273,7 +274,7 @@ template <class Format, class T> void note_wild_rows(const Job &job, const RowTi
         bool q = has_wild(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk);
         if (p.dim_rope) q |= has_wild(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope);
         const bool dout = has_wild(row_of<const T>(job.gradients->dout, tile.seq, tile.head, row), p.dim_v);
-        part.wild[i] = (q ? wild_q : 0) | (dout ? wild_dout : 0);
+        part.wild[i] = static_cast<std::uint8_t>(part.wild[i] | (q ? wild_q : 0) | (dout ? wild_dout : 0));
     }
 }
 

@@ -40,6 +40,7 @@ struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + coun
     std::int64_t row, rows, at, count;
     std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
     bool hidden, near;      // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
+    bool wild;              // something is not finite; hidden says so too
 };
 
 // ---------------------------------------------------------------------------------------------------------- products

@@ -22,6 +22,16 @@ FUSION_INLINE void set_interval(std::uint8_t *bits, std::int64_t first, std::int
     }
 }
 
+// Takes away the keys whose score is -inf: a weight of exactly 0 selects nothing, and 0 * NaN is NaN.
+inline void clear_unseen(std::uint8_t *bits, const float *scores, std::int64_t count) {
+    for (std::int64_t at = 0; at < count; at += lanes) {
+        if (!any((Words)(load<Floats>(scores + at) == all(-infinity)))) continue;
+        for (std::int64_t c = at; c < at + lanes; ++c) {
+            if (scores[c] == -infinity) bits[c / 8] = static_cast<std::uint8_t>(bits[c / 8] & ~(1 << c % 8));
+        }
+    }
+}
+
 // One bit per byte of 64: set where the byte is not zero.
 FUSION_INLINE std::uint64_t nonzero_bytes(const std::uint8_t *from) {
 #if defined(__AVX512BW__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -71,19 +72,71 @@ def test_the_other_rows_that_are_not_finite(case: Case, name: str, fill: float) 
 @pytest.mark.parametrize("largest", [300.0, 3000.0])
 @pytest.mark.parametrize("name", ["value", "dy"])
 def test_an_infinity_outlasts_a_weight_that_no_float_holds(name: str, largest: float) -> None:
-    """Nor a double, of the second score. A weight of a score of -inf is 0: NaN."""
+    """Nor a double, of the second score. A key whose score is -inf is not seen at all."""
     case = Case(q_len=(3,), kv_len=(20,), heads_q=2, heads_kv=1, scale=1.0, dim_qk=4)
     args = arguments(case)
     args["query"].fill_(1.0), args["key"].zero_()
     args["key"][0, 17:19, 0, 0] = largest  # these two share all that a float holds
+    measure = plain(case, args)  # of key 3's weight of 0
     args["key"][0, 3, 0, 0] = -math.inf
-    measure = plain(case, args)
     args[name][0, 2, 0, 1] = -math.inf
     if name == "value":
         args[name][0, 3, 0, 2] = math.inf
     want = golden(case, args)
+    assert want["out"][..., 2].isfinite().all()
     reached = want["out"][..., 1] if name == "value" else want["dv"][0, :, 0, 1]
     assert (reached == -math.inf).sum() == (6 if name == "value" else 19)
+    got = run(lowered(case, args), args["dy"], "triton")
+    assert torch.equal(got["dq"].isfinite(), want["dq"].isfinite())
+    for results in (got, want, measure):  # of whose numbers cancelling leaves nothing but rounding
+        del results["dq"]
+    check(case, got, want, measure)
+
+
+TWO = {"heads_q": 2, "heads_kv": 1}
+MASKED = [
+    Case(q_len=(3, 20), kv_len=(20, 24), dim_rope=2, pse="full", pse_type=0, **TWO, **BITS),
+    Case("BNSD", "bfloat16", (5, 5), (20, 20), dim_qk=24, dim_v=40, pse="row", sink=True, **TWO, **CAUSAL),
+    Case("TND", "float16", (2, 6), (9, 20), pse="row_blocks", mask="matrix", blank=True, inner_precise=2, **TWO),
+    # By the decode kernels, without a cache.
+    Case(q_len=(2, 3), kv_len=(8, 40), pse="shared_full", pse_type=0, inner_precise=2, **TWO),
+]
+
+
+def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
+    """pse hides the last two keys of each sequence, of which one element is `fill`, and another from the last row."""
+    args, first = arguments(case), 0
+    part(case, args["query"], "q", case.heads_q, 1)[..., 0].abs_()
+    for b, (rows, keys) in enumerate(zip(case.q_len, case.kv_len, strict=True)):
+        if case.packed:
+            pse = args["pse"][first : first + case.heads_q * keys].view(case.heads_q, 1, keys)
+            first += pse.numel()
+        else:
+            pse = args["pse"][b % args["pse"].shape[0], ..., :rows, :keys]
+        pse[..., -2:] = -math.inf
+        if pse.shape[1] > 1:
+            pse[:, -1, 0] = -math.inf
+        if b:
+            part(case, args[name], "kv", case.heads_kv, b)[:, -2:, :1] = fill
+    return args
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
+def test_a_float_mask_hides_what_is_not_finite(case: Case, fill: float) -> None:
+    measure = plain(case, masked(case, "value", 0.0))
+    args = masked(case, "value", fill)
+    want = golden(case, args)
+    assert all(t.isfinite().all() for t in want.values())
+    check(case, run(lowered(case, args), args["dy"], "triton"), want, measure)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
+def test_an_infinite_key_whose_score_is_minus_infinity_is_not_seen(case: Case) -> None:
+    measure = plain(case, masked(case, "key", 0.0))
+    args = masked(case, "key", -math.inf)
+    want = golden(case, args)
+    assert all(t.isfinite().all() for t in want.values())
     check(case, run(lowered(case, args), args["dy"], "triton"), want, measure)
 
 

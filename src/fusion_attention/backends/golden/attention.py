@@ -29,9 +29,8 @@ class _Sequence:
     v: torch.Tensor  # [heads_q, kv_len, dim_v]
     q_rope: torch.Tensor | None  # [heads_q, q_len, dim_rope]
     k_rope: torch.Tensor | None  # [heads_q, kv_len, dim_rope]
-    seen: torch.Tensor  # [heads_q, q_len, kv_len] bool
     in_band: torch.Tensor  # [q_len, 1] bool: the band leaves the row a key, whatever is blocked
-    scores: torch.Tensor  # [heads_q, q_len, kv_len], -inf where not seen
+    scores: torch.Tensor  # [heads_q, q_len, kv_len]: -inf is a key not seen, and all that are not seen are -inf
     keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
     keep_factor: float  # what a kept probability is multiplied by
     times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: how often a row weighs a key that it sees
@@ -155,7 +154,7 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     times = _times(problem, extents, operands, b, device)
     seen = seen & (times > 0)
     keep, keep_factor = _keep(problem, extents, operands, b, device)
-    return _Sequence(q, k, v, q_rope, k_rope, seen, in_band, scores.where(seen, -_INF), keep, keep_factor, times)
+    return _Sequence(q, k, v, q_rope, k_rope, in_band, scores.where(seen, -_INF), keep, keep_factor, times)
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,13 +178,14 @@ def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tupl
 
     softmax (bool) marks the pairs that the softmax weighs: those seen, in rows that are not empty. live (bool) adds to
     them every key of the rows in mean form. weights / divisor is the probability of each live pair, before dropout.
+    A score of -inf, wherever it comes from, is a key not seen: a weight of exactly 0 selects nothing, not even NaN.
     """
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
-    softmax = s.seen & ~empty
+    softmax = (s.scores != -_INF) & ~empty
     weights = (s.scores - row_max).exp()
     # What no double holds is still more than nothing: an infinite value that a row sees reaches it.
-    weights = weights.masked_fill((weights == 0) & (s.scores > -_INF), torch.finfo(torch.float64).tiny)
+    weights = weights.masked_fill((weights == 0) & softmax, torch.finfo(torch.float64).tiny)
     weights = (weights * s.times).where(~mean, 1.0)
     return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
 

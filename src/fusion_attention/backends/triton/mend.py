@@ -2,8 +2,9 @@
 
 A product of tiles multiplies what a row does not see by zero, and 0 * NaN is NaN: so a value that is not finite reaches
 rows of its tile that do not see it. These kernels follow the others, read each result once, and return where all of it
-is finite, as it nearly always is. Where it is not, they select before they multiply. A branch in the other kernels
-would do too, but it would take registers from every loop.
+is finite, as it nearly always is. Where it is not, they select before they multiply: what a mask hides counts nothing,
+and neither does a key whose score is -inf. A branch in the other kernels would do too, but it would take registers from
+every loop.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -71,15 +72,15 @@ def strange_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: t
 
 
 @triton.jit
-def outlasting(weight, score):
-    """The weight that an infinity meets: what no float holds is still more than nothing, and 0 * inf is NaN."""
-    return tl.where((weight == 0.0) & (score > -float("inf")), LEAST, weight)
+def outlasting(weight):
+    """The weight of a key that is seen, as an infinity meets it: what no float holds is still more than nothing."""
+    return tl.where(weight == 0.0, LEAST, weight)
 
 
 @triton.jit
-def product(weight, x, score):
+def product(weight, x):
     """weight * x, as an infinity meets it."""
-    return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight, score)) * x
+    return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 
 @triton.jit
@@ -168,8 +169,9 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if BLOCKED:
                 left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
+            counted = counted & ((s != -float("inf")) | mean[None, :])
             p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
-            wild = outlasting(p, s)
+            wild = outlasting(p)
             if DROPOUT:
                 counted = counted & tl.trans(kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                                        (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
@@ -236,12 +238,13 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                         seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], seen)
+            seen = seen & (s != -float("inf"))
             dp = products(do, load_three(v, at_v + at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)[:, None]
             if DROPOUT:
                 keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
-            ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :], s)
+            ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :])
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
             if R:
                 dr += gathered(ds, ds, seen, tail)
@@ -304,6 +307,7 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                         one[None, :], seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
+            seen = seen & (s != -float("inf"))
             mean = (valid & (share < 0))[:, None]
             p = tl.where(mean, -share[:, None], tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None])
             at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
@@ -318,8 +322,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 keep = tl.sum(tl.where(keep & (keys == n)[None, :], 1, 0), 1)[:, None] > 0
                 counted = counted & keep
                 dp = tl.where(keep, dp / keep_prob, 0.0)
-            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p, s), counted, do, V1, V2)
-            ds = product(p, dp - delta[:, None], s)
+            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p), counted, do, V1, V2)
+            ds = product(p, dp - delta[:, None])
             dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
             if R:
                 dr += gathered(ds, ds, seen, rope)
