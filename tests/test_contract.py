@@ -127,7 +127,6 @@ CONTENT = {
 NOTES = {
     *decode_levels.NOTES,
     ("sparse_mode", "atten_mask beside a sparse_mode other than 0"),
-    ("q_start_idx", "both start indices or neither"),
     ("actual_seq_qlen", "no lengths in a padded layout"),
 }
 MISSING = {

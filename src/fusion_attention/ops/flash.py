@@ -82,8 +82,8 @@ ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", 
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
 Q_ENDS = Array("actual_seq_qlen", "Cumulative end of every sequence's query rows.", True)
 KV_ENDS = Array("actual_seq_kvlen", "Cumulative end of every sequence's keys.", True)
-Q_START = Array("q_start_idx", "Position of the first query row in the whole sequence (element 0 is read).", True)
-KV_START = Array("kv_start_idx", "Position of the first key in the whole sequence (element 0 is read).", True)
+Q_START = Array("q_start_idx", "Position of the first query row in its sequence (element 0 is read); None: 0.", True)
+KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
 SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
 KEEP_PROB = Attr(
     "keep_prob",

@@ -252,14 +252,6 @@ BIASES = (
         given={"kv_start_idx": [0]},
         spoil={"q_start_idx": [1 << 41]},
     ),
-    Rule(
-        "(q_start_idx is None) == (kv_start_idx is None)",
-        "q_start_idx",
-        "one start index alone is ignored",
-        text="both start indices or neither",
-        level="note",
-        spoil={"q_start_idx": [2]},
-    ),
     limit(
         "all(q_len > 0) and all(kv_len > 0)",
         "pse",
