@@ -1,12 +1,13 @@
 """What CANN's pages let through and refuse at their edges, by the two-phase face: blanks, sizes, reserved values."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from test_aclnn import call, done, outputs_of, runtime, same
+from test_aclnn import V2, done, handle, outputs_of, runtime, same
 
-from fusion_attention import ContractError, acl, npu
+from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.ops import RECORDS
 from fusion_attention.sampling import sample
 from fusion_attention.testing.compare import compare
@@ -18,11 +19,11 @@ BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torc
 
 
 def refused(name: str, args: Args, **options: Any) -> tuple[int, str]:
-    """The code of phase 1, and its text."""
+    """The code of phase 1, and its text; nothing is run."""
     op = RECORDS[name]
-    ret, second = call(op, args, outputs_of(op, args), **options)
-    assert not second
-    return ret, acl.get_recent_err_msg()
+    given = outputs_of(op, args)
+    values = [args[p.name] if args.get(p.name) is not None else given.get(p.name) for p in op.params]
+    return getattr(aclnn, name + "GetWorkspaceSize")(*map(handle, values), **options)[0], acl.get_recent_err_msg()
 
 
 # --------------------------------------------------------------------------------------------------- blanks are absent
@@ -64,6 +65,83 @@ def test_the_npu_face_takes_an_empty_tensor_too() -> None:
         npu.npu_incre_flash_attention(**given, **more, kv_padding_size=BLANKS["without dimensions"])
 
 
+# ------------------------------------------------------------------------------------------------ training attention
+
+BACK_V3 = "aclnnFlashAttentionUnpaddingScoreGradV3"
+TINY = {"N1": 1, "N2": 1, "D": 8, "Dv": 8}
+
+
+def ends(count: int) -> Args:
+    each = [*range(1, count + 1)]
+    return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
+
+
+# (operator, what to change in its sample, code): the largest that its page lets through, and one step beyond.
+EDGES: list[tuple[str, Args, int]] = [
+    *((BACK_V3, {"D": d, "Dv": d}, code) for d, code in ((512, 0), (520, 161002))),
+    *((BACK_V3, {"T2": (1 << 20) + more, **TINY}, code) for more, code in ((0, 0), (1, 561002))),
+    *((BACK_V3, ends(n), code) for n, code in ((2048, 0), (2049, 561002))),
+    *(
+        (BACK_V3, {**ends(n), "atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [0] * n}, code)
+        for n, code in ((1024, 0), (1025, 561002))
+    ),
+    (BACK_V3, {"D": 12, "Dv": 12}, 161002),
+    (BACK_V3, {"pse": "1 N1 1024 S2"}, 161002),
+    (BACK_V3, {"drop_mask": "1024", "keep_prob": 0.5}, 161002),
+    (BACK_V3, {"keep_prob": 0.5}, 161002),
+    (BACK_V3, {"atten_mask": None}, 161001),
+    *((BACK_V3, {"pse_type": kind}, code) for kind, code in ((0, 0), (1, 0), (2, 161002), (4, 561002))),
+    (BACK_V3, {"inner_precise": 7}, 0),
+    (BACK_V3, {"padding_mask": ("S1 S2", "float64")}, 161002),
+    (BACK_V3, {"padding_mask": ("S1 S2", "bool")}, 561002),
+    (BACK_V3, {"softmax_in": ("T1 N1 8", "int8")}, 161002),
+    (BACK_V3, {"softmax_in": ("T1 N1 8", "float32")}, 561002),
+    *((V2.name, {"D": d, "Dv": d}, code) for d, code in ((512, 0), (513, 161002), (768, 161002))),
+    (V2.name, {"Dv": 4}, 161002),
+    *(
+        (V2.name, {"B": 1, "S1": 1, "S2": (1 << 20) + more, **TINY, "D": 1, "Dv": 1}, code)
+        for more, code in ((0, 0), (1, 561002))
+    ),
+    (V2.name, {"B": (1 << 21) + 1, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}, 561002),
+    *(
+        (
+            V2.name,
+            {"B": n, "S1": 1, "S2": 1, **TINY, "atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [0] * n},
+            code,
+        )
+        for n, code in ((2048, 0), (2049, 561002))
+    ),
+    (V2.name, {"inner_precise": 3}, 561002),
+    (V2.name, {"pse_type": 0}, 561002),
+    ("aclnnFlashAttentionScoreV3", {"D": 768, "Dv": 768}, 0),
+    ("aclnnFlashAttentionVarLenScoreV5", {"D": 768, "Dv": 4}, 0),
+    ("aclnnFlashAttentionUnpaddingScoreGradV5", {"pse": "1 N1 1024 S2"}, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "code"), EDGES)
+def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
+    """At its default a call within the page is taken; one beyond has the page's code, and computes when not strict."""
+    op = RECORDS[name]
+    args = sample(op, **settings)
+    ret, text = refused(name, args)
+    assert ret == code, text
+    if code and not {"pse_type", "keep_prob"} & settings.keys():
+        assert refused(name, args, strict=False)[0] == 0
+
+
+@pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])
+def test_mode_5_takes_every_mask_of_the_page(mask: str) -> None:
+    """A mask and prefixes both remove keys; one mask for prefixes that differ is worth a warning."""
+    args = sample(V2, atten_mask=(mask, "zeros"), sparse_mode=5, prefix=[4, 6])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert refused(V2.name, args)[0] == 0, acl.get_recent_err_msg()
+        assert refused(V2.name, args | {"prefix": [5, 5]})[0] == 0
+    shared = mask[0] != "B"
+    assert ["expected a mask for every sequence" in str(w.message) for w in caught] == [True] * shared
+
+
 # --------------------------------------------------------------------------------------------- one start index given
 
 
@@ -75,7 +153,7 @@ def test_the_other_start_index_is_zero(pse_type: int, given: str, layout: str) -
     name = "aclnnFlashAttentionScoreV2" if layout == "BSND" else "aclnnFlashAttentionVarLenScoreV2"
     lengths = {"S1": 6, "S2": 6, "actual_seq_qlen": [6, 12], "actual_seq_kvlen": [6, 12], "T1": 12, "T2": 12}
     lengths |= {"input_layout": layout, "scale": 0.5, "pse_type": pse_type, "pse": ("N1", "float32"), given: [9]}
-    lengths |= {name: (True, "float32") for name in ("query", "key", "value")}
+    lengths |= dict.fromkeys(("query", "key", "value"), (True, "float32"))
     args = sample(RECORDS[name], **lengths)
     other = ({"q_start_idx", "kv_start_idx"} - {given}).pop()
     out = done(RECORDS[name], args)
