@@ -119,6 +119,30 @@ EDGES: list[tuple[str, Args, int]] = [
 ]
 
 
+SELECT, LOSS = "aclnnSparseFlashAttentionGrad", "aclnnSparseLightningIndexerGradKLLoss"
+PACKED = {"layout": "TND"}
+
+
+def long(tokens: int) -> Args:
+    """One row over so many keys, which lie in one place."""
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.float16)
+    keys = {"key": one.expand(1, tokens, 1, 512), "key_index": one.expand(1, tokens, 1, 128)}
+    return {"B": 1, "S1": 1, "S2": tokens, **keys, "value": keys["key"]}
+
+
+EDGES += [
+    *((name, {"B": n, "S1": 1}, code) for name in (SELECT, LOSS) for n, code in ((256, 0), (257, 561002))),
+    *((name, long(n), code) for name in (SELECT, LOSS) for n, code in ((1 << 17, 0), ((1 << 17) + 1, 561002))),
+    *((name, {**PACKED, "actual_seq_qlen": [3, 5]}, 561002) for name in (SELECT, LOSS)),
+    *((name, {**PACKED, "actual_seq_kvlen": [5, 7]}, 561002) for name in (SELECT, LOSS)),
+    *((name, {"K": 1024}, 561002) for name in (SELECT, LOSS)),
+    *((SELECT, {"pre_tokens": n, "next_tokens": n}, code) for n, code in (((1 << 31) - 1, 0), (65536, 561002))),
+    (LOSS, {"pre_tokens": 65536, "next_tokens": 65536}, 0),
+    (SELECT, {"value": None}, 161001),
+    (LOSS, {"weights": ("B S1 Ni", "float32")}, 161002),
+]
+
+
 @pytest.mark.parametrize(("name", "settings", "code"), EDGES)
 def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
     """At its default a call within the page is taken; one beyond has the page's code, and computes when not strict."""
@@ -128,6 +152,15 @@ def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
     assert ret == code, text
     if code and not {"pse_type", "keep_prob"} & settings.keys():
         assert refused(name, args, strict=False)[0] == 0
+
+
+def test_a_layout_without_a_default_is_required() -> None:
+    for name, code in ((SELECT, 0), (LOSS, 161001)):  # their pages have layoutOptional, and layout
+        args = sample(RECORDS[name])
+        given = outputs_of(RECORDS[name], args)
+        values = [args[p.name] if args.get(p.name) is not None else given.get(p.name) for p in RECORDS[name].params]
+        values[RECORDS[name].names.index("layout")] = None
+        assert getattr(aclnn, name + "GetWorkspaceSize")(*map(handle, values))[0] == code
 
 
 @pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])
