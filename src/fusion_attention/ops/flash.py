@@ -230,7 +230,7 @@ SCORE_V1 = Op(
     (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
     WIDE + NARROW + ALIKE,
     formula=FORWARD_FORMULA,
-    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
+    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28),
     layouts=DENSE_LAYOUTS,
     neutral=NEUTRAL,
     blank_is_absent=True,
