@@ -14,8 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.arguments import (
+    TYPES,
+    Fault,
+    array_of,
+    is_memory,
+    is_type,
+    members,
+    no_tensor,
+    no_tensors,
+    to_array,
+    trained,
+)
 from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
-from fusion_attention.forms import TYPES, Fault, is_memory, is_type, members, no_tensor, no_tensors, to_array, trained
 from fusion_attention.record import (
     INVALID,
     LEVELS,
@@ -145,7 +156,7 @@ def bind(
         given[at] = members(given[at])
     for at in op.positions[Array]:
         if given[at] is not None:
-            given[at] = array = to_array(given[at])
+            given[at] = array = array_of(op, at, given[at])
             arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
     content = tuple(arrays)
     key, known = _find(op, given, strict)

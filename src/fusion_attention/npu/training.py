@@ -160,7 +160,8 @@ def npu_fusion_attention(
 
     Returns:
         (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels): the output in the query's layout;
-        float32 statistics [B, N1, S1, 8] or [T1, N1, 8]; an empty tensor; what the gradient needs to draw again.
+        float32 statistics [B, N1, S1, 8] or [T1, N1, 8] (which lie as softmax_layout says); an empty tensor; what the
+        gradient needs to draw again.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_fusion_attention.md does not allow.
@@ -217,7 +218,7 @@ def npu_fusion_attention_v2(
         query_rope: [.., N1, Dr] in the query's layout and dtype; key_rope: [.., N2, Dr].
         pse_type: 1 scale * (qk + pse); 0 scale * qk + pse; 2 and 3 subtract slope * distance, or its square root, with
             the float32 slopes [B, N1] or [N1] passed as pse and distance = |key + kv_start - row - q_start|.
-        q_start_idx, kv_start_idx: positions of the first row and the first key (tokens; element 0 is read).
+        q_start_idx, kv_start_idx: positions of the first row and the first key (tokens; element 0 is read); None: 0.
         pre_tokens, next_tokens and all others: as npu_fusion_attention.
 
     Returns:
@@ -326,7 +327,8 @@ def npu_fusion_attention_grad(
 
     Args:
         dy: gradient of attention_out, in its shape.
-        softmax_max, softmax_sum: float32 [B, N1, S1, 8] or [T1, N1, 8], as returned by the forward; needed.
+        softmax_max, softmax_sum: float32 [B, N1, S1, 8] or [T1, N1, 8], as returned by the forward; needed. In TND the
+            [N1, q_len, 8] of each sequence lie end to end, whatever the shape says, unless softmax_layout is "TND".
         softmax_in: reserved.
         attention_in: the forward's attention_out; needed.
         scale_value: the forward's scale.

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.arguments import trained
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text, show
-from fusion_attention.forms import trained
 from fusion_attention.lower import Call, Form, mode_band, wide
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows

@@ -16,7 +16,7 @@ from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
-from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+from fusion_attention.ops.flash_rules import ALIKE, DRAWN_DROPOUT, GIVEN_DROPOUT, NARROW, PRECISION, ROPE_RULES, RULES
 from fusion_attention.ops.flash_score_rules import SLOPES
 from fusion_attention.ops.params import FLOATS, SINK, keeps_or_adds, output, spelled
 from fusion_attention.ops.rules import doubt, own_scale
@@ -81,13 +81,23 @@ MAX_IN = Tensor(
 SUM_IN = Tensor(
     "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
 )
+# The shape of packed statistics does not show how they lie.
+HEAD_MAJOR = " TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it."
+
+
+def packed(p: Tensor) -> Tensor:
+    """Statistics of packed sequences."""
+    return replace(p, text=p.text + HEAD_MAJOR)
+
+
+PACKED_IN = (packed(MAX_IN), packed(SUM_IN))
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
 Q_ENDS = Array("actual_seq_qlen", "Cumulative end of every sequence's query rows.", True)
 KV_ENDS = Array("actual_seq_kvlen", "Cumulative end of every sequence's keys.", True)
-Q_START = Array("q_start_idx", "Position of the first query row in the whole sequence (element 0 is read).", True)
-KV_START = Array("kv_start_idx", "Position of the first key in the whole sequence (element 0 is read).", True)
+Q_START = Array("q_start_idx", "Position of the first query row in its sequence (element 0 is read); None: 0.", True)
+KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
 SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
 KEEP_PROB = Attr(
     "keep_prob",
@@ -140,6 +150,7 @@ STATS_OUT = (
     output("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
     output("softmax_out", "Reserved: empty.", ""),
 )
+PACKED_OUT = (packed(STATS_OUT[0]), packed(STATS_OUT[1]))
 OUT = output("attention_out", "The output rows.", rows("1", "Dv"))
 DQ, DK = output("dq", "Gradient of query.", rows("1", "D")), output("dk", "Gradient of key.", rows("2", "D"))
 DV, DPSE = output("dv", "Gradient of value.", rows("2", "Dv")), output("dpse", "Gradient of pse, in its shape.", "", "")
@@ -174,6 +185,11 @@ NEUTRAL = {
 }
 SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "T1": 8, "T2": 12}
 SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
+MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
+# By the page of each version: the last ones have wide rows, the gradients of those with rope do not read inner_precise.
+UNREAD = RULES + GIVEN_DROPOUT
+WIDE = UNREAD + PRECISION
+UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
 DENSE_LAYOUTS = ("BSND", "BSH", "SBH", "BNSD")
 
 
@@ -216,9 +232,9 @@ SCORE_V1 = Op(
     "Attention for training, forward, padded layouts.",
     "CANN, aclnnFlashAttentionScore",
     (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
-    RULES + GIVEN_DROPOUT,
+    WIDE + NARROW + ALIKE,
     formula=FORWARD_FORMULA,
-    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
+    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28),
     layouts=DENSE_LAYOUTS,
     neutral=NEUTRAL,
     blank_is_absent=True,
@@ -241,11 +257,13 @@ SCORE_V3 = SCORE_V2.version(
     "FlashAttentionScoreV2 with sinks.",
     after={"atten_mask": (SINK,)},
     source="CANN, aclnnFlashAttentionScoreV3",
+    rules=WIDE,
 )
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
     "Attention for training, forward, packed sequences.",
-    after={"prefix": (Q_ENDS, KV_ENDS)},
+    after={"prefix": (Q_ENDS, KV_ENDS), "sparse_mode": PACKED_OUT},
+    without=("softmax_max", "softmax_sum"),
     source="CANN, aclnnFlashAttentionVarLenScore",
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=("TND",),
@@ -262,18 +280,23 @@ VARLEN_V3 = VARLEN_V2.version(
     "VarLenScoreV2 with rope parts of query and key.",
     after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV3",
+    rules=UNREAD_ROPE + PRECISION,
+    samples=MASKED_SAMPLES,
 )
 VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
     "VarLenScore with a choice of the statistics' order.",
     after={"sparse_mode": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV4",
+    rules=WIDE + NARROW,
 )
 VARLEN_V5 = VARLEN_V3.version(
     "aclnnFlashAttentionVarLenScoreV5",
     "VarLenScoreV3 with sinks and a choice of the statistics' order.",
     after={"atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV5",
+    rules=WIDE,
+    samples=SAMPLES,
 )
 GRAD_V1 = SCORE_V1.version(
     "aclnnFlashAttentionScoreGrad",
@@ -295,11 +318,13 @@ GRAD_V3 = GRAD_V2.version(
     "FlashAttentionScoreGradV2 with sinks.",
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
     source="CANN, aclnnFlashAttentionScoreGradV3",
+    rules=WIDE,
 )
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
     "Gradients of FlashAttentionVarLenScore.",
-    after={"prefix": (Q_ENDS, KV_ENDS)},
+    after={"prefix": (Q_ENDS, KV_ENDS), "atten_mask": PACKED_IN},
+    without=("softmax_max", "softmax_sum"),
     source="CANN, aclnnFlashAttentionUnpaddingScoreGrad",
     rulings=VARLEN_V1.rulings,
     layouts=("TND",),
@@ -316,18 +341,23 @@ UNPADDING_V3 = UNPADDING_V2.version(
     "UnpaddingScoreGradV2 with rope parts of query and key.",
     after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,), "dq": (DQ_ROPE,), "dk": (DK_ROPE,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV3",
+    rules=UNREAD_ROPE,
+    samples=MASKED_SAMPLES,
 )
 UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
     "UnpaddingScoreGrad with a choice of the statistics' order.",
     after={"dpse": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV4",
+    rules=WIDE + NARROW,
 )
 UNPADDING_V5 = UNPADDING_V3.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
     "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
     after={"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV5",
+    rules=UNREAD,
+    samples=SAMPLES,
 )
 
 # torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
@@ -336,11 +366,11 @@ _TOCKENS = (KEEP_PROB, spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens"
 _LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
 _STARTS = (PSE_TYPE, Q_START, KV_START)
 _DRAW = (spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
-_SAVED = (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN)
+_SAVED = (*PACKED_IN, SOFTMAX_IN, ATTENTION_IN)
 _MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
 _ROPES = (QUERY_ROPE, KEY_ROPE)
 _SCALE_VALUE = spelled(SCALE, "scale_value")
-_FORWARD_OUT = (OUT, *STATS_OUT)
+_FORWARD_OUT = (OUT, *PACKED_OUT, STATS_OUT[2])
 _FORWARD_HEAD = (QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, *_MASKS)
 _GRAD_HEAD = (QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
 _REPLAY = (*(replace(p, text="As the forward returned it.") for p in (SEED, OFFSET)), NUMELS)
@@ -359,7 +389,7 @@ TORCH_V1 = Op(
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     "Ascend op-plugin, npu_fusion_attention",
     (*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_DRAW, *_FORWARD_OUT),
-    (*RULES, *DRAWN_DROPOUT, own_scale("scale")),
+    (*RULES, *DRAWN_DROPOUT, *PRECISION, own_scale("scale")),
     formula=FORWARD_FORMULA,
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=(*DENSE_LAYOUTS, "TND"),

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.arguments import trained
 from fusion_attention.bias import TABLE_ROWS
-from fusion_attention.forms import trained
+from fusion_attention.expressions import dtype_text
 from fusion_attention.lower import broken_end, mode_band
 from fusion_attention.mask import INFINITE, tokens
+from fusion_attention.ops.flash_statistics import own_matrix, statistics_in_order
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
@@ -81,6 +83,11 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
     return len(bad) == 0 or f"prefix[{bad[0]}]={prefix[bad[0]]}, outside [{low[bad[0]]}, {kv_len[bad[0]]}]"
 
 
+def prefixes_differ(prefix: np.ndarray | None) -> bool:
+    """Whether sequences have prefixes of several lengths."""
+    return prefix is not None and len(prefix) > 0 and bool(prefix.min() != prefix.max())
+
+
 def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
@@ -90,7 +97,7 @@ def table_reaches(
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
         if hi[b] <= diagonal + 1 and prefixes[b] <= diagonal + 1:
             continue
-        matrix = _own_matrix(mask, int(b), q_len, kv_len) if mask is not None and mode in (0, 1, 5) else None
+        matrix = own_matrix(mask, int(b), q_len, kv_len) if mask is not None and mode in (0, 1, 5) else None
         if matrix is not None and matrix.is_meta:
             continue
         device = None if matrix is None else matrix.device
@@ -99,14 +106,6 @@ def table_reaches(
         if bool((seen if matrix is None else seen & (matrix[..., :rows, :] == 0)).any()):
             return f"sequence {b}: keys beyond the diagonal are visible to rows before the last {TABLE_ROWS}"
     return True
-
-
-def _own_matrix(mask: torch.Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> torch.Tensor:
-    """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
-    own = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
-    corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
-    row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
-    return own[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
@@ -158,6 +157,7 @@ FUNCTIONS = {
         dense_window,
         packed_window,
         prefix_fits,
+        prefixes_differ,
         table_reaches,
         known_form,
         positions,
@@ -166,5 +166,9 @@ FUNCTIONS = {
         window_holds_mask,
         is_shifted,
         trained,
+        statistics_in_order,
     )
-} | {"float32": lambda t: t.dtype == torch.float32}
+} | {
+    "float32": lambda t: t.dtype == torch.float32,
+    "has_dtype": lambda t, words: dtype_text(t) in words.split(),
+}

@@ -20,13 +20,16 @@ from fusion_attention.ops.sparse_rules import (
     IN_PAGES,
     LENGTHS,
     LISTS_OF_2048,
+    MOST_SEQUENCES,
     NEEDS_KEY_LENGTHS,
     PAGES,
     SELECTION,
     SHAPES,
     SIZES,
     TABLES,
+    WITH_VALUE,
     first_block,
+    most_tokens,
 )
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
@@ -135,6 +138,7 @@ GRADIENTS = (
 
 LIMITS = (
     no_float32("query"),
+    WITH_VALUE,
     limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
@@ -214,6 +218,17 @@ BACKWARD = (
         spoil={"sparse_block_size": 4},
     ),
     LISTS_OF_2048,
+    *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512))),
+    *(
+        limit(
+            f"{name} in (2147483647, 9223372036854775807)",
+            name,
+            "it has no effect, and the chip takes no other value",
+            text="no limit: 2147483647, or the largest int64",
+            spoil={name: 65536},
+        )
+        for name in ("pre_tokens", "next_tokens")
+    ),
 )
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -294,7 +309,7 @@ GRAD_V1 = replace(
     ),
     rules=RULES + LIMITS + BACKWARD,
     formula=BACKWARD_FORMULA,
-    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25),
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25, 27, 28),
     derive=derive,
     results=GRADIENT_NAMES[:5],
     fresh=fresh_gradients,

@@ -1,6 +1,7 @@
-"""What kind of value an argument is: a tensor of plain memory, host integers, a number; and what came instead.
+"""Arguments as rules see them: host integers as int64 arrays, lists of tensors as tuples, blanks as nothing; what kind
+of value each is, and what came instead.
 
-Refuses to know records, and which parameter a value is meant for.
+Refuses to know what any operator computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.expressions import lazy, show
+from fusion_attention.record import Op
 
 Fault = tuple[str, str, str]  # expected, got, advice
 NESTED = (
@@ -46,6 +48,13 @@ def to_array(value: Any) -> Any:
         # A copy: callers change lengths in place, and what follows from these is kept.
         return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def array_of(op: Op, position: int, value: Any) -> Any:
+    """to_array() of an argument; None where it is optional and came as a tensor without elements."""
+    if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
+        return None
+    return to_array(value)
 
 
 def is_type(value: Any, wanted: type) -> bool:
