@@ -182,6 +182,11 @@ def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
     assert len(warned(call)) == 1
 
 
+def test_a_tensor_that_wants_a_gradient_is_told_from_its_like() -> None:
+    for slopes, count in ((SLOPES.detach(), 0), (SLOPES, 1), (SLOPES.detach(), 0), (SLOPES, 1)):
+        assert len(warned(lambda slopes=slopes: fa.attention(Q, Q, Q, alibi_slopes=slopes))) == count  # type: ignore[misc]
+
+
 def test_a_bias_has_its_gradient_and_no_warning() -> None:
     bias = torch.zeros(1, 2, 6, 6, requires_grad=True)
     call = lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=bias, pse_type=0, scale=0.25)[0]  # noqa: E731

@@ -143,7 +143,7 @@ class PagedKVCache:
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
         """Tokens of sequences, by default of all."""
-        return [self._of(s)[1] for s in self._named(sequences)]
+        return [self._of(s)[1] for s in (self._sequences if sequences is None else self._named(sequences))]
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
         """int32 [sequences, pages]: the pages of sequences, behind the last one 0."""
@@ -151,7 +151,7 @@ class PagedKVCache:
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
         """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
-        asked = self._named(sequences)
+        asked = tuple(self._sequences) if sequences is None else self._named(sequences)
         if asked not in self._tables:
             rows = [self._of(s)[0] for s in asked]
             width = max(map(len, rows), default=0)
@@ -203,10 +203,10 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: sequence: expected a living one, got {show(sequence)}")
         return found
 
-    def _named(self, sequences: Sequence[int] | None) -> tuple[int, ...]:
-        """The sequences that a caller names; None: all."""
+    def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        """The sequences that a caller names."""
         try:
-            return tuple(self._sequences if sequences is None else sequences)
+            return tuple(sequences)
         except TypeError:
             raise ValueError(f"PagedKVCache: sequences: expected a list of them, got {show(sequences)}") from None
 
