@@ -189,7 +189,7 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
             key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
         key += [type(given[i]) for i in at[Array]]
         if op.watched and torch.is_grad_enabled():
-            key += [trained(given[i]) for i in op.watched]
+            key += [trained(given[i]) for i in op.watched if given[i] is not None]
         for i in at[Tensors]:
             key.append(tuple((type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()))
         found = tuple(key)

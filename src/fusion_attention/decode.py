@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
 from fusion_attention import lowered_operators
@@ -144,7 +145,7 @@ class PagedKVCache:
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
         """Tokens of sequences, by default of all."""
-        return [self._of(s)[1] for s in (self.sequences if sequences is None else sequences)]
+        return [self._of(s)[1] for s in (self._sequences if sequences is None else self._named(sequences))]
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
         """int32 [sequences, pages]: the pages of sequences, behind the last one 0."""
@@ -152,7 +153,7 @@ class PagedKVCache:
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
         """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
-        asked = tuple(self._sequences if sequences is None else sequences)
+        asked = tuple(self._sequences) if sequences is None else self._named(sequences)
         if asked not in self._tables:
             rows = [self._of(s)[0] for s in asked]
             width = max(map(len, rows), default=0)
@@ -172,8 +173,9 @@ class PagedKVCache:
             ValueError: shapes, dtypes or sequences that do not fit.
             CacheFullError: too few free pages; nothing was stored.
         """
-        if not isinstance(sequences, (list, tuple, range)) or any(type(s) is not int for s in sequences):
-            raise ValueError(f"PagedKVCache: sequences: expected a list of sequences, got {show(sequences)}")
+        sequences = self._named(sequences)
+        for sequence in sequences:
+            self._of(sequence)
         given = (k,) if self.shares_kv else (k, v)
         if (v is None) is not self.shares_kv:
             raise ValueError(f"PagedKVCache: v: expected {'None' if self.shares_kv else 'values'} beside k")
@@ -197,10 +199,18 @@ class PagedKVCache:
             _store(pool, rows, runs)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        found = self._sequences.get(sequence) if type(sequence) is int else None
+        whole = type(sequence) is int or isinstance(sequence, np.integer)
+        found = self._sequences.get(sequence) if whole else None
         if found is None:
-            raise ValueError(f"PagedKVCache: sequence: expected a living one, got {sequence!r}")
+            raise ValueError(f"PagedKVCache: sequence: expected a living one, got {show(sequence)}")
         return found
+
+    def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
+        """The sequences that a caller names."""
+        try:
+            return tuple(sequences)
+        except TypeError:
+            raise ValueError(f"PagedKVCache: sequences: expected a list of them, got {show(sequences)}") from None
 
     def _release(self, page: int) -> None:
         self._shared[page] -= 1

@@ -293,7 +293,9 @@ def lower(bound: Bound, *, seed: int = 0) -> Call:
         matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
         lowered = bound.memo["lowered"] = (_problem(n), Form(n["layout"], *matrices), _extents(n))
     problem, form, extents = lowered
-    slopes, sink = wide(n["alibi_slopes"], n["q"]), wide(n["sink"], n["q"])
+    slopes, sink = n["alibi_slopes"], n["sink"]
+    if slopes is not None or sink is not None:
+        slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
     extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
     call = Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
     call.memo = bound.memo

@@ -1,0 +1,365 @@
+"""Legal calls that probably mean something else: what they warn of, once, and that they are errors when strict."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_attention as fa
+from fusion_attention import acl, aclnn, npu
+from fusion_attention.ops import RECORDS
+from fusion_attention.sampling import sample
+
+ROWS = torch.randn(300, 2, 16)
+ENDS, LENGTHS = [50, 100, 150], [100, 150]
+HALF = torch.float16
+
+
+def warned(call: Callable[[], Any], action: str = "always") -> list[str]:
+    """The texts of the ContractWarnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+        call()
+    return [str(w.message) for w in caught if issubclass(w.category, fa.ContractWarning)]
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The text of the error that a call is when strict."""
+    with npu.strict(), pytest.raises(fa.ContractError) as caught:
+        call()
+    return str(caught.value)
+
+
+def ends(count: int = 150) -> dict[str, Any]:
+    return {"actual_seq_qlen": [50, 100, count], "actual_seq_kvlen": [50, 100, 300]}
+
+
+def indexed(face: Callable[..., Any], **options: Any) -> Any:
+    return face(ROWS, ROWS[:, :1], ROWS[..., 0], **options)
+
+
+LISTS = torch.zeros(300, 1, 4, dtype=torch.int32)
+# Calls over 300 rows whose last sequence ends before them; each names the parameter.
+SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
+    "dense": (
+        "actual_seq_qlen",
+        lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends()),
+    ),
+    "tensors": (
+        "actual_seq_qlen",
+        lambda: npu.npu_fusion_attention_v3(
+            ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **{name: torch.tensor(n) for name, n in ends().items()}
+        ),
+    ),
+    "pythonic": ("q_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=LENGTHS, kv_len=[100, 200])),
+    "keys": ("kv_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200], kv_len=LENGTHS)),
+    "indexer": (
+        "actual_seq_lengths_query",
+        lambda: indexed(
+            npu.npu_lightning_indexer,
+            sparse_count=4,
+            layout_query="TND",
+            layout_key="TND",
+            actual_seq_lengths_query=ENDS,
+            actual_seq_lengths_key=[50, 100, 300],
+        ),
+    ),
+    "own indexer": (
+        "q_len",
+        lambda: indexed(fa.lightning_indexer, top_k=4, layout="TND", q_len=LENGTHS, kv_len=[100, 200]),
+    ),
+    "selection": (
+        "q_len",
+        lambda: fa.sparse_attention(
+            ROWS, ROWS[:, :1], None, LISTS, layout="TND", q_len=LENGTHS, kv_len=[100, 200], causal=False
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sequences_that_end_before_their_tensor(name: str) -> None:
+    param, call = SHORT[name]
+    axis = "T2" if param == "kv_len" else "T1"
+    fate = "not read" if axis == "T2" else "zeros"
+    text = rf"\w+: {param}: expected sequences that take up all {axis} rows of the tensor \(the rows behind .* {fate}"
+    (found,) = warned(call)
+    assert re.match(text, found), found
+    error = refused(call) if name != "indexer" else ""  # its other sizes are not the chip's either
+    assert name == "indexer" or re.search(rf"got {axis}=300, (q|kv)_len=\[", error), error
+
+
+def test_ends_are_asked_whether_they_are_lengths() -> None:
+    """The classic mistake: [100, 250] of 300 rows reads as two sequences of 100 and 150."""
+    call = lambda: npu.npu_fusion_attention(  # noqa: E731
+        ROWS, ROWS, ROWS, 2, "TND", scale=0.25, actual_seq_qlen=[100, 250], actual_seq_kvlen=[100, 250]
+    )
+    assert all("did you pass lengths?" in text for text in warned(call))
+    assert "q_len=[100, 150]" in refused(call)
+
+
+def test_sequences_that_fill_their_tensor_are_not_doubted() -> None:
+    def calls() -> None:
+        npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends(300))
+        tail = ends(300) | {"actual_seq_qlen": [300, 0, 0]}
+        npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **tail)
+        fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200, 0])
+        fa.attention(ROWS[None], ROWS[None], ROWS[None], q_len=[7], kv_len=[5])  # padded rows end where they end
+        fa.attention(ROWS[:0], ROWS[:0], ROWS[:0], layout="TND", q_len=[0])
+
+    with npu.strict():
+        assert warned(calls) == []
+
+
+def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
+    """Who fills a tensor of one size with batches of another means it, and is not told at every step."""
+
+    def steps() -> None:
+        for last in (150, 170, 290, 150):
+            fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, last - 100], kv_len=[100, 200])
+
+    assert len(warned(steps, "default")) == 1
+    assert len(warned(steps, "always")) == 4
+    assert warned(steps, "ignore") == []
+
+
+def test_the_two_phase_face_is_strict_unless_told() -> None:
+    op = RECORDS["aclnnFlashAttentionVarLenScore"]
+    args = sample(op, actual_seq_qlen=[3, 7])
+    assert acl.init() == acl.rt.set_device(0) == 0
+    try:
+        made = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
+        made["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
+        given = [args[p.name] if args.get(p.name) is not None else made.get(p.name) for p in op.params]
+        values = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in given]
+        assert aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*values)[0] == 561002
+        assert "got T1=8, q_len=[3, 4]" in acl.get_recent_err_msg()
+        with pytest.warns(fa.ContractWarning, match="all T1 rows"):
+            ret, *_ = aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*values, strict=False)
+        assert ret == 0
+    finally:
+        acl.finalize()
+
+
+# ---------------------------------------------------------------------------------------------------- dropped gradients
+
+Q = torch.randn(1, 6, 2, 16)
+WANTING = Q.clone().requires_grad_()
+SLOPES = torch.rand(2, requires_grad=True)
+CACHE = torch.randn(1, 9, 2, 16)
+FLAT = torch.randn(1, 1, 64, dtype=HALF, requires_grad=True)
+SLOTS = torch.randn(1, 6, 64, dtype=HALF)
+DROPPED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "slopes": ("alibi_slopes: .*pass the distances as bias", lambda: fa.attention(Q, Q, Q, alibi_slopes=SLOPES)),
+    "pse": (
+        "pse: .*slopes get no gradient: pass the biases themselves",
+        lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=SLOPES, pse_type=2, scale=0.25),
+    ),
+    "decode": ("q: .*train with attention", lambda: fa.decode_attention(WANTING[:, :1], (CACHE, CACHE))),
+    "keys": ("k: ", lambda: fa.decode_attention(Q[:, :1], ([WANTING], [CACHE[:, :6]]))),
+    "incre": (
+        "query: .*train with npu_fusion_attention",
+        lambda: npu.npu_incre_flash_attention(FLAT, SLOTS, SLOTS, scale_value=0.125),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
+    text, call = DROPPED[name]
+    for _ in range(2):  # a signature that is known, too
+        (found,) = warned(call)
+        assert re.search(text, found), found
+    assert re.search(text, refused(call))
+    with torch.no_grad(), fa.strict():
+        assert warned(call) == []
+    assert len(warned(call)) == 1
+
+
+def test_a_tensor_that_wants_a_gradient_is_told_from_its_like() -> None:
+    for slopes, count in ((SLOPES.detach(), 0), (SLOPES, 1), (SLOPES.detach(), 0), (SLOPES, 1)):
+        assert len(warned(lambda slopes=slopes: fa.attention(Q, Q, Q, alibi_slopes=slopes))) == count  # type: ignore[misc]
+
+
+def test_a_bias_has_its_gradient_and_no_warning() -> None:
+    bias = torch.zeros(1, 2, 6, 6, requires_grad=True)
+    call = lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=bias, pse_type=0, scale=0.25)[0]  # noqa: E731
+    assert warned(call) == []
+    call().sum().backward()
+    assert bias.grad is not None
+
+
+def test_a_dropped_gradient_is_told_in_a_trace() -> None:
+    torch._dynamo.reset()
+    graph = torch.compile(lambda s: fa.attention(Q, Q, Q, alibi_slopes=s), fullgraph=True, backend="aot_eager")
+    assert any("alibi_slopes" in text for text in warned(lambda: graph(SLOPES)))
+    torch._dynamo.reset()
+
+
+def own(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return fa.attention(q, q, q, return_lse=True)
+
+
+def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found: Any = fa.sparse_attention(q, q[:, :, :1], None, torch.zeros(1, 6, 1, 1, dtype=torch.int32), return_lse=True)
+    return found
+
+
+@pytest.mark.parametrize("face", [own, selected])
+def test_a_loss_through_lse_is_refused(face: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for loss in (lambda out, lse: lse.sum(), lambda out, lse: out.sum() + lse.sum()):
+        q = Q.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match=r"through the lse of an attention.* lse\.detach\(\)"):
+            loss(*face(q)).backward()
+        assert q.grad is None
+    q = Q.clone().requires_grad_()
+    out, lse = face(q)
+    assert torch.equal(lse.detach(), face(Q)[1])
+    assert not face(Q)[1].requires_grad
+    (out.sum() + lse.detach().sum()).backward()
+    alone = Q.clone().requires_grad_()
+    face(alone)[0].sum().backward()
+    assert torch.equal(q.grad, alone.grad)  # type: ignore[arg-type]
+
+
+def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants() -> None:
+    """Its backward neither refuses lse nor frees what the attention's own backward needs."""
+    q = Q.clone().requires_grad_()
+    index_q = torch.randn(1, 6, 2, 8, requires_grad=True)
+    rows = q * 2
+    out, lse = own(rows)
+    loss = fa.indexer_loss(rows, rows, lse, index_q, torch.randn(1, 6, 1, 8), torch.rand(1, 6, 2))
+    loss.backward()
+    assert index_q.grad is not None
+    assert q.grad is None
+    out.sum().backward()
+    assert q.grad is not None
+
+
+# ---------------------------------------------------------------------------------------------------- hints and advice
+
+
+def test_a_scale_left_out_is_hinted_at_when_strict() -> None:
+    wide, narrow = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 16)
+    half = torch.randn(1, 1, 64).half(), torch.randn(1, 9, 64).half()
+    calls: tuple[tuple[str, int, Callable[[], Any]], ...] = (
+        ("scale", 1, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND")),
+        ("scale", 0, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND", scale=0.125)),
+        ("scale", 0, lambda: npu.npu_fusion_attention(narrow, narrow, narrow, 2, "BSND")),
+        ("scale_value", 1, lambda: npu.npu_incre_flash_attention(half[0], half[1], half[1])),
+    )
+    for name, count, call in calls:
+        assert warned(call) == []
+        with npu.strict():
+            found = warned(call)
+        assert len(found) == count
+        assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in found)
+
+
+def test_lists_far_longer_than_the_keys() -> None:
+    q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
+    calls = {
+        count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (2048, 8193)
+    }
+    assert warned(calls[2048]) == []
+    (found,) = warned(calls[8193])
+    assert "top_k: expected no more than the keys, or 8192" in found
+    assert "top_k=8193, S2=3" in refused(calls[8193])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda m: npu.npu_fusion_attention(Q, Q, Q, 2, "BSND", atten_mask=m),
+            ("atten_mask: expected bool or uint8, got float32", "~mask", "goes in pse"),
+        ),
+        (lambda m: fa.attention(Q, Q, Q, blocked=m), ("blocked: expected bool or uint8", "~mask", "goes in bias")),
+        (
+            lambda m: npu.npu_incre_flash_attention(FLAT.detach(), SLOTS, SLOTS, atten_mask=m[:1]),
+            ("atten_mask: expected bool or int8 or uint8", "~mask", "goes in pse_shift"),
+        ),
+    ],
+)
+def test_a_mask_of_numbers_is_told_where_it_belongs(call: Callable[..., Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(fa.ContractError) as caught:
+        call(torch.zeros(6, 6))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_packed_rows_without_lengths() -> None:
+    with pytest.raises(
+        fa.ContractError, match=r"q_len: expected the lengths of packed .*e\.g\. q_len=\[100, 150, 50\]"
+    ):
+        fa.attention(ROWS, ROWS, ROWS, layout="TND")
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_told_how_to_come(layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: a prototype
+        nested = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)], layout=layout)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: fa.attention(nested, nested, nested),
+        lambda: npu.npu_fusion_attention(nested, nested, nested, 2, "BSND"),
+        lambda: fa.lightning_indexer(nested, nested, nested),
+        lambda: fa.decode_attention(nested, (nested, nested)),
+    )
+    for call in calls:
+        with pytest.raises(fa.ContractError, match=r"got a nested one .*x\.values\(\).*x\.offsets\(\)\.diff\(\)"):
+            call()
+    if layout == torch.jagged:
+        q = nested.values()
+        out = fa.attention(q, q, q, layout="TND", q_len=nested.offsets().diff())
+        apart = [fa.attention(*[t[None]] * 3)[0] for t in nested.unbind()]
+        assert torch.equal(out, torch.cat(apart))
+
+
+# --------------------------------------------------------------------------------------------------------------- bands
+
+
+def test_a_band_is_one_band_whatever_its_numbers_came_as() -> None:
+    """Nothing depends on which of two equal calls came first."""
+    import numpy as np
+
+    kinds = (-1.0, np.float64(-1), np.int32(-1), torch.tensor(-1), -1)
+    for order in itertools.permutations(kinds, 2):
+        RECORDS["attention"].signatures.clear()
+        for n in order:
+            band = fa.Band(n, 1)
+            assert (type(band.lo), band.lo, type(band.hi)) == (int, -1, int)
+            fa.attention(Q, Q, Q, band=band)
+    assert fa.Band(prefix=(1.0, 2)).prefix == (1, 2)
+    for wrong in (0.5, "1", None, float("inf")):
+        with pytest.raises(fa.ContractError, match="a band of whole numbers"):
+            fa.attention(Q, Q, Q, band=fa.Band(wrong, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("band", "text"),
+    [
+        (fa.Band(), "Band.full()"),
+        (fa.Band.causal(), "Band.causal()"),
+        (fa.Band.causal("start"), "Band.causal('start')"),
+        (fa.Band.window(32), "Band.window(32, 0)"),
+        (fa.Band.window(-2, 7, "start"), "Band.window(-2, 7, 'start')"),
+        (fa.Band.window(1 << 40, 3), "Band.window(2147483647, 3)"),
+        (fa.Band.prefix_causal([3, 1]), "Band.prefix_causal([3, 1])"),
+        (fa.Band(hi=5, prefix=(3,)), "Band(lo=-1099511627776, hi=5, align='end', prefix=(3,))"),
+        (fa.Band(0.5), "Band(lo=0.5, hi=1099511627776, align='end', prefix=())"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_band_prints_as_it_is_made(band: fa.Band, text: str) -> None:
+    assert repr(band) == text
+    assert eval(text, {"Band": fa.Band}) == band
+
+
+def test_a_window_without_a_right_edge_is_causal() -> None:
+    assert fa.Band.window(3) == fa.Band.window(3, 0)
+    assert fa.Band.window(3).visible(5, 5).triu(1).sum() == 0

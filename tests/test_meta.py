@@ -1,0 +1,92 @@
+"""Calls on the meta device: every check and the shapes, dtypes and strides that the same call has elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.contract import bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.sampling import sample
+
+META = torch.device("meta")
+Tensors = list[torch.Tensor]
+
+
+def laid(value: Any) -> Any:
+    """Tensors as they are described, in whatever holds them."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return type(value)(map(laid, value)) if isinstance(value, (tuple, list)) else value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    return type(value)(moved(v, device) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+@pytest.mark.parametrize("name", [name for name in (*npu.__all__, *fa.__all__) if name in RECORDS])
+def test_functions_give_the_shapes_of_their_results(name: str) -> None:
+    op, face = RECORDS[name], getattr(fa, name, None) or getattr(npu, name)
+    for layout in op.layouts:
+        args = sample(op, **{op.layout_attr: layout, "B": 1, "D": 4, "Dv": 4, "K": 4})
+        given = {p.shown: args[p.name] for p in op.params if p.name in args and not getattr(p, "output", False)}
+        if name == "decode_attention":
+            given["cache"] = given.pop("k"), given.pop("v")
+        want = face(**given)
+        for _ in range(2):  # a signature that is known, too
+            found = face(**{key: moved(value, META) for key, value in given.items()})
+            assert laid(found) == laid(want), layout
+            assert (found[0] if isinstance(found, tuple) else found).is_meta
+
+
+def dense(q: torch.Tensor) -> torch.Tensor:
+    return fa.attention(q, q, q, band=fa.Band.causal(), sink=q[0, 0, :, 0], keep_prob=0.5, seed=3)
+
+
+def selected(q: torch.Tensor) -> torch.Tensor:
+    indices = fa.lightning_indexer(q, q[:, :, :1], q[..., 0], 3)[0]
+    found: Any = fa.sparse_attention(q, q[:, :, :1], None, indices)
+    return found
+
+
+def ascend(q: torch.Tensor) -> torch.Tensor:
+    return npu.npu_fusion_attention(q, q, q, 4, "BSND", scale=0.25)[0]
+
+
+@pytest.mark.parametrize("call", [dense, selected, ascend])
+def test_gradients_have_the_shapes_of_their_inputs(call: Callable[..., torch.Tensor]) -> None:
+    for backend in ("auto", "golden"):
+        q = torch.empty(2, 5, 4, 16, device=META, requires_grad=True)
+        with fa.use_backend(backend):
+            call(q).sum().backward()
+        assert q.grad is not None
+        assert laid(q.grad) == laid(q)
+
+
+def test_what_is_wrong_is_said_there_too() -> None:
+    q = torch.empty(2, 5, 4, 16, device=META)
+    with pytest.raises(fa.ContractError, match="every key head serves the same number"):
+        fa.attention(q, q[:, :, :3], q[:, :, :3])
+    with pytest.raises(fa.ContractError, match="a tensor on meta as q"):
+        fa.attention(q, torch.empty(2, 5, 4, 16), q)
+
+
+def test_content_is_not_asked_of_tensors_without_any() -> None:
+    q, mask = torch.empty(1, 4, 2, 32, device=META), torch.empty(2048, 2048, dtype=torch.bool, device=META)
+    with npu.strict(check_content=True):
+        npu.npu_fusion_attention(q, q, q, 2, "BSND", atten_mask=mask, sparse_mode=3, scale=0.25)
+    bind(RECORDS["attention"], {"q": q, "k": q, "v": q}, check_content=True)
+
+
+def test_a_module_of_a_model_runs_where_it_was_made() -> None:
+    with META:
+        layer = torch.nn.Linear(64, 64)
+        q = layer(torch.randn(2, 7, 64)).unflatten(-1, (4, 16))
+        assert fa.attention(q, q, q).shape == (2, 7, 4, 16)

@@ -1,0 +1,228 @@
+"""What the pythonic face takes in any form: sinks and slopes of every floating dtype, page tables of both integers; and
+what its cache says of itself and of what is no sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_utils import CrossRefFakeMode
+
+import fusion_attention as fa
+from fusion_attention import acl, aclnn, npu
+from fusion_attention.ops import RECORDS
+from fusion_attention.sampling import sample
+
+NARROW = (torch.float16, torch.bfloat16)
+HEADS = 4
+Q, K = torch.randn(2, 6, HEADS, 16), torch.randn(2, 6, 1, 16)
+EVERYTHING = torch.arange(6, dtype=torch.int32).expand(2, 6, 1, 6)
+
+
+def dense(sink: torch.Tensor) -> torch.Tensor:
+    return fa.attention(Q, K, K, sink=sink)
+
+
+def selected(sink: torch.Tensor) -> torch.Tensor:
+    found: Any = fa.sparse_attention(Q, K, None, EVERYTHING, sink=sink)
+    return found
+
+
+def compiled(face: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    torch._dynamo.reset()
+    found: Callable[..., torch.Tensor] = torch.compile(face, fullgraph=True, backend="aot_eager")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64])
+@pytest.mark.parametrize("way", [lambda face: face, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("face", [dense, selected])
+def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
+    face: Callable[..., torch.Tensor], way: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    sink = torch.randn(HEADS).to(dtype).requires_grad_()
+    wide = sink.detach().float().requires_grad_()
+    want, out = face(wide), way(face)(sink)
+    assert torch.equal(out, want)
+    want.square().sum().backward()
+    out.square().sum().backward()
+    assert sink.grad is not None
+    assert sink.grad.dtype == dtype
+    assert torch.equal(sink.grad, wide.grad.to(dtype))  # type: ignore[union-attr]
+    assert sink.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("face", [dense, selected])
+def test_what_runs_is_what_a_trace_was_told(face: Callable[..., torch.Tensor]) -> None:
+    """The gradient of a narrow sink too has the dtype that its operator promised."""
+    sink = torch.randn(HEADS).bfloat16().requires_grad_()
+    with CrossRefFakeMode():
+        face(sink).sum().backward()
+    assert sink.grad is not None
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sinks_and_slopes_without_a_gradient(dtype: torch.dtype) -> None:
+    given = torch.rand(HEADS).to(dtype)
+    out, lse = fa.attention(Q, K, K, alibi_slopes=given, return_lse=True)
+    for one, other in zip((out, lse), fa.attention(Q, K, K, alibi_slopes=given.float(), return_lse=True), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(compiled(lambda s: fa.attention(Q, K, K, alibi_slopes=s))(given), out)
+    assert not torch.equal(out, fa.attention(Q, K, K))
+    assert torch.equal(
+        fa.decode_attention(Q[:, :1], (K, K), sink=given),  # type: ignore[arg-type]
+        fa.decode_attention(Q[:, :1], (K, K), sink=given.float()),  # type: ignore[arg-type]
+    )
+    index = torch.randn(2, 6, 2, 8), torch.randn(2, 6, 1, 8), torch.rand(2, 6, 2)
+    losses = [fa.indexer_loss(Q, K, lse, *index, sink=sink) for sink in (given, given.float())]
+    assert torch.equal(*losses)
+    half = Q.to(dtype)
+    assert torch.equal(fa.attention(half, half, half, sink=given), fa.attention(half, half, half, sink=given.float()))
+
+
+def test_float64_stays_what_it_is() -> None:
+    q = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    with fa.use_backend("golden"):
+        assert torch.autograd.gradcheck(lambda q, s: fa.attention(q, q, q, sink=s), (q, sink))
+        precise = torch.tensor([1 / 3, 1e-9], dtype=torch.float64)
+        one, other = (fa.attention(q, q, q, alibi_slopes=s) for s in (precise, precise.float()))
+    assert not torch.equal(one, other)
+
+
+def test_the_chips_faces_take_float32_alone() -> None:
+    with pytest.raises(fa.ContractError, match="sink: expected float32, got bfloat16"):
+        npu.npu_fusion_attention(Q, Q, Q, HEADS, "BSND", scale=0.25, sink=torch.zeros(HEADS, dtype=torch.bfloat16))
+
+
+# --------------------------------------------------------------------------------------------------------- page tables
+
+POOL = torch.randn(8, 16, 2, 16)
+
+
+def own(table: torch.Tensor) -> torch.Tensor:
+    found: Any = fa.decode_attention(torch.ones(2, 1, HEADS, 16), (POOL, POOL), kv_len=[20, 32], block_table=table)
+    return found
+
+
+def incre(table: torch.Tensor) -> torch.Tensor:
+    flat = POOL.flatten(2)
+    options = {"num_heads": HEADS, "num_key_value_heads": 2, "scale_value": 0.25, "block_size": 16}
+    return npu.npu_incre_flash_attention(
+        torch.ones(2, 1, HEADS * 16), flat, flat, actual_seq_lengths=[20, 32], block_table=table, **options
+    )
+
+
+def sparse(table: torch.Tensor) -> torch.Tensor:
+    q, lists = torch.ones(2, 3, HEADS, 16), torch.arange(20).expand(2, 3, 2, 20)
+    found: Any = fa.sparse_attention(q, POOL, POOL, lists, kv_len=[20, 32], page_table=table)
+    return found
+
+
+@pytest.mark.parametrize("face", [own, incre, sparse])
+def test_page_tables_of_int64(face: Callable[..., torch.Tensor]) -> None:
+    table = torch.tensor([[3, 1, 1 << 40], [0, 7, -5]])  # what no token needs may hold anything
+    table[:, 2] = torch.tensor([1 << 40, -5])
+    want = face(table[:, :2].int())
+    for given in (table, table.T.contiguous().T, torch.stack((table, table), -1)[..., 0]):
+        assert torch.equal(face(given), want)
+    assert torch.equal(compiled(face)(table), want)
+    table[1, 1] = 8
+    with pytest.raises(fa.ContractError, match=r"table: expected"):
+        face(table)
+    table[1, 1] = (1 << 32) + 7  # its lower half is a page
+    with pytest.raises(fa.ContractError, match=r"table: expected"):
+        face(table)
+
+
+def test_int64_is_beyond_the_chip() -> None:
+    half = POOL.half().flatten(2)
+    table = torch.tensor([[3, 1], [0, 7]])
+    options = {"num_heads": HEADS, "num_key_value_heads": 2, "scale_value": 0.25, "block_size": 16}
+    call = lambda t: npu.npu_incre_flash_attention(  # noqa: E731
+        torch.ones(2, 1, HEADS * 16).half(), half, half, actual_seq_lengths=[20, 32], block_table=t, **options
+    )
+    with npu.strict():
+        call(table.int())
+        with pytest.raises(fa.ContractError, match="block_table: expected int32, got int64"):
+            call(table)
+
+
+def test_two_phases_read_the_table_that_phase_2_finds() -> None:
+    op = RECORDS["aclnnIncreFlashAttentionV3"]
+    args = sample(op, block_table="B 2", block_size=16, actual_seq_lengths=[20, 32], key="8 16 N2*D", value="8 16 N2*D")
+    outputs = [torch.zeros_like(args["query"]) for _ in range(2)]
+    table = torch.tensor([[3, 1], [0, 7]])
+    assert acl.init() == acl.rt.set_device(0) == 0
+    try:
+        for ids, out in zip((torch.zeros_like(table), table.int()), outputs, strict=True):
+            given = {**args, "block_table": ids, "attention_out": out}
+            values = [given.get(p.name) for p in op.params]
+            handles = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in values]
+            planned = aclnn.aclnnIncreFlashAttentionV3GetWorkspaceSize(*handles, strict=False)
+            ret, size, executor = planned
+            assert ret == 0, acl.get_recent_err_msg()
+            ids.copy_(table)  # between the phases
+            workspace = acl.rt.malloc(size)[0] if size else None
+            assert aclnn.aclnnIncreFlashAttentionV3(workspace, size, executor, None) == 0, acl.get_recent_err_msg()
+    finally:
+        acl.finalize()
+    assert torch.equal(*outputs)
+    assert outputs[0].any()
+
+
+# --------------------------------------------------------------------------------------------------------------- caches
+
+
+def rows(count: int, sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(sequences, count, 2, 64), torch.randn(sequences, count, 2, 64)
+
+
+def test_a_cache_prints_what_it_holds() -> None:
+    cache = fa.PagedKVCache(2, 64, 32, page_size=16, stored="int8")
+    assert repr(cache) == "<PagedKVCache: 2 x 64, int8, 0 of 32 pages of 16 used, 0 sequences>"
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a], *rows(70))
+    assert repr(cache) == "<PagedKVCache: 2 x 64, int8, 5 of 32 pages of 16 used, 2 sequences>"
+    cache.free(b)
+    assert repr(cache).endswith("1 sequence>")
+    shared = fa.PagedKVCache(1, 576, 4, dim_v=512, shares_kv=True, dtype=torch.bfloat16)
+    assert repr(shared) == "<PagedKVCache: 1 x 576 (values 512), bfloat16, 0 of 4 pages of 128 used, 0 sequences>"
+
+
+@pytest.mark.parametrize("wrong", [3, None, [[0]], [0.0], [True], ["0"], torch.tensor([0]), [torch.tensor(0)], [7]])
+def test_what_is_no_list_of_sequences(wrong: Any) -> None:
+    cache = fa.PagedKVCache(2, 64, 8, page_size=16)
+    a = cache.allocate()
+    cache.allocate()
+    for call in (
+        lambda: cache.append(wrong, *rows(3)),
+        lambda: cache.lengths(3 if wrong is None else wrong),  # type: ignore[arg-type]
+        lambda: fa.decode_attention(torch.ones(1, 1, 4, 64), cache, sequences=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"(PagedKVCache|decode_attention): sequences?: expected"):
+            call()
+    assert cache.free_pages == 8
+    cache.append([np.int64(a)], *rows(3))  # type: ignore[list-item]
+    assert cache.lengths([a]) == [3]
+
+
+def test_a_query_of_other_rows_than_the_caches_sequences() -> None:
+    cache = fa.PagedKVCache(2, 64, 8, page_size=16)
+    a, b, _ = (cache.allocate() for _ in range(3))
+    q = torch.ones(2, 1, 4, 64)
+    with pytest.raises(fa.ContractError, match=r"sequences: expected 2 sequences of the cache, got 3 of <PagedKVCache"):
+        fa.decode_attention(q, cache)
+    with pytest.raises(fa.ContractError, match=r"sequences: expected 2 .*got \[0\].*sequences=\[\.\.\.\] says whose"):
+        fa.decode_attention(q, cache, sequences=[a])
+    fa.decode_attention(q, cache, sequences=[a, b])
+
+
+def test_a_length_below_zero_in_pages() -> None:
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(fa.ContractError, match=r"kv_len: .*got -1 for item 0 ") as caught:
+        fa.decode_attention(torch.ones(1, 1, 4, 16), (POOL, POOL), kv_len=[-1], block_table=table)
+    assert str(1 << 40) not in str(caught.value)

@@ -1,0 +1,286 @@
+"""What a block or a process says for all calls: strictness, checks of content, back ends; in threads and traces."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.contract import bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.plan import BACKENDS
+from fusion_attention.sampling import sample
+from fusion_attention.settings import PROCESS, Settings, current
+
+HALF = torch.float16
+DOUBLE = torch.randn(1, 4, 2, 8, dtype=torch.float64)
+
+
+def rows(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def three_rows(query: torch.Tensor | None = None) -> torch.Tensor:
+    """A decode of three rows, which the chip does not take."""
+    query = rows(1, 3, 64) if query is None else query
+    cache = rows(1, 9, 64)
+    return npu.npu_incre_flash_attention(query, cache, cache, scale_value=0.125)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set() -> Iterator[None]:
+    assert (current(), PROCESS) == (Settings(), Settings())
+    yield
+    assert (current(), PROCESS) == (Settings(), Settings())
+
+
+# ---------------------------------------------------------------------------------------------------------- strictness
+
+BEYOND_THE_CHIP: dict[str, tuple[str, Callable[[], Any]]] = {
+    "rows": ("query: expected S1 == 1", three_rows),
+    "float32": (
+        "query: expected float16 or bfloat16",
+        lambda: npu.npu_incre_flash_attention(*(rows(1, n, 64, dtype=torch.float32) for n in (1, 9, 9))),
+    ),
+    "heads": (
+        "query: expected D == 128",
+        lambda: npu.npu_lightning_indexer(rows(1, 6, 3, 32), rows(1, 9, 1, 32), rows(1, 6, 3)),
+    ),
+    "count": (
+        "sparse_count: expected 1 to 2048",
+        lambda: npu.npu_lightning_indexer(rows(1, 2, 8, 128), rows(1, 256, 1, 128), rows(1, 2, 8), sparse_count=100000),
+    ),
+    "value": (
+        "value: expected Dv <= D",
+        lambda: npu.npu_fusion_attention(rows(1, 4, 2, 8), rows(1, 4, 2, 8), rows(1, 4, 2, 16), 2, "BSND", scale=0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_THE_CHIP)
+def test_strict_refuses_what_the_chip_would(name: str) -> None:
+    text, call = BEYOND_THE_CHIP[name]
+    call()
+    with npu.strict(), pytest.raises(fa.ContractError, match=text):
+        call()
+    call()
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name.startswith("npu_")])
+def test_every_limit_is_an_error_in_a_block(name: str) -> None:
+    op = RECORDS[name]
+    for rule in op.asked:
+        if rule.level != "limit":
+            continue
+        layout = next(layout for layout in op.layouts if layout in (rule.only or op.layouts))
+        args = sample(op, **{op.layout_attr: layout, **rule.given, **rule.spoil})
+        bind(op, args)
+        with fa.strict(), pytest.raises(fa.ContractError):
+            bind(op, args)
+        with fa.strict():
+            bind(op, args, strict=False)  # a call that says so itself
+
+
+def test_content_is_asked_on_request() -> None:
+    query, mask = rows(1, 4, 2, 8), torch.zeros(2048, 2048, dtype=torch.bool)
+    call = lambda: npu.npu_fusion_attention(query, query, query, 2, "BSND", atten_mask=mask, sparse_mode=2)  # noqa: E731
+    with npu.strict():
+        call()
+    with npu.strict(check_content=True), pytest.raises(fa.ContractError, match="the documented content"):
+        call()
+    with npu.strict(False, check_content=True), pytest.raises(fa.ContractError, match="the documented content"):
+        call()
+
+
+def test_blocks_nest_and_end_with_errors_too() -> None:
+    with npu.strict(check_content=True):
+        with npu.strict(False):
+            three_rows()
+            assert current() == Settings()
+        with fa.use_backend("golden"):
+            assert current() == Settings(True, True, "golden")
+        with pytest.raises(fa.ContractError):
+            three_rows()
+    with pytest.raises(KeyError), npu.strict():
+        raise KeyError
+    three_rows()
+
+
+def test_it_decorates() -> None:
+    assert fa.strict is npu.strict
+    refuses = npu.strict()(three_rows)
+    for _ in range(2):
+        with pytest.raises(fa.ContractError):
+            refuses()
+    three_rows()
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What a call returns or raises in a thread of its own."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_block_is_its_threads_and_install_the_process() -> None:
+    with npu.strict():
+        assert isinstance(in_thread(three_rows), torch.Tensor)
+    npu.install(strict=True)
+    try:
+        assert isinstance(in_thread(three_rows), fa.ContractError)
+        with npu.strict(False):
+            three_rows()
+        npu.install()  # said again, without it
+        assert isinstance(in_thread(three_rows), torch.Tensor)
+        npu.install(strict=True)
+    finally:
+        npu.uninstall()
+    assert isinstance(in_thread(three_rows), torch.Tensor)
+
+
+def test_the_two_phase_face_has_its_own() -> None:
+    from fusion_attention import acl, aclnn
+
+    op = RECORDS["aclnnIncreFlashAttention"]
+    args = sample(op, S1=2)
+    outputs = {"attention_out": torch.zeros_like(args["query"])}
+    given = (args.get(p.name) if args.get(p.name) is not None else outputs.get(p.name) for p in op.params)
+    assert acl.init() == acl.rt.set_device(0) == 0
+    try:
+        values = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in given]
+        with npu.strict():
+            ret, *_ = aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*values, strict=False)
+        assert ret == 0, acl.get_recent_err_msg()
+        with npu.strict(False):
+            assert aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*values)[0] != 0
+    finally:
+        acl.finalize()
+
+
+# ----------------------------------------------------------------------------------------------------------- back ends
+
+
+def test_a_block_chooses_the_back_end() -> None:
+    with pytest.raises(fa.BackendError, match=r'golden computes it.*backend="golden".*use_backend\("golden"\)'):
+        fa.attention(DOUBLE, DOUBLE, DOUBLE)
+    with fa.use_backend("golden"):
+        assert fa.attention(DOUBLE, DOUBLE, DOUBLE).dtype == torch.float64
+        with pytest.raises(fa.BackendError, match="cpu: the cpu back end computes dtype"):
+            fa.attention(DOUBLE, DOUBLE, DOUBLE, backend="cpu")  # a call that says so itself
+        assert fa.decode_attention(DOUBLE, (DOUBLE, DOUBLE)).dtype == torch.float64
+        assert fa.lightning_indexer(DOUBLE, DOUBLE[:, :, :1], DOUBLE[..., 0], 3)[1].dtype == torch.float64
+    with pytest.raises(fa.BackendError):
+        fa.attention(DOUBLE, DOUBLE, DOUBLE)
+
+
+def test_an_unknown_back_end_is_refused_at_once() -> None:
+    with (
+        pytest.raises(ValueError, match=f"expected one of auto, {', '.join(BACKENDS)}, got 'gpu'"),
+        fa.use_backend("gpu"),
+    ):
+        raise AssertionError
+
+
+def test_torch_npus_functions_take_it_too() -> None:
+    """golden's bits are not the cpu's: what computes can be told from the results."""
+    query = rows(1, 40, 2, 64, dtype=torch.float32)
+    call = lambda: npu.npu_fusion_attention(query, query, query, 2, "BSND", scale=0.125)[0]  # noqa: E731
+    usual = call()
+    with fa.use_backend("golden"):
+        exact = call()
+    assert torch.equal(exact, fa.attention(query, query, query, scale=0.125, backend="golden"))
+    assert not torch.equal(usual, exact)
+    assert torch.equal(usual, call())
+
+
+def test_a_backward_runs_where_its_forward_ran() -> None:
+    q = DOUBLE.clone().requires_grad_()
+    weights = DOUBLE[..., 0].clone().requires_grad_()
+    with fa.use_backend("golden"):
+        out = fa.attention(q, q, q)
+        values = fa.lightning_indexer(q, q[:, :, :1], weights, 3)[1]
+    out.sum().backward()
+    values[values.isfinite()].sum().backward()
+    assert q.grad is not None
+    assert weights.grad is not None
+
+
+# -------------------------------------------------------------------------------------------------------------- traces
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    torch._dynamo.reset()
+    yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def test_a_graph_is_strict_where_it_runs(compiled: Callable[..., Any]) -> None:
+    graph, query = compiled(three_rows), rows(1, 3, 64)
+    graph(query)
+    with npu.strict(), pytest.raises(fa.ContractError, match="expected S1 == 1"):
+        graph(query)
+    graph(query)
+
+
+def test_a_graph_stays_as_strict_as_it_was_traced(compiled: Callable[..., Any]) -> None:
+    """Lengths are a graph's inputs: what is wrong with them turns out when it runs."""
+    graph = compiled(lambda q, n: fa.attention(q, q, q, layout="TND", q_len=n))
+    q = rows(8, 2, 8, dtype=torch.float32)
+    with npu.strict():
+        graph(q, torch.tensor([3, 5]))
+    with pytest.raises(fa.ContractError, match="sequences that take up all T1 rows"):
+        graph(q, torch.tensor([3, 4]))
+
+
+def test_a_trace_says_at_once_what_is_beyond_the_chip(compiled: Callable[..., Any]) -> None:
+    with npu.strict(), pytest.raises(Exception, match="expected S1 == 1"):
+        compiled(three_rows)(rows(1, 3, 64))
+
+
+def test_a_graph_keeps_its_back_end_and_takes_one_where_it_runs(compiled: Callable[..., Any]) -> None:
+    graph = compiled(lambda q: fa.attention(q, q, q))
+    query = rows(1, 40, 2, 64, dtype=torch.float32)
+    usual = graph(query)
+    with fa.use_backend("golden"):
+        exact = graph(query)
+    assert torch.equal(exact, fa.attention(query, query, query, backend="golden"))
+    assert torch.equal(usual, graph(query))
+    torch._dynamo.reset()
+    kept = compiled(lambda q: fa.attention(q, q, q))
+    with fa.use_backend("golden"):
+        kept(query)
+    assert torch.equal(kept(query), exact)
+
+
+def test_a_block_inside_a_compiled_function_counts() -> None:
+    torch._dynamo.reset()
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        with fa.use_backend("golden"):
+            return fa.attention(q, q, q)
+
+    assert torch.compile(layer, backend="aot_eager")(DOUBLE).dtype == torch.float64
+    torch._dynamo.reset()
+
+
+def test_nothing_warns_of_a_strict_call_that_is_right() -> None:
+    with warnings.catch_warnings(), npu.strict(check_content=True):
+        warnings.simplefilter("error")
+        query = rows(1, 4, 2, 64)
+        npu.npu_fusion_attention(query, query, query, 2, "BSND", scale=0.125)
