@@ -92,7 +92,7 @@ def attention(  # type: ignore[misc]  # the overloads leave all other options to
         band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all.
         sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
-        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2].
+        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf hides a key, whatever its v.
         alibi_slopes: float32 [N1] or [B, N1]; bias -slope * |key - row|, measured from the lower right corner.
         alibi_start: positions (tokens) of the first row and the first key, to measure from instead.
         sink: float32 [N1]; one more logit per row and head in the denominator.
