@@ -15,8 +15,6 @@ namespace fusion {
 namespace {
 namespace decode {
 
-constexpr float smallest_weight = 1.17549435e-38f;
-
 // ------------------------------------------------------------------------------------------- between the two products
 
 // Scales and offsets of the tokens whose stored integers were multiplied.
@@ -191,7 +189,7 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
         return;
     }
     float fade = peak == before ? 1.0f : power((before - peak) * w.factor);
-    if (before > -infinity) fade = most(fade, smallest_weight);
+    if (before > -infinity) fade = most(fade, least_weight);
     for (std::int64_t d = 0; d < w.p.dim_v; ++d) out[d] *= fade;
     state[1] *= fade;
     for (std::int64_t c = 0; c < t.real; ++c) {
@@ -200,7 +198,7 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
         const float *value = reinterpret_cast<const float *>(w.s.value_rows[c]);
         for (std::int64_t d = 0; d < w.p.dim_v; ++d) {
             const bool wild = value[d] - value[d] != 0.0f;
-            out[d] += (wild ? most(weight, smallest_weight) : weight) * value[d];
+            out[d] += (wild ? most(weight, least_weight) : weight) * value[d];
         }
         state[1] += weight;
     }

@@ -22,7 +22,7 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     for (std::int64_t c = 0; c < r.count; ++c) {
         const float *from = first + c * r.stride;
         float share = from[0] == peak ? 1.0f : exp2(all((from[0] - peak) * factor))[0];
-        if (from[0] > -infinity) share = most(share, 1.17549435e-38f);  // 0 * inf is NaN
+        if (from[0] > -infinity) share = most(share, least_weight);  // 0 * inf is NaN
         sum = c ? sum + from[1] * share : from[1] * share;
         for (std::int64_t d = partial_head; d < own; d += lanes) {
             const Floats added = load<Floats>(from + d) * all(share);

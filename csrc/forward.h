@@ -14,7 +14,6 @@
 namespace fusion {
 namespace {
 
-constexpr float least_weight = 1.17549435e-38f;
 constexpr std::int64_t most_step = 512;                // keys that a tile meets at a time, at most,
 constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 

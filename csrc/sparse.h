@@ -161,8 +161,8 @@ void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead
                       w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, ahead);
 }
 
-// Row i of out as the elements of V that are not finite make it. Products gave NaN where a weight that no float can hold
-// met an infinity; only a weight of exactly 0, of a score of -inf, may do that.
+// Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is still
+// more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not seen.
 template <class Format, class T> __attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
@@ -173,22 +173,20 @@ template <class Format, class T> __attribute__((noinline)) void mend(const Selec
             found += sum_of(dot_rows(row_of<const T>(w.o.q_rope, item.seq, head, item.row),
                                      row_of<const T>(w.o.k_rope, item.seq, item.head_kv, key), w.p.dim_rope));
         }
-        return found * static_cast<float>(w.p.scale);
+        return w.dressed ? found * static_cast<float>(w.p.scale) : found;
     };
+    const float shift = w.s.shift[i] == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
     float *const out = w.s.out + i * w.sizes.value_columns;
-    for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-        const Floats found = load<Floats>(out + d);
-        store(out + d, found == found ? found : Floats{});
-    }
+    std::memset(out, 0, w.sizes.value_columns * sizeof *out);
     for (std::int64_t at = 0; at < count; ++at) {
+        const float found = score(w.s.keys[at]);
+        if (found == -infinity) continue;
+        const Floats weight = exp2(all(Format::fused ? found * w.factor - shift : (found - shift) * w.factor));
+        const Floats lasting = larger(all(least_weight), weight);
         const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
-        float weight = -1.0f;  // not known yet
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
             const Floats value = load_floats(v + d, w.p.dim_v - d);
-            const Words wild = not_finite(bits_of(value));
-            if (!any(wild)) continue;
-            if (weight < 0.0f) weight = score(w.s.keys[at]) == -infinity ? 0.0f : 1.0f;
-            store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & wild));
+            store(out + d, load<Floats>(out + d) + (not_finite(bits_of(value)) != 0 ? lasting : weight) * value);
         }
     }
 }

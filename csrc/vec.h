@@ -44,7 +44,7 @@ struct Brain {  // bfloat16
     std::uint16_t bits;
 };
 
-constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f;
+constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f, least_weight = 1.17549435e-38f;
 
 template <class T> FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
 template <class T> FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }

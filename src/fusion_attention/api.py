@@ -124,7 +124,7 @@ def attention(
         band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all.
         sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
-        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2].
+        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf hides a key, whatever its v.
         alibi_slopes: [N1] or [B, N1], of any floating dtype; bias -slope * |key - row|, measured from the lower right
             corner; without a gradient.
         alibi_start: positions (tokens) of the first row and the first key, to measure from instead.

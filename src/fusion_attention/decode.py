@@ -395,7 +395,7 @@ def decode_attention(
         scale: factor on the dot products; None: 1 / sqrt(D).
         band: the keys that each row sees; None: Band.causal(). A window of 512 tokens is Band.window(511, 0).
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2] (S2: slots of the cache).
-        bias: added to the scaled scores, in q's dtype; broadcasts as blocked.
+        bias: added to the scaled scores, in q's dtype; broadcasts as blocked. -inf hides a key, whatever its v.
         sink: [N1], of any floating dtype; one more logit per row in the denominator.
         out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].

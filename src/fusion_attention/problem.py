@@ -36,7 +36,8 @@ class Problem(_Typed):
         s   = scale * (q . k + q_rope . k_rope) + bias'         bias' = scale * bias if bias_scaled else bias
         out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
 
-    over the keys that a row sees. A row whose every score is -inf, or that sees no key, is an empty row.
+    over the keys that a row sees; one whose score is -inf it does not see, whatever its v. A row that sees no key is an
+    empty row.
 
     Args:
         heads_q, heads_kv: query heads and key/value heads; group = heads_q / heads_kv query heads share one.

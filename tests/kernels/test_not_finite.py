@@ -88,8 +88,8 @@ def test_an_infinity_outlasts_a_weight_that_no_float_holds(name: str, largest: f
     assert (reached == -math.inf).sum() == (6 if name == "value" else 19)
     got = run(lowered(case, args), args["dy"], "triton")
     assert torch.equal(got["dq"].isfinite(), want["dq"].isfinite())
-    for outcome in (got, want, measure):  # of whose numbers cancelling leaves nothing but rounding
-        del outcome["dq"]
+    for found in (got, want, measure):  # of whose numbers cancelling leaves nothing but rounding
+        del found["dq"]
     check(case, got, want, measure)
 
 

@@ -26,6 +26,7 @@ struct Case {
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
     Dropout dropout = Dropout::none;
     bool blocked = false, sink = false;
+    bool masked = false;  // the bias hides every fifth key, whose V is NaN, and keys of some rows
 };
 
 const Case cases[] = {
@@ -38,6 +39,10 @@ const Case cases[] = {
      .hi = 1, .prefix = 12, .bias = Bias::matrix},
     {.name = "scaled row bias, mask", .heads_q = 3, .dim_v = 31, .lengths = {{25, 33}}, .bias = Bias::matrix,
      .bias_scaled = true, .own_rows = false, .blocked = true},
+    {.name = "float mask", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40, .lengths = {{70, 130}, {3, 9}, {20, 1}},
+     .lo = -60, .hi = 90, .bias = Bias::matrix, .masked = true},
+    {.name = "float mask beside others", .heads_q = 2, .dim_qk = 17, .dim_v = 31, .dim_rope = 3, .lengths = {{140, 300}},
+     .bias = Bias::matrix, .bias_scaled = true, .dropout = Dropout::philox, .blocked = true, .sink = true, .masked = true},
     {.name = "slopes, sink", .heads_q = 4, .heads_kv = 2, .dim_qk = 16, .dim_v = 1, .lengths = {{21, 60}, {5, 5}},
      .hi = 1, .bias = Bias::slopes, .sink = true},
     {.name = "root slopes, drop bits", .heads_q = 2, .dim_qk = 1, .dim_v = 48, .dim_rope = 3, .lengths = {{19, 77}},
@@ -55,6 +60,22 @@ std::vector<Long> lengths_of(const Case &from, bool keys) {
     std::vector<Long> out;
     for (const auto &[q_len, kv_len] : from.lengths) out.push_back(keys ? kv_len : q_len);
     return out;
+}
+
+void hide_keys(Call &c) {
+    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
+        const fusion::Sequence &s = c.sequences[b];
+        for (Long h = 0; h < c.problem.heads_q; ++h) {
+            for (Long i = 0; i < s.q_len; ++i) {
+                for (Long j = 0; j < s.kv_len; ++j) {
+                    if (j % 5 == 2 || (i % 3 == 0 && j % 2)) c.bias.set(c.bias_at.at(b, h, i, j), -INFINITY);
+                }
+            }
+        }
+        for (Long j = 2; j < s.kv_len; j += 5) {
+            for (Long h = 0; h < c.problem.heads_kv; ++h) c.v.set(b, h, j, j % c.problem.dim_v, j % 2 ? NAN : INFINITY);
+        }
+    }
 }
 
 Call make(const Case &from, Dtype dtype) {
@@ -88,6 +109,7 @@ Call make(const Case &from, Dtype dtype) {
     const Long slopes = static_cast<Long>(from.lengths.size()) * from.heads_q;
     for (Long i = 1; i <= slopes; ++i) c.slopes.push_back(0.02f * static_cast<float>(i));
     for (Long h = 0; h < from.heads_q; ++h) c.sink.push_back(0.5f - 0.4f * static_cast<float>(h));
+    if (from.masked) hide_keys(c);
     return c;
 }
 

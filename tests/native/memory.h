@@ -35,10 +35,11 @@ inline double rounded(Dtype dtype, double x) {
     return std::nearbyint(x / ulp) * ulp;
 }
 
-// A finite number of the dtype as its bits, and back.
+// A number of the dtype as its bits, and back.
 inline std::uint32_t encode(Dtype dtype, double x) {
     if (dtype == Dtype::float16) {
         const std::uint32_t sign = std::signbit(x) ? 0x8000 : 0;
+        if (!std::isfinite(x)) return sign | (std::isnan(x) ? 0x7e00 : 0x7c00);
         const double size = std::fabs(x);
         if (size < 0x1p-14) return sign | static_cast<std::uint32_t>(size * 0x1p24);
         int exponent;

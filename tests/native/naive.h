@@ -96,7 +96,7 @@ inline Dot score(const Call &c, Long b, Long head, Long row, Long key) {
     return {(main.value + rope.value) * p.scale + bias, (main.size + rope.size) * std::fabs(p.scale) + std::fabs(bias)};
 }
 
-// The scores of a row that it sees, with their keys.
+// The scores of a row that it sees, with their keys: one of -inf hides its key.
 struct Seen {
     Long key;
     double score;
@@ -106,6 +106,7 @@ inline std::vector<Seen> row_scores(const Call &c, Long b, Long head, Long row, 
     for (Long key = 0; key < c.sequences[b].kv_len; ++key) {
         if (!seen(c, b, head, row, key)) continue;
         const Dot s = score(c, b, head, row, key);
+        if (s.value == -INFINITY) continue;
         out.push_back({key, s.value});
         largest = std::max(largest, s.size);
     }
