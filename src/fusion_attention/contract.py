@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.arguments import Span, intact, is_memory, losses, members, spans_of, to_array
 from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
 from fusion_attention.record import (
     INVALID,
@@ -89,13 +90,14 @@ class _Signature:
     """What is known of all calls of one signature: shapes, strides, dtypes, attributes, and which arrays came.
 
     Attributes:
-        names: those with one value for all of them; tensors: (name, position) of those given.
+        names: those with one value for all of them; tensors: (name, position) of those given; spans: of their memory.
         rules: what may turn out otherwise when arrays change; reads: what may at every call; notes: found for all.
         settled: the last arrays with what they led to. Layers of a model share lengths, steps do not.
     """
 
     names: dict[str, Any]
     tensors: tuple[tuple[str, int], ...]
+    spans: tuple[Span, ...]
     rules: list[Rule]
     reads: list[Rule]
     notes: list[Failure] = field(default_factory=list)
@@ -111,12 +113,19 @@ class _Settled:
 
 
 def bind(
-    op: Op, args: Mapping[str, Any], *, strict: bool = False, check_content: bool = False, reads: bool = True
+    op: Op,
+    args: Mapping[str, Any],
+    *,
+    strict: bool = False,
+    check_content: bool = False,
+    reads: bool = True,
+    memory: bool = True,
 ) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
     A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
-    compared with the last ones, and what reads tensor content is asked at every call.
+    compared with the last ones, and what reads tensor content is asked at every call, as are storages, which may be
+    resized under a tensor, whether they still hold it.
 
     Args:
         op: the record.
@@ -124,21 +133,28 @@ def bind(
         strict: limits are errors too.
         check_content: rules that read tensor data on request are asked too.
         reads: so are those that always do; False where the data may not be there yet.
+        memory: False in a trace, whose tensors have none.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
-    given = list(map(args.get, op.by_name))
+    given: list[Any] = list(map(args.get, op.by_name))
     arrays = []
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
     for at in op.positions[Array]:
         if given[at] is not None:
+            if memory and isinstance(given[at], torch.Tensor):
+                intact(op.name, {op.params[at].shown: given[at]})
             given[at] = array = to_array(given[at])
             arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
     content = tuple(arrays)
     key, known = _find(op, given, strict)
     known = known or _learn(op, given, strict)
+    for at, i, size, need in known.spans if memory else ():
+        t = given[at] if i < 0 else given[at][i]
+        if t.untyped_storage().nbytes() < t.storage_offset() * size + need:
+            _raise(losses(op, given, known.spans))
     tensors = {name: given[at] for name, at in known.tensors}
     settled = known.settled
     if settled is None or settled.arrays != content:
@@ -192,8 +208,8 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     )
     rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
-    kept = {name: value for name, value in names.items() if not _is_memory(value)}
-    return _Signature(kept, tensors, rules, [])
+    kept = {name: value for name, value in names.items() if not is_memory(value)}
+    return _Signature(kept, tensors, spans_of(given, [at for _, at in tensors]), rules, [])
 
 
 def _settle(
@@ -215,7 +231,7 @@ def _settle(
         known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
-    kept = {name: value for name, value in names.items() if not _is_memory(value)}
+    kept = {name: value for name, value in names.items() if not is_memory(value)}
     known.settled = _Settled(content, kept, notes)
     return known.settled
 
@@ -251,33 +267,6 @@ def _value(op: Op, p: Param, value: Any) -> Any:
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
         return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
     return value
-
-
-def members(value: Any) -> Any:
-    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _is_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
-
-
-def to_array(value: Any) -> Any:
-    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
-    array = value
-    try:
-        if isinstance(value, torch.Tensor):
-            array = value.detach().cpu().numpy()
-        elif isinstance(value, (list, tuple, range)):
-            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
-        return value
-    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
-        # A copy: callers change lengths in place, and what follows from these is kept.
-        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 _Fault = tuple[str, str, str]  # expected, got, advice

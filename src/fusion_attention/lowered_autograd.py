@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable, Lowered
-from fusion_attention.contract import Bound
+from fusion_attention.contract import Bound, Op
 from fusion_attention.derivative import once
 from fusion_attention.expressions import lazy
 from fusion_attention.plan import compute
@@ -44,7 +45,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
         if any(t is not None and t.requires_grad for name, t in inputs.items() if name in trained):
             # The tensors are torch's to keep, and to notice when they change.
             bare = full.on(dict.fromkeys(inputs))
-            found = _Run.apply(bare, tuple(inputs), op.results, set(op.trains), backend, *inputs.values())
+            found = _Run.apply(op, bare, tuple(inputs), backend, *inputs.values())
             return dict(zip(op.results, found, strict=False))
     return run(call.whole() if whole else call, backend)
 
@@ -54,31 +55,27 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        bare: Differentiable,
-        inputs: tuple[str, ...],
-        results: tuple[str, ...],
-        smooth: set[str],
-        backend: str,
-        *tensors: Any,
+        ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], backend: str, *tensors: Any
     ) -> Tensors:
         call = bare.on(dict(zip(inputs, tensors, strict=True)))
         found = run(call, backend)
         ctx.save_for_backward(*found.values(), *tensors)
-        ctx.bare, ctx.inputs, ctx.results, ctx.smooth, ctx.backend = bare, inputs, tuple(found), smooth, backend
-        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in smooth))
+        ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(found), backend
+        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in op.trains))
         ctx.set_materialize_grads(False)
         return tuple(found.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        wanted = ctx.needs_input_grad[5:]
+        wanted = ctx.needs_input_grad[4:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
-        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.smooth}
+        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.op.trains}
         if not given:
-            return (None,) * (5 + len(wanted))
+            return (None,) * (4 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
+        intact(f"{ctx.op.name}, backward", {f"gradient of {name}": t for name, t in given.items()})
+        intact(f"{ctx.op.name}, backward", dict(zip((*ctx.results, *ctx.inputs), saved, strict=True)))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
 
@@ -86,4 +83,4 @@ class _Run(torch.autograd.Function):
             grads = call.gradients(results, given, lambda further: run(further, ctx.backend))
             return [grads.get(name) if need else None for name, need in zip(ctx.inputs, wanted, strict=True)]
 
-        return None, None, None, None, None, *once(found, (*given.values(), *inputs))
+        return None, None, None, None, *once(found, (*given.values(), *inputs))

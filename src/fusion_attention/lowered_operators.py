@@ -14,6 +14,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import lowered_autograd
+from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.derivative import below, no_tangents
@@ -74,6 +75,8 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     call: Differentiable = _lowered(op, args).whole()
     known = dict(zip(op.results, results, strict=True))
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
+    intact(f"{op.name}, backward", known)
+    intact(f"{op.name}, backward", {f"gradient of {name}": t for name, t in wanted.items()})
     found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, backend))
     return _listed(found, names_of(op.name)[0], tensors[0])
 

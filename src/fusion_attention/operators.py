@@ -20,6 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
+from fusion_attention.arguments import intact
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
@@ -223,6 +224,7 @@ def _backward(
     dbias: bool,
 ) -> list[torch.Tensor]:
     text = read(call)
+    intact(f"{text.op.name}, backward", {"dout": dout, "out": out, "max": max_, "sum": sum_, "seed": seed})
     args = unpack(tensors, arrays, ints, floats, text)
     lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
     if _SAVED[0] in text.op.by_name:
@@ -257,12 +259,12 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
 
 
 def check(op: Op, args: dict[str, Any], arrays: Given) -> None:
-    """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
-    given = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values())
-    tensors = [t for t in given if isinstance(t, torch.Tensor)]
-    known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
+    """What is wrong with the call, while it is traced; symbols and lengths wait until it runs."""
+    given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
+    sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
+    known = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))
     if known and not any(t is not None for t in arrays):
-        bind(op, args, reads=False)
+        bind(op, args, reads=False, memory=False)
 
 
 def _backward_fake(

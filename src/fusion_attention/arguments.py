@@ -1,0 +1,99 @@
+"""What callers hand in, before a record has a say: host integers, lists of tensors, and memory that must be there.
+
+Refuses to know any operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.record import ContractError, Failure, Op
+
+
+def members(value: Any) -> Any:
+    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def is_memory(value: Any) -> bool:
+    """Whether a value is a tensor or holds some."""
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
+
+
+def to_array(value: Any) -> Any:
+    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
+    array = value
+    try:
+        if isinstance(value, torch.Tensor):
+            array = value.detach().cpu().numpy()
+        elif isinstance(value, (list, tuple, range)):
+            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
+        return value
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
+        # A copy: callers change lengths in place, and what follows from these is kept.
+        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a window's first one to behind its last one."""
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last one."""
+    return tensor.nbytes if tensor.is_contiguous() else reach(tensor.shape, tensor.stride()) * tensor.itemsize
+
+
+def lost(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage, which may be resized under it, no longer holds its elements.
+
+    torch asks when a view is made, and never again.
+    """
+    try:
+        need, offset = span(tensor), tensor.storage_offset()
+        return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
+    except Exception:  # Sparse, nested: there is no such storage to ask, and whoever wants a dense tensor says so.
+        return False
+
+
+def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
+    need = span(tensor) + tensor.storage_offset() * tensor.itemsize
+    advice = "was it emptied, as FSDP does between forward and backward?"
+    got = f"one of {tensor.untyped_storage().nbytes()}"
+    return Failure(op, param, f"a storage that holds its elements, {need} bytes", got, advice)
+
+
+def intact(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raises where the storages of some tensors no longer hold them."""
+    failures = [_loss(op, name, t) for name, t in tensors.items() if t is not None and lost(t)]
+    if failures:
+        raise ContractError(failures)
+
+
+# Of one tensor of a call: its parameter's position, its place in a list or -1, bytes of an element, and its span().
+Span = tuple[int, int, int, int]
+
+
+def spans_of(given: Sequence[Any], positions: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of the tensors and lists of tensors at some positions, as far as they have elements."""
+    bare = {at: isinstance(given[at], torch.Tensor) for at in positions}
+    found = ((at, -1 if bare[at] else i, t) for at in positions for i, t in enumerate(members(given[at])))
+    return tuple([(at, i, t.itemsize, span(t)) for at, i, t in found if t.numel()])
+
+
+def losses(op: Op, given: Sequence[Any], spans: Sequence[Span]) -> list[Failure]:
+    """The failures of all tensors that are lost()."""
+    held = ((op.params[at].shown, given[at], i) for at, i, _, _ in spans)
+    named = ((shown, t) if i < 0 else (f"{shown}[{i}]" if len(t) > 1 else shown, t[i]) for shown, t, i in held)
+    return [_loss(op.name, shown, t) for shown, t in named if lost(t)]
