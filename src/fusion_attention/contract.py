@@ -168,7 +168,7 @@ def bind(
     if check_content:
         _ask(op, [r for r in op.asked if r.level == "content"], names)
     for note in settled.notes:
-        warnings.warn(str(note), ContractWarning, stacklevel=_outside())
+        warnings.warn(str(note), ContractWarning, stacklevel=outside())
     return Bound(op, names, settled.memo)
 
 
@@ -270,7 +270,7 @@ def _value(op: Op, p: Param, value: Any) -> Any:
 
 
 _Fault = tuple[str, str, str]  # expected, got, advice
-_TYPES = {int: "an int of 64 bits", float: "a number", str: "a string", bool: "True or False"}
+_TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "True or False"}
 
 
 def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
@@ -287,20 +287,22 @@ def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
             fault = _no_tensor(value, output)
         elif isinstance(p, Array):
             fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
-        elif isinstance(p, Attr) and not _is_type(value, p.type):
-            fault = _TYPES.get(p.type, f"a {p.type.__name__}"), show(value), ""
+        elif isinstance(p, Attr) and not _is_type(value, p):
+            wanted = "an int below 2**64" if p.unsigned else _TYPES.get(p.type, f"a {p.type.__name__}")
+            fault = wanted, show(value), ""
         if fault:
             failures.append(Failure(op.name, p.shown, *fault))
     return failures
 
 
-def _is_type(value: Any, wanted: type) -> bool:
+def _is_type(value: Any, p: Attr) -> bool:
+    wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
     if wanted is float:
         return isinstance(value, (int, float))
     if wanted is int:
-        return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+        return isinstance(value, int) and -(1 << 63) <= value < 1 << (64 if p.unsigned else 63)
     return isinstance(value, wanted)
 
 
@@ -480,7 +482,7 @@ def _raise(failures: list[Failure]) -> None:
         raise ContractError(failures)
 
 
-def _outside() -> int:
+def outside() -> int:
     """The stack level of the first caller outside this package, where a warning points."""
     level, frame, house = 1, sys._getframe(1), __name__.split(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == house:

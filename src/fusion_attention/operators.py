@@ -24,6 +24,7 @@ from fusion_attention.arguments import intact
 from fusion_attention.contract import Array, Attr, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
+from fusion_attention.dropout import signed
 from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
@@ -116,6 +117,10 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         if isinstance(value, (bool, str)):
             words[name] = value
         elif isinstance(value, (int, torch.SymInt)):
+            if isinstance(value, int) and name == "seed":
+                value = signed(value)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise TypeError(f"{op}: {name}: expected an int below 2**63 (a seed: 2**64)")
             ints[name] = value
         elif isinstance(value, (float, torch.SymFloat)):
             floats[name] = value

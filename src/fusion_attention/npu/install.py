@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu import indexer_loss, inference, sparse, training
+from fusion_attention.npu import dropout, indexer_loss, inference, sparse, training
 
 NAME = "torch_npu"
 _DEVICE = re.compile(r"npu(:\d+)?")
@@ -198,7 +198,9 @@ def _modules(base: torch.device) -> dict[str, ModuleType]:
     torch_npu = ModuleType(NAME, "torch_npu, played by fusion_attention: the same calls on any machine.")
     npu = npu_device.module(base)
     functions = {
-        name: getattr(module, name) for module in (training, inference, sparse, indexer_loss) for name in module.__all__
+        name: getattr(module, name)
+        for module in (training, dropout, inference, sparse, indexer_loss)
+        for name in module.__all__
     }
     vars(torch_npu).update(functions, npu=npu, __path__=[], __all__=[*functions, "npu"])
     vars(npu).update(functions, __path__=[])

@@ -16,7 +16,7 @@ from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
-from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, GIVEN_OFFSET, RULES
 from fusion_attention.ops.params import FLOATS, SINK, output, spelled
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
@@ -124,8 +124,13 @@ TORCH_STATS_LAYOUT = Attr(
     bad="BSND",
     code=INVALID,
 )
-SEED = Attr("seed", "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator.", default=0)
-OFFSET = Attr("offset", "Offset of drawn dropout.", default=0)
+SEED = Attr(
+    "seed",
+    "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
+    default=0,
+    unsigned=True,
+)
+OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32)
 NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
 GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
@@ -403,6 +408,7 @@ TORCH_GRAD_V3 = replace(
     name="npu_fusion_attention_grad_v3",
     summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad_v3",
+    rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
     params=(
         *_GRAD_HEAD,
         _SCALE_VALUE,
