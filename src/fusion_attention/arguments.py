@@ -5,7 +5,7 @@ Refuses to know any operator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def lost(tensor: torch.Tensor) -> bool:
     torch asks when a view is made, and never again.
     """
     try:
-        need, offset = span(tensor), tensor.storage_offset()
+        need, offset = tensor.nbytes if tensor.is_contiguous() else span(tensor), tensor.storage_offset()
         return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
     except Exception:  # Sparse, nested: there is no such storage to ask, and whoever wants a dense tensor says so.
         return False
@@ -74,11 +74,11 @@ def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
     return Failure(op, param, f"a storage that holds its elements, {need} bytes", got, advice)
 
 
-def intact(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raises where the storages of some tensors no longer hold them."""
-    failures = [_loss(op, name, t) for name, t in tensors.items() if t is not None and lost(t)]
-    if failures:
-        raise ContractError(failures)
+def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises where the storages of some tensors no longer hold them; names: what the tensors are called, in order."""
+    if any(t is not None and lost(t) for t in tensors):
+        named = zip(names, tensors, strict=False)
+        raise ContractError([_loss(op, name, t) for name, t in named if t is not None and lost(t)])
 
 
 # Of one tensor of a call: its parameter's position, its place in a list or -1, bytes of an element, and its span().

@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * (2 + len(wanted))
         dout = dout.clone() if lazy(dout) else dout
         saved = ctx.saved_tensors
-        intact("attention, backward", dict(zip(_SAVED, (dout, *saved), strict=True)))
+        intact("attention, backward", _SAVED, (dout, *saved))
         out, max_, sum_, q, k, v, *extras = saved
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)

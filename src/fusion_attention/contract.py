@@ -145,7 +145,7 @@ def bind(
     for at in op.positions[Array]:
         if given[at] is not None:
             if memory and isinstance(given[at], torch.Tensor):
-                intact(op.name, {op.params[at].shown: given[at]})
+                intact(op.name, (op.params[at].shown,), (given[at],))
             given[at] = array = to_array(given[at])
             arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
     content = tuple(arrays)

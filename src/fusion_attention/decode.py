@@ -175,7 +175,7 @@ class PagedKVCache:
                 got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
                 raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}")
         held = (f"{name} {part}" for part in ("pool", "scales") for name in "kv"[: len(self._pools)])
-        intact("PagedKVCache", {"k": k, "v": v, **dict(zip(held, (*self._pools, *self._scales), strict=False))})
+        intact("PagedKVCache", ("k", "v", *held), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])

@@ -74,8 +74,8 @@ class _Run(torch.autograd.Function):
             return (None,) * (4 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
-        intact(f"{ctx.op.name}, backward", {f"gradient of {name}": t for name, t in given.items()})
-        intact(f"{ctx.op.name}, backward", dict(zip((*ctx.results, *ctx.inputs), saved, strict=True)))
+        names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
+        intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
 

@@ -75,8 +75,8 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     call: Differentiable = _lowered(op, args).whole()
     known = dict(zip(op.results, results, strict=True))
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
-    intact(f"{op.name}, backward", known)
-    intact(f"{op.name}, backward", {f"gradient of {name}": t for name, t in wanted.items()})
+    names = (*(f"gradient of {name}" for name in wanted), *known)
+    intact(f"{op.name}, backward", names, (*wanted.values(), *known.values()))
     found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, backend))
     return _listed(found, names_of(op.name)[0], tensors[0])
 

@@ -229,7 +229,7 @@ def _backward(
     dbias: bool,
 ) -> list[torch.Tensor]:
     text = read(call)
-    intact(f"{text.op.name}, backward", {"dout": dout, "out": out, "max": max_, "sum": sum_, "seed": seed})
+    intact(f"{text.op.name}, backward", ("dout", "out", "max", "sum", "seed"), (dout, out, max_, sum_, seed))
     args = unpack(tensors, arrays, ints, floats, text)
     lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
     if _SAVED[0] in text.op.by_name:

@@ -83,7 +83,7 @@ def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
             and seed.dtype == torch.int64
             and seed.dim() == 0
         ):
-            intact(op.name, {"seed": seed})
+            intact(op.name, ("seed",), (seed,))
             args["seed"] = seed.item()  # as a traced forward returned it
         bound = bind(op, args)
         call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
