@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,3 +168,67 @@ def test_constants_are_those_of_cann() -> None:
     assert (acl.ACL_FORMAT_ND, acl.ACL_FORMAT_FRACTAL_NZ, acl.ACL_INT64, acl.ACL_SUCCESS) == (2, 29, 9, 0)
     with pytest.raises(AttributeError):
         acl.ACL_NO_SUCH_THING  # noqa: B018
+
+
+HUGE: list[tuple[Any, Any, Any, Any]] = [  # view_shape, strides, offset, storage_shape
+    ((0, 2**62, 2**62), None, 0, (0,)),
+    ((2**31, 2**31, 2**31), (0, 0, 0), 0, (1,)),
+    ((2**62, 2**62, 0), None, 0, None),
+    ((1,), (2**63,), 0, None),
+    ((1, 0), (2**64, 1), 0, None),
+    ((2**63,), (0,), 0, None),
+    ((2**64, 1), None, 0, None),
+    ((2,), (2**62,), 0, None),
+    ((1,), (1,), 2**62, None),
+    ((1,), (1,), 2**80, None),
+    ((0,), (1,), 2**63, None),
+    ((2,), None, 0, (2**80,)),
+    ((10**5000,), None, 0, None),
+    ((2,), (-(10**5000),), 0, None),
+    ((2,), None, 10**5000, (10**5000,)),
+    ((2**21,) * 70, (0,) * 70, 0, None),
+]
+
+
+@pytest.mark.parametrize("at", range(len(HUGE)))
+def test_sizes_that_no_memory_has(at: int) -> None:
+    shape, strides, offset, storage = HUGE[at]
+    address, _ = acl.rt.malloc(64)
+    assert acl.create_tensor(shape, acl.ACL_FLOAT, strides, offset, acl.ACL_FORMAT_ND, storage, address) is None
+    text = acl.get_recent_err_msg()
+    assert any(name in text for name in ("view_shape", "strides", "offset", "data")), text
+    assert acl.create_tensor((2, 8), acl.ACL_FLOAT, (8, 1), 0, acl.ACL_FORMAT_ND, (16,), address) is not None
+
+
+def test_descriptions_at_random_are_handles_or_refused() -> None:
+    """Nothing that a caller writes into a description is a Python error."""
+    draw = random.Random(5)
+    odd = [0, 1, 2, 3, 7, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 2**130, 10**5000, -(10**5000), np.int64(5)]
+    odd += [np.uint64(2**63), 1.5, True, None, "x", [1], torch.tensor(3), float("inf")]
+    address, _ = acl.rt.malloc(4096)
+    made = 0
+
+    def sizes() -> Any:
+        few = (*range(5), draw.choice(odd)) if draw.random() < 0.5 else range(5)
+        numbers = [draw.choice(few) for _ in range(draw.choice((0, 1, 2, 2, 3, 9, 70)))]
+        return draw.choice((numbers, tuple(numbers), None, None, 5, "ab"))
+
+    for _ in range(3000):
+        arguments = (sizes(), draw.choice((acl.ACL_FLOAT, acl.ACL_BF16, torch.int8, draw.choice(odd))), sizes())
+        rest = (draw.choice((0, 0, 0, draw.choice(odd))), draw.choice((2, 2, 2, draw.choice(odd))), sizes())
+        handle = acl.create_tensor(*arguments, *rest, draw.choice((address, address, address + 4, draw.choice(odd))))
+        made += handle is not None
+        if handle is not None:
+            assert handle.stop - address <= 4096
+        else:
+            assert acl.get_recent_err_msg()
+        acl.create_int_array(sizes())
+        acl.create_tensor_list(sizes())
+        for ret in (
+            acl.rt.memcpy(address, draw.choice(odd), address, draw.choice(odd), draw.choice(odd)),
+            acl.rt.memset(draw.choice(odd), draw.choice(odd), draw.choice(odd), draw.choice(odd)),
+            acl.rt.set_device(draw.choice(odd)),
+        ):
+            assert isinstance(ret, int)
+        acl.get_recent_err_msg()
+    assert made > 50

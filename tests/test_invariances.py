@@ -9,6 +9,8 @@ import pytest
 import torch
 from cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, all_same_bits, compute, operands, same_bits
 
+import fusion_attention as fa
+from fusion_attention import npu
 from fusion_attention.testing import Case, arguments, check, golden, hostile, part, plain, seen, stats_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
@@ -54,6 +56,28 @@ def test_expanded_inputs() -> None:
     all_same_bits(
         compute(case, args), compute(case, {**args, **{n: args[n].contiguous() for n in ("key", "value", "pse")}})
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 16), (1, 1, 0, 16), (0, 16)])
+@pytest.mark.parametrize("name", ["bias", "blocked"])
+@pytest.mark.parametrize("backend", ["auto", "golden"])
+def test_matrices_without_rows(shape: tuple[int, ...], name: str, backend: str) -> None:
+    """Nothing lies there, with whatever strides: an empty result, and no gradient."""
+    q, k = torch.randn(2, 0, 4, 8, requires_grad=True), torch.randn(2, 16, 2, 8, requires_grad=True)
+    matrix = torch.zeros(*shape[:-1], 32, dtype=torch.bool if name == "blocked" else torch.float32)[..., ::2]
+    out = fa.attention(q, k, k, backend=backend, **{name: matrix})
+    assert out.shape == q.shape
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert dq.shape == q.shape
+    assert not dk.any()
+    if len(shape) == 4:
+        rows = {"pse": matrix, "pse_type": 0} if name == "bias" else {"atten_mask": matrix}
+        if name == "blocked" or shape[1] == 4:
+            assert npu.npu_fusion_attention_v2(q, k, k, 4, "BSND", **rows)[0].shape == q.shape
+        cache = (k.detach(), k.detach())
+        assert (
+            fa.decode_attention(q.detach(), cache, kv_len=[16, 16], backend=backend, **{name: matrix}).shape == q.shape
+        )
 
 
 @samples

@@ -112,9 +112,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
                 raise refusal(op, p.shown, "a live int array", "a destroyed one")
             args[p.name] = value.values
         elif type(value) is acl.Tensor:
-            if value.view is None or not value.memory.alive or not value.plain:
-                raise _no_tensor(op, p.shown, value)
-            args[p.name] = _integers(op, i, value.view)
+            args[p.name] = _integers(op, i, _view(op, i, value))
         elif value is not None:
             if not isinstance(value, (list, tuple, np.ndarray)):
                 raise refusal(op, p.shown, "an acl.IntArray, an acl.Tensor, a list or None", show(value))
@@ -124,9 +122,9 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 def _view(op: Op, position: int, value: Any) -> torch.Tensor:
     """The memory of a live tensor in a plain format."""
-    if type(value) is not acl.Tensor or value.view is None or not value.memory.alive or not value.plain:
-        raise _no_tensor(op, op.params[position].shown, value)
-    return value.view
+    if type(value) is acl.Tensor and value.view is not None and value.memory.alive and value.plain and not value.lost:
+        return value.view
+    raise _no_tensor(op, op.params[position].shown, value)
 
 
 def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
@@ -140,7 +138,16 @@ def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
         return refusal(op, param, "an acl.Tensor or None", show(value) + made)
     if not value.alive:
         return refusal(op, param, "a live tensor", "one destroyed, or whose memory was freed")
+    if value.lost:
+        return _lost(op, param, value)
     return refusal(op, param, "a plain format", value.format.name, "ACL_FORMAT_ND")
+
+
+def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal:
+    assert value.view is not None
+    got = f"one of {value.view.untyped_storage().nbytes()}"
+    advice = "it was resized under the handle"
+    return refusal(op, param, f"a storage that holds its elements, {value.needs} bytes", got, advice, code)
 
 
 # ------------------------------------------------------------------------------------------------------------ phase 2
@@ -175,26 +182,32 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
     moved = False
     for i, name in job.layout.given:
         value = values[i]
-        if type(value) is acl.Tensor and value.view is job.args[name] and value.memory.alive:
+        if type(value) is acl.Tensor and value.view is job.args[name] and value.memory.alive and not value.lost:
             continue
         if type(value) is acl.TensorList and value.tensors is None:
             raise refusal(op, op.params[i].shown, "a live tensor list", "destroyed since phase 1", code=RUNTIME)
         for tensor, view in zip(handles(value), members(job.args[name]), strict=True):
-            if tensor.view is not view or not tensor.memory.alive:
-                if not tensor.alive:
-                    text = "destroyed, or its memory freed, since phase 1"
-                    raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
-                moved = True
+            _check_there(op, i, tensor)
+            moved = moved or tensor.view is not view
     return moved or any(_changed(op, i, values[i], job.args[op.params[i].name]) for i in op.positions[Array])
+
+
+def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
+    """Refuses a tensor that ended after phase 1."""
+    param = op.params[position].shown
+    if not tensor.alive:
+        text = "destroyed, or its memory freed, since phase 1"
+        raise refusal(op, param, "a live tensor", text, code=RUNTIME)
+    if tensor.lost:
+        raise _lost(op, param, tensor, RUNTIME)
 
 
 def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
     """Whether a tensor of lengths is another one than phase 1 read."""
     if type(value) is not acl.Tensor:
         return False
-    if value.view is None or not value.memory.alive:
-        return True
-    found = _integers(op, position, value.view)
+    _check_there(op, position, value)
+    found = _integers(op, position, value.view)  # type: ignore[arg-type]
     return found is not read if found is None or read is None else not np.array_equal(found, read)
 
 

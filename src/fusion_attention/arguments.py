@@ -1,25 +1,26 @@
 """Arguments as rules see them: host integers as int64 arrays, lists of tensors as tuples, blanks as nothing; what kind
-of value each is, and what came instead.
+of value each is, what came instead, and whether its memory is there.
 
 Refuses to know what any operator computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.expressions import lazy, show
-from fusion_attention.record import Op
+from fusion_attention.record import Attr, ContractError, Failure, Op
 
 Fault = tuple[str, str, str]  # expected, got, advice
 NESTED = (
     'its rows lie packed in x.values(): pass these with layout "TND" and the lengths x.offsets().diff() (packed ends: '
     "x.offsets()[1:])"
 )
-TYPES = {int: "an int of 64 bits", float: "a number", str: "a string", bool: "True or False"}
+TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "True or False"}
 
 
 def members(value: Any) -> Any:
@@ -57,14 +58,15 @@ def array_of(op: Op, position: int, value: Any) -> Any:
     return to_array(value)
 
 
-def is_type(value: Any, wanted: type) -> bool:
+def is_type(value: Any, p: Attr) -> bool:
     """Whether an attribute is of its record's type: an int is a float too, and no bool is a number."""
+    wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
     if wanted is float:
         return isinstance(value, (int, float))
     if wanted is int:
-        return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+        return isinstance(value, int) and -(1 << 63) <= value < 1 << (64 if p.unsigned else 63)
     return isinstance(value, wanted)
 
 
@@ -98,3 +100,60 @@ def no_tensors(values: Any) -> Fault | None:
 def trained(value: Any) -> bool:
     """Whether autograd waits for a gradient of a tensor, or of one of several."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in members(value) or ())
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a window's first one to behind its last one."""
+    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last one."""
+    return tensor.nbytes if tensor.is_contiguous() else reach(tensor.shape, tensor.stride()) * tensor.itemsize
+
+
+def lost(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage, which may be resized under it, no longer holds its elements.
+
+    torch asks when a view is made, and never again.
+    """
+    try:
+        need, offset = tensor.nbytes if tensor.is_contiguous() else span(tensor), tensor.storage_offset()
+        return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
+    except Exception:  # Sparse, nested: there is no such storage to ask, and whoever wants a dense tensor says so.
+        return False
+
+
+def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
+    need = span(tensor) + tensor.storage_offset() * tensor.itemsize
+    advice = "was it emptied, as FSDP does between forward and backward?"
+    got = f"one of {tensor.untyped_storage().nbytes()}"
+    return Failure(op, param, f"a storage that holds its elements, {need} bytes", got, advice)
+
+
+def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises where the storages of some tensors no longer hold them; names: what the tensors are called, in order."""
+    if any(t is not None and lost(t) for t in tensors):
+        named = zip(names, tensors, strict=False)
+        raise ContractError([_loss(op, name, t) for name, t in named if t is not None and lost(t)])
+
+
+# Of one tensor of a call: its parameter's position, its place in a list or -1, bytes of an element, and its span().
+Span = tuple[int, int, int, int]
+
+
+def spans_of(given: Sequence[Any], positions: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of the tensors and lists of tensors at some positions, as far as they have elements."""
+    bare = {at: isinstance(given[at], torch.Tensor) for at in positions}
+    found = ((at, -1 if bare[at] else i, t) for at in positions for i, t in enumerate(members(given[at])))
+    return tuple([(at, i, t.itemsize, span(t)) for at, i, t in found if t.numel()])
+
+
+def losses(op: Op, given: Sequence[Any], spans: Sequence[Span]) -> list[Failure]:
+    """The failures of all tensors that are lost()."""
+    held = ((op.params[at].shown, given[at], i) for at, i, _, _ in spans)
+    named = ((shown, t) if i < 0 else (f"{shown}[{i}]" if len(t) > 1 else shown, t[i]) for shown, t, i in held)
+    return [_loss(op.name, shown, t) for shown, t in named if lost(t)]

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from fusion_attention.arguments import intact
 from fusion_attention.derivative import constants, once
 from fusion_attention.expressions import lazy
-from fusion_attention.lower import BIAS, Call, clear_gradients, grads_of, operands_of, uncovered
+from fusion_attention.lower import BIAS, EXTRAS, Call, clear_gradients, grads_of, operands_of, uncovered
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
@@ -22,6 +23,7 @@ from fusion_attention.settings import chosen
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]
 _DBIAS = 5  # the place of the bias among gradients
+_SAVED = ("dout", "out", "max", "sum", "q", "k", "v", *EXTRAS)
 
 
 def attention(call: Call, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
@@ -48,12 +50,16 @@ def attention_backward(
     dbias: bool,
     backend: str = "auto",
 ) -> Tensors:
-    """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty."""
+    """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty.
+
+    Statistics may come with any strides, as tensors do that somebody kept meanwhile.
+    """
     backend = chosen(backend)
     q_rope, k_rope, bias, _, _, _, sink = call.extras
     present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
     gradients = tuple(call.q.new_empty(0) if t is None else empty(t, t.shape) for t in present)
-    run_backward(call, dout, (out, *stats), gradients, backend)
+    max_, sum_ = (t.contiguous() for t in stats)  # Their views count on the order in which they were written.
+    run_backward(call, dout, (out, max_, sum_), gradients, backend)
     return gradients
 
 
@@ -143,8 +149,10 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         if dout is None:
             return (None,) * (3 + len(wanted))
-        out, max_, sum_, q, k, v, *extras = ctx.saved_tensors
         dout = dout.clone() if lazy(dout) else dout
+        saved = ctx.saved_tensors
+        intact("attention, backward", _SAVED, (dout, *saved))
+        out, max_, sum_, q, k, v, *extras = saved
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
         grads = once(

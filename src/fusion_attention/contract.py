@@ -17,12 +17,16 @@ import torch
 from fusion_attention.arguments import (
     TYPES,
     Fault,
+    Span,
     array_of,
+    intact,
     is_memory,
     is_type,
+    losses,
     members,
     no_tensor,
     no_tensors,
+    spans_of,
     to_array,
     trained,
 )
@@ -103,13 +107,14 @@ class _Signature:
     """What is known of all calls of one signature: shapes, strides, dtypes, attributes, and which arrays came.
 
     Attributes:
-        names: those with one value for all of them; tensors: (name, position) of those given.
+        names: those with one value for all of them; tensors: (name, position) of those given; spans: of their memory.
         rules: what may turn out otherwise when arrays change; reads: what may at every call; notes: found for all.
         settled: the last arrays with what they led to. Layers of a model share lengths, steps do not.
     """
 
     names: dict[str, Any]
     tensors: tuple[tuple[str, int], ...]
+    spans: tuple[Span, ...]
     rules: list[Rule]
     reads: list[Rule]
     notes: list[Failure] = field(default_factory=list)
@@ -131,11 +136,13 @@ def bind(
     strict: bool | None = None,
     check_content: bool | None = None,
     reads: bool = True,
+    memory: bool = True,
 ) -> Bound:
     """Checks a call against its record, stage by stage, and gives every name its value.
 
     A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
-    compared with the last ones, and what reads tensor content is asked at every call.
+    compared with the last ones, and what reads tensor content is asked at every call, as are storages, which may be
+    resized under a tensor, whether they still hold it.
 
     Args:
         op: the record.
@@ -143,6 +150,7 @@ def bind(
         strict: limits and doubts are errors too; None: as settings say.
         check_content: rules that read tensor data on request are asked too; None: as settings say.
         reads: so are those that always do; False where the data may not be there yet.
+        memory: False in a trace, whose tensors have none.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
@@ -150,17 +158,23 @@ def bind(
     asked = current()
     strict = asked.strict if strict is None else strict
     check_content = asked.check_content if check_content is None else check_content
-    given = list(map(args.get, op.by_name))
+    given: list[Any] = list(map(args.get, op.by_name))
     arrays = []
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
     for at in op.positions[Array]:
         if given[at] is not None:
+            if memory and isinstance(given[at], torch.Tensor):
+                intact(op.name, (op.params[at].shown,), (given[at],))
             given[at] = array = array_of(op, at, given[at])
             arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
     content = tuple(arrays)
     key, known = _find(op, given, strict)
     known = known or _learn(op, given, strict)
+    for at, i, size, need in known.spans if memory else ():
+        t = given[at] if i < 0 else given[at][i]
+        if t.untyped_storage().nbytes() < t.storage_offset() * size + need:
+            _raise(losses(op, given, known.spans))
     tensors = {name: given[at] for name, at in known.tensors}
     settled = known.settled
     if settled is None or settled.arrays != content:
@@ -174,7 +188,7 @@ def bind(
     if check_content and reads and not any(t.is_meta for name in tensors for t in members(tensors[name])):
         _ask(op, [r for r in op.asked if r.level == "content"], names)
     for note in settled.notes:
-        warnings.warn(str(note), ContractWarning, stacklevel=_outside())
+        warnings.warn(str(note), ContractWarning, stacklevel=outside())
     return Bound(op, names, settled.memo)
 
 
@@ -220,7 +234,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
     kept = {name: value for name, value in names.items() if not is_memory(value)}
-    return _Signature(kept, tensors, rules, [])
+    return _Signature(kept, tensors, spans_of(given, [at for _, at in tensors]), rules, [])
 
 
 def _settle(
@@ -294,8 +308,9 @@ def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
             fault = no_tensor(value, output)
         elif isinstance(p, Array):
             fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
-        elif isinstance(p, Attr) and not is_type(value, p.type):
-            fault = TYPES.get(p.type, f"a {p.type.__name__}"), show(value), ""
+        elif isinstance(p, Attr) and not is_type(value, p):
+            wanted = "an int below 2**64" if p.unsigned else TYPES.get(p.type, f"a {p.type.__name__}")
+            fault = wanted, show(value), ""
         if fault:
             failures.append(Failure(op.name, p.shown, *fault))
     return failures
@@ -450,7 +465,7 @@ def _raise(failures: list[Failure]) -> None:
         raise ContractError(failures)
 
 
-def _outside() -> int:
+def outside() -> int:
     """The stack level of the first caller outside this package, where a warning points."""
     level, frame, house = 1, sys._getframe(1), __name__.split(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == house:

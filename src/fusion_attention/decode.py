@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fusion_attention import lowered_operators
+from fusion_attention.arguments import intact
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.expressions import show
 from fusion_attention.mask import Band
@@ -187,6 +188,8 @@ class PagedKVCache:
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype or tensor.device != device:
                 got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
                 raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}")
+        held = (f"{name} {part}" for part in ("pool", "scales") for name in "kv"[: len(self._pools)])
+        intact("PagedKVCache", ("k", "v", *held), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])

@@ -6,6 +6,9 @@ so packed and padded batches, and all back ends, drop the same positions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from fusion_attention.kv import MatrixView
@@ -56,17 +59,52 @@ def keep_from_philox(
 
     One draw (counter = key // 8, row, stream, offset) gives eight 16-bit halves, little endian, for keys 8m .. 8m+7.
     """
-    first = keys.start // KEYS_PER_DRAW
-    last = -(-keys.stop // KEYS_PER_DRAW)
     stream = torch.arange(first_stream, first_stream + heads)[:, None, None]
     row = torch.arange(rows.start, rows.stop)[None, :, None]
-    draw = torch.arange(first, last)[None, None, :]
-    counter = (draw, row, stream & _MASK32, torch.tensor(offset & _MASK32))
+    return _kept(seed, offset, keep_prob, stream, row, keys)
+
+
+def _kept(
+    seed: int, offset: int, keep_prob: float, stream: torch.Tensor, row: torch.Tensor, keys: slice
+) -> torch.Tensor:
+    """[.., keys] bool for streams and rows [.., 1], which broadcast."""
+    first = keys.start // KEYS_PER_DRAW
+    last = -(-keys.stop // KEYS_PER_DRAW)
+    draw = torch.arange(first, last, device=row.device)
+    counter = (draw, row, stream & _MASK32, torch.tensor(offset & _MASK32, device=row.device))
     # The words start as broadcast axes; the fourth round has mixed each of them into the full shape.
     words = torch.stack(philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    kept = (halves < threshold(keep_prob)).reshape(heads, rows.stop - rows.start, (last - first) * KEYS_PER_DRAW)
+    kept = (halves < threshold(keep_prob)).flatten(-3)
     return kept[..., keys.start - first * KEYS_PER_DRAW : keys.stop - first * KEYS_PER_DRAW]
+
+
+def drawn_bits(
+    size: Sequence[int], keep_prob: float, seed: int, offset: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """uint8, least significant bit first: what is drawn for scores [.., rows, keys], linear over them.
+
+    The leading axes, multiplied, count streams: [sequences, heads, rows, keys] has the bits that kernels draw.
+    """
+    *streams, rows, keys = (1, 1, *size)
+    count = math.prod(streams) * rows
+    if not count * keys:
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    found = []
+    # Eight rows end with a whole byte; as many of them at a time as keep the words of their draws small.
+    step = max(8, (1 << 20) // keys // 8 * 8)
+    for first in range(0, count, step):
+        place = torch.arange(first, min(first + step, count), device=device)[:, None]
+        kept = _kept(seed, offset, keep_prob, place // rows, place % rows, slice(0, keys)).flatten()
+        bits = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.numel() % 8)).unflatten(0, (-1, 8))
+        found.append((bits * weights).sum(-1, dtype=torch.uint8))
+    return torch.cat(found)
+
+
+def signed(seed: int) -> int:
+    """The int64 of a seed's 64 bits: torch knows unsigned seeds, its operators do not."""
+    return seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed
 
 
 def draw_seed() -> int:

@@ -195,7 +195,8 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        tensor = tensor.contiguous()  # Kernels read along keys with stride 1 or 0.
+        # Kernels read along keys with stride 1 or 0. clone() sees to the strides of what has no rows, too.
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     if form == "diagonal":
         address = extents.q_start * tensor.stride(0) + extents.kv_start
         return MatrixView(tensor, address, np.zeros_like(address), np.full_like(address, tensor.stride(0)), 1)

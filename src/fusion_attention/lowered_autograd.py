@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable, Lowered
-from fusion_attention.contract import Bound
+from fusion_attention.contract import Bound, Op
 from fusion_attention.derivative import constants, once
 from fusion_attention.expressions import lazy
 from fusion_attention.plan import compute
@@ -51,7 +52,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
                 t.detach() if t is not None and t.requires_grad and name not in trained else t
                 for name, t in inputs.items()
             ]
-            found = _Run.apply(bare, tuple(inputs), set(op.trains), whole, backend, *tensors)
+            found = _Run.apply(op, bare, tuple(inputs), whole, backend, *tensors)
             return dict(zip(op.results, found, strict=False))
     return run(call.whole() if whole else call, backend)
 
@@ -61,19 +62,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        bare: Differentiable,
-        inputs: tuple[str, ...],
-        smooth: set[str],
-        guarded: bool,
-        backend: str,
-        *tensors: Any,
+        ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], guarded: bool, backend: str, *tensors: Any
     ) -> Tensors:
         call = bare.on(dict(zip(inputs, tensors, strict=True)))
         found = run(call, backend)
         ctx.save_for_backward(*found.values(), *tensors)
-        ctx.bare, ctx.inputs, ctx.results, ctx.smooth, ctx.backend = bare, inputs, tuple(found), smooth, backend
-        rest = [t for name, t in found.items() if name not in smooth]
+        ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(found), backend
+        rest = [t for name, t in found.items() if name not in op.trains]
         ctx.mark_non_differentiable(*(t for t in rest if not (guarded and t.is_floating_point())))
         ctx.set_materialize_grads(False)
         return tuple(found.values())
@@ -82,12 +77,14 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         wanted = ctx.needs_input_grad[5:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
-        constants(t for name, t in given.items() if name not in ctx.smooth)
+        constants(t for name, t in given.items() if name not in ctx.op.trains)
         given = {name: t.clone() if lazy(t) else t for name, t in given.items()}
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
+        names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
+        intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
 

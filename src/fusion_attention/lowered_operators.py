@@ -14,6 +14,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import lowered_autograd
+from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.derivative import below, no_tangents
@@ -81,6 +82,8 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     op = text.op
     known = dict(zip(op.results, results, strict=True))
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
+    names = (*(f"gradient of {name}" for name in wanted), *known)
+    intact(f"{op.name}, backward", names, (*wanted.values(), *known.values()))
     found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, text.backend))
     # A sink of fewer bits was widened on its way down.
     found = {name: gradient.to(args[name].dtype) for name, gradient in found.items()}

@@ -20,10 +20,11 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
-from fusion_attention.arguments import NESTED
+from fusion_attention.arguments import NESTED, intact
 from fusion_attention.contract import Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
+from fusion_attention.dropout import signed
 from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
@@ -131,6 +132,10 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         if isinstance(value, (bool, str)):
             words[name] = value
         elif isinstance(value, (int, torch.SymInt)):
+            if isinstance(value, int) and name == "seed":
+                value = signed(value)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise TypeError(f"{op}: {name}: expected an int below 2**63 (a seed: 2**64)")
             ints[name] = value
         elif isinstance(value, (float, torch.SymFloat)):
             floats[name] = value
@@ -273,6 +278,7 @@ def _backward(
     dbias: bool,
 ) -> list[torch.Tensor]:
     text = read(call)
+    intact(f"{text.op.name}, backward", ("dout", "out", "max", "sum", "seed"), (dout, out, max_, sum_, seed))
     args = unpack(tensors, arrays, ints, floats, text)
     lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
     if _SAVED[0] in text.op.by_name:
@@ -308,12 +314,12 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """What is wrong with the call, while it is traced; sizes that are symbols and lengths wait until it runs."""
-    given = itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values())
-    tensors = [t for t in given if isinstance(t, torch.Tensor)]
-    known = not any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride()))
+    """What is wrong with the call, while it is traced; symbols and lengths wait until it runs."""
+    given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
+    sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
+    known = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))
     if known and not any(t is not None for t in arrays):
-        bind(text.op, args, strict=text.strict, reads=False)
+        bind(text.op, args, strict=text.strict, reads=False, memory=False)
 
 
 def _backward_fake(

@@ -136,6 +136,7 @@ class Attr(Param):
         default: REQUIRED without one.
         domain: an expression that must hold; bad: a value that breaks it.
         axis: the axis word that this number is.
+        unsigned: an int below 2**64, not 2**63.
     """
 
     type: type = int
@@ -143,6 +144,7 @@ class Attr(Param):
     domain: str = ""
     bad: Any = None
     axis: str = ""
+    unsigned: bool = False
     code: int = TILING
 
 

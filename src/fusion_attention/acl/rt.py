@@ -24,6 +24,7 @@ import torch
 
 from fusion_attention.acl import state
 from fusion_attention.acl.state import STATE, Context, Memory, Refusal, Stream, coded, integer, valued
+from fusion_attention.arguments import lost
 
 RT = state.RT_INVALID_PARAM
 
@@ -255,6 +256,8 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
+        if lost(value):
+            raise Refusal(RT, "a host tensor must lie in a storage that holds it: this one was resized")
         memory = value.detach().reshape(-1).view(torch.uint8)
     else:
         try:
@@ -303,8 +306,9 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
     size, room = integer(count, "count"), integer(dest_max, "dest_max")
     if size < 0 or size > room:
         raise Refusal(RT, f"count: expected 0 to dest_max={room}, got {size}")
+    kind = integer(kind, "kind")
     if kind not in tuple(MemcpyKind):
-        raise Refusal(state.INVALID_PARAM, f"kind: expected 0 to 3, got {kind!r}")
+        raise Refusal(state.INVALID_PARAM, f"kind: expected 0 to 3, got {kind}")
     source, source_on_host = bytes_at(src, size)
     target, target_on_host = bytes_at(dst, size, written=True)
     given = MemcpyKind((not source_on_host) * 2 + (not target_on_host))

@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fusion_attention.expressions import show
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -129,9 +131,12 @@ def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise Refusal(code, f"{name}: expected an int, got {type(value).__name__}") from None
+    if number.bit_length() > 128:  # Others are refused where they mean too much; these have no text, or no end.
+        raise Refusal(code, f"{name}: expected an int of 64 bits, got {show(number)}")
+    return number
 
 
 def _check_started(function: Callable[..., Any]) -> None:

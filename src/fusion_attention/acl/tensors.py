@@ -6,6 +6,7 @@ A handle lives until it is destroyed or nobody holds it any more. Its strides an
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from fusion_attention.acl.state import STATE, Memory, Refusal, coded, integer, made
+from fusion_attention.arguments import reach, span
 from fusion_attention.contract import INVALID, NULL_POINTER
 
 
@@ -87,6 +89,7 @@ TORCH_DTYPES = {
     DataType.ACL_FLOAT8_E5M2: torch.float8_e5m2,
     DataType.ACL_FLOAT8_E4M3FN: torch.float8_e4m3fn,
 }
+_LARGEST = (1 << 63) - 1
 ACL_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -99,9 +102,10 @@ class Tensor:
         offset: elements from its address to its first one.
         memory: the allocation that holds it.
         start, stop: addresses of its first byte and behind its last one.
+        needs: bytes that its storage must have.
     """
 
-    __slots__ = ("__weakref__", "dtype", "format", "memory", "offset", "plain", "start", "stop", "view")
+    __slots__ = ("__weakref__", "dtype", "format", "memory", "needs", "offset", "plain", "start", "stop", "view")
 
     def __init__(self, view: torch.Tensor, dtype: DataType, format: Format, offset: int, memory: Memory) -> None:
         self.dtype, self.format, self.offset, self.plain = dtype, format, offset, format in PLAIN
@@ -111,7 +115,9 @@ class Tensor:
         self.view: torch.Tensor | None = view
         self.memory = memory
         self.start = view.data_ptr()
-        self.stop = self.start + _reach(view.shape, view.stride()) * view.element_size()
+        size = span(view)
+        self.stop = self.start + size
+        self.needs = size and size + view.storage_offset() * view.itemsize
 
     @classmethod
     def of(cls, tensor: torch.Tensor, format: Format = Format.ACL_FORMAT_ND) -> Tensor:
@@ -138,6 +144,11 @@ class Tensor:
     def alive(self) -> bool:
         """Neither destroyed nor its memory freed."""
         return self.view is not None and self.memory.alive
+
+    @property
+    def lost(self) -> bool:
+        """The storage of a torch tensor was resized, and no longer holds it."""
+        return self.view is not None and self.view.untyped_storage().nbytes() < self.needs
 
     def destroy(self) -> None:
         """Ends the handle; the memory stays."""
@@ -179,11 +190,6 @@ class TensorList:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from a window's first one to behind its last one."""
-    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
-
-
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
     """A torch storage as an allocation that nobody frees under its handles."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
@@ -212,7 +218,7 @@ def _window(
 ) -> torch.Tensor:
     """Elements of a dtype in an allocation; refused where it does not hold them."""
     size, count = dtype.itemsize, memory.bytes.numel()
-    stop = (first + _reach(shape, strides)) * size
+    stop = (first + reach(shape, strides)) * size
     if stop > count:
         raise Refusal(INVALID, f"data: the view ends at byte {stop} of an allocation of {count}")
     return memory.bytes[: count // size * size].view(dtype).as_strided(tuple(shape), tuple(strides), first)
@@ -288,14 +294,17 @@ def create_tensor(
     if len(steps) != len(shape) or first < 0:
         got = f"{len(steps)} strides, offset {first}"
         raise Refusal(INVALID, f"strides: expected {len(shape)} of them and an offset >= 0, got {got}")
+    if max(math.prod(max(n, 1) for n in shape), *steps, 0) > _LARGEST:
+        got = f"{list(shape)} with strides {list(steps)}"
+        raise Refusal(INVALID, f"view_shape: expected fewer elements than 64 bits can count, got {got}")
     tag = _number(Format, format, "format")
     torch_dtype = TORCH_DTYPES[number]
     memory, base = _storage(data, torch_dtype.itemsize)
     if storage_shape is not None:
         room = int(np.prod(_sizes(storage_shape, "storage_shape"), dtype=object))
-        reach = _reach(shape, steps)
-        if reach and first + reach > room:
-            raise Refusal(INVALID, f"view_shape: the view ends at element {first + reach} of a storage of {room}")
+        stop = reach(shape, steps)
+        if stop and first + stop > room:
+            raise Refusal(INVALID, f"view_shape: the view ends at element {first + stop} of a storage of {room}")
         _window(memory, torch_dtype, (room,), (1,), base)
     return Tensor(_window(memory, torch_dtype, shape, steps, base + first), number, tag, first, memory)
 

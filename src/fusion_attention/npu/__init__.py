@@ -1,5 +1,6 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.dropout import _npu_dropout_gen_mask
 from fusion_attention.npu.indexer_loss import (
     npu_dense_lightning_indexer_grad_kl_loss,
     npu_dense_lightning_indexer_softmax_lse,
@@ -24,6 +25,7 @@ from fusion_attention.npu.training import (
 from fusion_attention.settings import strict
 
 __all__ = [
+    "_npu_dropout_gen_mask",
     "install",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",

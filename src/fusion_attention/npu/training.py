@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from fusion_attention import autograd, operators
+from fusion_attention.arguments import intact
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.lower import BIAS, LANES, from_lanes, to_lanes
+from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops import flash
 from fusion_attention.ops.flash_lower import lower
 
@@ -48,23 +50,25 @@ def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tens
         if drawn and not seed and not offset:
             seed = draw_seed()
         call = lower(bound, seed=seed, offset=offset)
+        if drops and not drawn and (seed or offset):
+            glance_at_mask(op.name, call)
         out, max_, sum_ = autograd.attention(call)
         numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if drops else 0
         lanes = to_lanes(call, max_, sum_)
-        return out, *lanes, out.new_empty(0), seed if drawn else 0, offset if drawn else 0, numels
+        return out, *lanes, out.new_empty(0), seed if drops else 0, offset if drops else 0, numels
 
 
 def _traced_forward(
     op: Op, args: dict[str, Any], seed: Any, offset: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """_forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
-    drawn = operators.drops(args["keep_prob"]) and args.get("drop_mask") is None
-    tensor = draw_seed_tensor() if drawn and not seed and not offset else None
+    drops = operators.drops(args["keep_prob"])
+    tensor = draw_seed_tensor() if drops and args.get("drop_mask") is None and not seed and not offset else None
     out, max_, sum_ = operators.forward(op, args, seed=tensor)
     top, total = (t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))
     seed = seed if tensor is None else tensor
     empty = torch.empty(0, dtype=out.dtype, device=out.device)
-    return out, top, total, empty, seed if drawn else 0, offset if drawn else 0, 0
+    return out, top, total, empty, seed if drops else 0, offset if drops else 0, 0
 
 
 def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -79,6 +83,7 @@ def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
             and seed.dtype == torch.int64
             and seed.dim() == 0
         ):
+            intact(op.name, ("seed",), (seed,))
             args["seed"] = seed.item()  # as a traced forward returned it
         bound = bind(op, args)
         call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
@@ -156,7 +161,8 @@ def npu_fusion_attention(
         softmax_layout: "" (packed statistics head-major in each sequence) or "TND" (token-major).
         sink: float32 [N1], one more logit per row and head.
         dropout_mask: uint8, one bit per score, 1 = kept, least significant bit first.
-        seed, offset: of drawn dropout; both 0 draws a seed from torch's default generator.
+        seed, offset: of drawn dropout; both 0 draws a seed from torch's default generator. Beside a mask they are
+            handed back, and draw nothing.
 
     Returns:
         (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels): the output in the query's layout;
@@ -332,7 +338,8 @@ def npu_fusion_attention_grad(
         softmax_in: reserved.
         attention_in: the forward's attention_out; needed.
         scale_value: the forward's scale.
-        seed, offset, numels: as returned by the forward; keep_prob < 1 draws the same bits again.
+        seed, offset, numels: as returned by the forward; keep_prob < 1 draws the same bits again (a mask that the
+            forward was given is known to autograd alone).
         all others: as given to the forward.
 
     Returns:

@@ -196,7 +196,7 @@ RULES = (
         Rule(
             "seed is None",
             "drop_bits",
-            "the bits say what is kept; a seed would draw it",
+            "the bits say what is kept, here and in the gradient: a seed would have no use",
             text="drop_bits or a seed, not both",
             spoil={"seed": 3},
         ),
@@ -259,8 +259,8 @@ RECORD = Op(
             dtypes="uint8",
             make=lambda s: torch.ones(s, dtype=torch.uint8),
         ),
-        Attr("seed", "Seed of drawn dropout; None draws one.", default=None),
-        Attr("offset", "Offset of drawn dropout.", default=0),
+        Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
+        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
         Attr(
             "empty_rows",
             "What rows without a key return.",

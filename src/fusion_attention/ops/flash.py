@@ -16,7 +16,16 @@ from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
-from fusion_attention.ops.flash_rules import ALIKE, DRAWN_DROPOUT, GIVEN_DROPOUT, NARROW, PRECISION, ROPE_RULES, RULES
+from fusion_attention.ops.flash_rules import (
+    ALIKE,
+    DRAWN_DROPOUT,
+    GIVEN_DROPOUT,
+    GIVEN_OFFSET,
+    NARROW,
+    PRECISION,
+    ROPE_RULES,
+    RULES,
+)
 from fusion_attention.ops.flash_score_rules import SLOPES
 from fusion_attention.ops.params import FLOATS, SINK, keeps_or_adds, output, spelled
 from fusion_attention.ops.rules import doubt, own_scale
@@ -138,8 +147,13 @@ TORCH_STATS_LAYOUT = Attr(
     bad="BSND",
     code=INVALID,
 )
-SEED = Attr("seed", "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator.", default=0)
-OFFSET = Attr("offset", "Offset of drawn dropout.", default=0)
+SEED = Attr(
+    "seed",
+    "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
+    default=0,
+    unsigned=True,
+)
+OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32)
 NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
 GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
@@ -450,6 +464,7 @@ TORCH_GRAD_V3 = replace(
     name="npu_fusion_attention_grad_v3",
     summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
     source="Ascend op-plugin, npu_fusion_attention_grad_v3",
+    rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
     params=(
         *_GRAD_HEAD,
         _SCALE_VALUE,

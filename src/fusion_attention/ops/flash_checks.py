@@ -124,6 +124,13 @@ def replays(seed: Any, offset: Any) -> bool:
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 
+def countable(offset: torch.Tensor | None) -> bool | str:
+    """Whether an offset that came as a tensor fits its word of the counter; on the meta device it has no value."""
+    if offset is None or offset.is_meta or 0 <= int(offset) < 1 << 32:
+        return True
+    return str(int(offset))
+
+
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
     """Whether a compressed mask has the one documented content."""
     matrix = mask.reshape(mask.shape[-2:]) != 0
@@ -162,6 +169,7 @@ FUNCTIONS = {
         known_form,
         positions,
         replays,
+        countable,
         is_compressed_mask,
         window_holds_mask,
         is_shifted,

@@ -149,31 +149,34 @@ GIVEN_DROPOUT = (
     ),
 )
 DRAWN_DROPOUT = (
-    *group(
-        Rule(
-            "drop_mask is None or keep_prob < 1",
-            "drop_mask",
-            "a mask needs keep_prob < 1",
-            text="no mask with keep_prob 1",
-            spoil={"keep_prob": 1.0},
-        ),
-        Rule(
-            "drop_mask is None or (seed == 0 and offset == 0)",
-            "drop_mask",
-            "the mask says what is kept; a seed would draw it",
-            text="a mask or a seed, not both",
-            spoil={"seed": 7},
-        ),
+    Rule(
+        "drop_mask is None or keep_prob < 1",
+        "drop_mask",
+        "a mask needs keep_prob < 1",
+        text="no mask with keep_prob 1",
         given=DROPPED,
+        spoil={"keep_prob": 1.0},
     ),
     Rule(
         "replays(seed, offset)",
         "seed",
-        "pass the seed and offset that the forward returned; bits given to it are used by autograd only",
+        "pass the seed and offset that the forward returned; a mask that was given to it is known to autograd alone",
         text="the forward's seed and offset beside keep_prob < 1",
         when="keep_prob < 1",
         needs=("dy",),
         spoil={"keep_prob": 0.5},
+    ),
+)
+GIVEN_OFFSET = (
+    Rule(
+        "countable(offset)",
+        "offset",
+        "offsets are counted in 32 bits",
+        text="0 <= offset < 2**32",
+        when="keep_prob < 1",
+        reads=True,
+        given={"keep_prob": 0.5, "seed": torch.tensor([3], device="cpu"), "offset": torch.tensor([0], device="cpu")},
+        spoil={"offset": torch.tensor([1 << 32], device="cpu")},
     ),
 )
 

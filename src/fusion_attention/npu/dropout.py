@@ -1,0 +1,104 @@
+"""torch_npu's mask of drawn dropout, to hand over as dropout_mask, or to look at; and whether a mask is such a one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import ContractError, ContractWarning, Failure, outside
+from fusion_attention.dropout import drawn_bits, keep_from_bits, keep_from_philox
+from fusion_attention.expressions import show
+from fusion_attention.lower import EXTRAS, LAYOUTS, Call, bits_view
+
+__all__ = ["_npu_dropout_gen_mask"]
+
+_ALIGNED = 128  # bits: the chip writes whole blocks of them
+_GLANCE = 4096  # keys
+
+
+def _npu_dropout_gen_mask(
+    self: torch.Tensor,
+    size: Sequence[int],
+    p: float,
+    seed: int,
+    offset: int,
+    *,
+    parallel: bool | None = True,
+    sync: bool | None = False,
+) -> torch.Tensor:
+    """The bits that attention draws from (seed, offset), as a mask.
+
+    bit i = 1 where score i of `size` is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
+
+    Args:
+        self: says the device alone.
+        size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence: then the mask equals what keep_prob = 1 - p draws from
+            (seed, offset), and the gradient functions draw it again. Any other size is legal, but has bits of its own:
+            the last axis counts keys, the one before rows, [numels] is one row of them.
+        p: share that is dropped, 0 to 1.
+        seed, offset: of the draw; unsigned seeds too.
+        parallel, sync: accepted without effect.
+
+    Returns:
+        uint8, least significant bit first, as many whole blocks of 128 bits as hold them; unused ones are 0.
+
+    Raises:
+        ContractError: sizes, shares, seeds or offsets that are none.
+
+    Source: Ascend op-plugin, _npu_dropout_gen_mask. The chip's own bits are others (docs/rulings.md 9).
+
+    Example:
+        >>> q = torch.randn(2, 5, 4, 16)
+        >>> mask = _npu_dropout_gen_mask(q, [2, 4, 5, 5], 0.25, seed=3, offset=0)
+        >>> mask.dtype, len(mask)
+        (torch.uint8, 32)
+    """
+    failures = list(_failures(self, size, p, seed, offset))
+    if failures:
+        raise ContractError([Failure("_npu_dropout_gen_mask", *failure) for failure in failures])
+    bits = drawn_bits(size, 1.0 - p, seed, offset, self.device)
+    length = -(-torch.Size(size).numel() // _ALIGNED) * _ALIGNED // 8
+    return torch.nn.functional.pad(bits, (0, length - len(bits)))
+
+
+def _failures(self: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
+    """(parameter, what was expected, what came) of everything that is wrong."""
+
+    def whole(value: Any, low: int, high: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+
+    if not isinstance(self, torch.Tensor):
+        yield "self", "a tensor", show(self)
+    if not isinstance(size, (list, tuple)) or not all(whole(n, 0, 1 << 63) for n in size):
+        yield "size", "a list of sizes", show(size)
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        yield "p", "a number from 0 to 1", show(p)
+    if not whole(seed, -(1 << 63), 1 << 64):
+        yield "seed", "an int below 2**64", show(seed)
+    if not whole(offset, 0, 1 << 32):
+        yield "offset", "0 <= offset < 2**32", show(offset)
+
+
+def glance_at_mask(op: str, call: Call) -> None:
+    """Warns where a mask is not what the seed beside it draws: one row of each head is compared.
+
+    Autograd keeps the mask, but the gradient functions draw again from the seed that the forward hands back.
+    """
+    p, e = call.problem, call.extents
+    some = np.flatnonzero((e.q_len > 0) & (e.kv_len > 0))
+    mask = call.extras[EXTRAS.index("drop_bits")]
+    if mask is None or mask.is_meta or not len(some):
+        return
+    b, token = int(some[-1]), LAYOUTS[call.form.layout][1]
+    view = bits_view(mask, p.heads_q, call.form, (call.q.shape[token], call.k.shape[token]), e)
+    rows, keys = slice(int(e.q_len[b]) - 1, int(e.q_len[b])), slice(0, min(int(e.kv_len[b]), _GLANCE))
+    drawn = keep_from_philox(call.seed, call.offset, p.keep_prob, b * p.heads_q, p.heads_q, rows, keys)
+    if not torch.equal(keep_from_bits(view, b, p.heads_q, rows, keys).cpu(), drawn):
+        expected = f"the bits that seed={call.seed}, offset={call.offset} draw, as the gradient functions will"
+        advice = "draw it by _npu_dropout_gen_mask(query, [B, N1, S1, S2], ...); autograd keeps the mask itself"
+        failure = Failure(op, "dropout_mask", expected, "others", advice)
+        warnings.warn(str(failure), ContractWarning, stacklevel=outside())

@@ -1,0 +1,384 @@
+"""A storage that was emptied, or made smaller, under a tensor: an error at every face, and never a read.
+
+Without these checks most of these calls end the process.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusion_attention as fa
+from fusion_attention import acl, aclnn, npu
+from fusion_attention.arguments import lost, reach, span
+from fusion_attention.contract import INVALID, RUNTIME, ContractError, Op, Tensor, bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.sampling import sample
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def empty(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def shorten(tensor: torch.Tensor) -> None:
+    """One byte less than the tensor needs."""
+    needs = span(tensor) + tensor.storage_offset() * tensor.itemsize
+    tensor.untyped_storage().resize_(needs - 1)
+
+
+damages = pytest.mark.parametrize("damage", [empty, shorten], ids=["emptied", "shortened"])
+
+# ----------------------------------------------------------------------------------------------------------- the check
+
+
+def test_reach_is_that_of_torch() -> None:
+    base = torch.arange(1000, dtype=torch.int16)
+    views = [base, base[3:], base[::7], base[5:905].view(9, 100)[:, ::3], base[:1].expand(4, 5), base[:0], base[7]]
+    views += [base[8:908].view(3, 30, 10).transpose(0, 2), base[10:510].view(5, 100)[1:1]]
+    for view in views:
+        places = torch.arange(1000).as_strided(view.shape, view.stride(), view.storage_offset())
+        behind = int(places.max()) + 1 - view.storage_offset() if view.numel() else 0
+        assert span(view) == behind * 2
+        assert reach(view.shape, view.stride()) == behind
+        assert not lost(view)
+
+
+@damages
+def test_a_view_is_lost_with_its_own_last_byte_alone(damage: Callable[[torch.Tensor], None]) -> None:
+    base = torch.zeros(100)
+    view, before = base[10:60].view(5, 10)[:, :4], base[:10]
+    view.untyped_storage().resize_((10 + 44) * 4)
+    assert not lost(view)
+    assert lost(base)
+    damage(view)
+    assert lost(view)
+    assert lost(before) is (damage is empty)
+    assert not lost(base[50:50])
+
+
+# ---------------------------------------------------------------------------------------------------- every parameter
+
+
+def damaged(op: Op, args: dict[str, Any], name: str, damage: Callable[[torch.Tensor], None]) -> dict[str, Any]:
+    """The call with one tensor (the last one of a list) that lies in a storage of its own, which is then damaged."""
+    value = args[name]
+    several = list(value) if isinstance(value, (list, tuple)) else [value]
+    # Not at the storage's first element, so that offsets count; strides as they are.
+    several[-1] = torch.cat((several[-1].flatten()[:1].expand(3), several[-1].flatten()))[3:].view(several[-1].shape)
+    damage(several[-1])
+    return {**args, name: several if isinstance(value, (list, tuple)) else several[0]}
+
+
+def given(op: Op) -> list[str]:
+    """The tensors with elements in a sample of a record."""
+    args = sample(op)
+    return [p.name for p in op.params if isinstance(p, Tensor) and args[p.name] is not None]
+
+
+PARAMETERS = [(op, name) for op in RECORDS.values() for name in given(op)]
+
+
+@damages
+@pytest.mark.parametrize(("op", "name"), PARAMETERS, ids=lambda value: getattr(value, "name", value))
+def test_every_tensor_of_every_record(op: Op, name: str, damage: Callable[[torch.Tensor], None]) -> None:
+    args = sample(op)
+    bind(op, args)  # The signature is known: what is asked of it is asked at every call.
+    for strict in (False, True):
+        with pytest.raises(ContractError, match=r"expected a storage that holds its elements, \d+ bytes, got") as found:
+            bind(op, damaged(op, args, name, damage), strict=strict)
+        assert found.value.param.split("[")[0] == op.by_name[name].shown
+        assert found.value.code == INVALID
+    bind(op, args)
+
+
+def test_every_failure_is_named_and_lists_say_which() -> None:
+    q, k = rows(2, 1, 4, 8), [rows(1, 5, 2, 8, seed=i) for i in range(2)]
+    fa.decode_attention(q, (k, k), kv_len=[5, 3])
+    empty(k[1])
+    with pytest.raises(ContractError) as found:
+        fa.decode_attention(q, (k, k), kv_len=[5, 3])
+    assert [f.param for f in found.value.failures] == ["k[1]", "v[1]"]
+    assert "decode_attention: k[1]: expected a storage that holds its elements, 320 bytes, got one of 0" in str(
+        found.value
+    )
+
+
+@damages
+def test_lengths(damage: Callable[[torch.Tensor], None]) -> None:
+    q, lengths = rows(8, 2, 8), torch.tensor([3, 5]).clone()  # memory that torch may resize, until numpy has seen it
+    damage(lengths)
+    with pytest.raises(ContractError, match=r"^attention: q_len: expected a storage that holds its elements, 16 bytes"):
+        fa.attention(q, q, q, layout="TND", q_len=lengths)
+
+
+def test_a_seed_that_came_as_a_tensor() -> None:
+    q = rows(1, 4, 2, 8)
+    out, top, total, *_ = npu.npu_fusion_attention(q, q, q, 2, "BSND", keep_prob=0.5, seed=3)
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "keep_prob": 0.5}
+    seed = torch.tensor(3).clone()
+    empty(seed)
+    with pytest.raises(ContractError, match=r"^npu_fusion_attention_grad: seed: expected a storage"):
+        npu.npu_fusion_attention_grad(q, q, q, q, 2, "BSND", **saved, seed=seed)
+
+
+def test_a_storage_that_came_back_is_read_again() -> None:
+    """FSDP's way: emptied after the forward, filled again before the backward."""
+    q, k = rows(2, 5, 4, 8), rows(2, 7, 2, 8)
+    weight, kept = k.requires_grad_(), k.detach().clone()
+    want = torch.autograd.grad(fa.attention(q, weight, weight).sum(), weight)[0]
+    out = fa.attention(q, weight, weight)
+    weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(kept.nbytes)
+    weight.data.copy_(kept)
+    assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], want)
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+class Nothing(TorchDispatchMode):
+    """Changes nothing; under it calls are the operators that a trace sees."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def trained(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [rows(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def padded() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = trained((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6), (4, 5, 7), (4,))
+    q, k, v, bias, sink = leaves
+    blocked = rows(5, 7, seed=9) > 1
+    return fa.attention(q, k, v, bias=bias, blocked=blocked, sink=sink, kv_len=[7, 4], empty_rows="mean"), leaves
+
+
+def packed() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = trained((9, 4, 8), (9, 4, 8), (9, 4, 8))
+    ends = {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [3, 8]}
+    given = {"keep_prob": 0.8, "dropout_mask": torch.full((64,), 0x6D, dtype=torch.uint8)}
+    return npu.npu_fusion_attention(*leaves, 4, "TND", scale=0.3, **ends, **given)[0], leaves
+
+
+def selected() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = [rows(2, 5, heads, 8, seed=heads).requires_grad_() for heads in (4, 1)] + [
+        rows(2, 5, 1, 8).requires_grad_()
+    ]
+    lists = torch.tensor([0, 2, 1, -1], dtype=torch.int32).expand(2, 5, 1, 4)
+    out = fa.sparse_attention(*leaves, lists, sink=rows(4))
+    assert isinstance(out, torch.Tensor)
+    return out, leaves
+
+
+def indexed() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = [
+        rows(2, 5, 3, 8).requires_grad_(),
+        rows(2, 5, 1, 8, seed=1).requires_grad_(),
+        rows(2, 5, 3).requires_grad_(),
+    ]
+    _, values = fa.lightning_indexer(*leaves, 4)
+    return values, leaves
+
+
+def divergence() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    q, k, lists = rows(2, 5, 4, 8), rows(2, 5, 1, 8, seed=1), torch.arange(4, dtype=torch.int32).expand(2, 5, 1, 4)
+    _, lse = fa.sparse_attention(q, k, k, lists, return_lse=True)
+    leaves = [
+        rows(2, 5, 3, 8).requires_grad_(),
+        rows(2, 5, 1, 8, seed=1).requires_grad_(),
+        rows(2, 5, 3).requires_grad_(),
+    ]
+    return fa.indexer_loss(q, k, lse, *leaves, lists), leaves
+
+
+FAMILIES = [padded, packed, selected, indexed, divergence]
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+modes = pytest.mark.parametrize("mode", [contextlib.nullcontext, Nothing], ids=["eager", "operator"])
+Family = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
+
+
+def gradients(family: Family, unpack: Callable[[int, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradients of a call whose saved tensors come back as unpack(place, tensor)."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: unpack(place, kept[place])):
+        out, leaves = family()
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out) if out.dim() else torch.ones(())
+    return torch.autograd.grad(out, leaves, weight)
+
+
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, each far from its neighbours, the axes in the opposite order, with 77 or NaN between them."""
+    filler = float("nan") if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 77
+    wide = torch.full([2 * n + 1 for n in tensor.shape[::-1]], filler, dtype=tensor.dtype)
+    view = wide.permute(*range(tensor.dim())[::-1])[tuple(slice(1, None, 2) for _ in tensor.shape)]
+    return view.copy_(tensor.detach()) if tensor.dim() else tensor
+
+
+@modes
+@families
+def test_saved_tensors_may_come_back_with_any_strides(family: Family, mode: Callable[[], Any]) -> None:
+    with mode():
+        places = []
+        want = gradients(family, lambda place, t: places.append(place) or t)  # type: ignore[func-returns-value]
+        ways = [{place} for place in places] + [set(places)]
+        for chosen in ways:
+            got = gradients(family, lambda place, t, chosen=chosen: scattered(t) if place in chosen else t)  # type: ignore[misc]
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other), chosen
+
+
+@damages
+@modes
+@families
+def test_saved_tensors_whose_storage_is_gone(
+    family: Family, mode: Callable[[], Any], damage: Callable[[torch.Tensor], None]
+) -> None:
+    with mode():
+        places: dict[int, int] = {}
+        gradients(family, lambda place, t: places.setdefault(place, t.numel()) and t)  # type: ignore[return-value]
+        for lost_one in [place for place, size in places.items() if size]:
+
+            def unpack(place: int, t: torch.Tensor, lost_one: int = lost_one) -> torch.Tensor:
+                t = t.detach().clone()
+                if place == lost_one:
+                    damage(t)
+                return t
+
+            with pytest.raises(ContractError, match="expected a storage that holds its elements"):
+                gradients(family, unpack)
+
+
+@damages
+@families
+def test_a_gradient_that_comes_from_above_is_gone(family: Family, damage: Callable[[torch.Tensor], None]) -> None:
+    out, leaves = family()
+    out = out if out.dim() else out.sum()
+
+    def gone(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        damage(gradient)
+        return gradient
+
+    assert out.grad_fn is not None
+    node = out.grad_fn
+    while type(node).__name__ not in ("_AttentionBackward", "_RunBackward"):
+        node = node.next_functions[0][0]
+    node.register_prehook(lambda grads: tuple(None if g is None else gone(g) for g in grads))
+    with pytest.raises(ContractError, match=r"backward: (dout|gradient of \w+): expected a storage"):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+# ---------------------------------------------------------------------------------------------------------- the caches
+
+
+@damages
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_pages(damage: Callable[[torch.Tensor], None], stored: str) -> None:
+    def filled() -> tuple[fa.PagedKVCache, int]:
+        cache = fa.PagedKVCache(2, 8, 4, page_size=4, stored=stored)
+        sequence = cache.allocate()
+        cache.append([sequence], rows(1, 5, 2, 8), rows(1, 5, 2, 8))
+        return cache, sequence
+
+    cache, _ = filled()
+    for at in range(len([*cache._pools, *cache._scales])):
+        cache, sequence = filled()
+        damage([*cache._pools, *cache._scales][at])
+        with pytest.raises(ContractError, match=r"decode_attention: [kv](_scale)?: expected a storage"):
+            fa.decode_attention(rows(1, 1, 4, 8), cache)
+        with pytest.raises(ContractError, match=r"PagedKVCache: [kv] (pool|scales): expected a storage"):
+            cache.append([sequence], rows(1, 1, 2, 8), rows(1, 1, 2, 8))
+    cache, sequence = filled()
+    new = rows(1, 1, 2, 8)
+    damage(new)
+    with pytest.raises(ContractError, match="PagedKVCache: k: expected a storage"):
+        cache.append([sequence], new, rows(1, 1, 2, 8))
+    assert cache.lengths() == [5]
+
+
+# ----------------------------------------------------------------------------------------------------------- two phases
+
+
+@pytest.fixture
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+SCORE = ("query", "key", "value", "atten_mask", "out", "max", "sum")
+
+
+def score(tensors: dict[str, torch.Tensor]) -> tuple[int, int, Any]:
+    """Phase 1 of aclnnFlashAttentionScore."""
+    t = {name: acl.Tensor.of(tensor) for name, tensor in tensors.items()}
+    return aclnn.aclnnFlashAttentionScoreGetWorkspaceSize(
+        *(t["query"], t["key"], t["value"], None, None, None, t["atten_mask"], None, 0.3, 1.0, 65536, 65536, 4),
+        *("BSND", 0, 0, t["max"], t["sum"], None, t["out"]),
+    )
+
+
+def of_score() -> dict[str, torch.Tensor]:
+    shapes = (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (5, 7), (2, 5, 4, 8), (2, 4, 5, 8), (2, 4, 5, 8)
+    made = dict(zip(SCORE, (rows(*shape) for shape in shapes), strict=True))
+    return {**made, "atten_mask": made["atten_mask"] > 1}
+
+
+def refused(ret: int, code: int, name: str) -> None:
+    text = acl.get_recent_err_msg()
+    assert ret == code, text
+    assert f"{name}: expected a storage that holds its elements" in text
+
+
+@damages
+@pytest.mark.parametrize("name", SCORE)
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_both_phases(runtime: None, name: str, damage: Callable[[torch.Tensor], None], repeatable: bool) -> None:
+    shown = {"out": "attention_out", "max": "softmax_max", "sum": "softmax_sum"}.get(name, name)
+    tensors = of_score()
+    _, size, executor = score(tensors)
+    workspace, _ = acl.rt.malloc(max(size, 1))
+    if repeatable:
+        assert acl.set_acl_op_executor_repeatable(executor) == 0
+        assert aclnn.aclnnFlashAttentionScore(workspace, size, executor, None) == 0
+    others = {n: t.clone() for n, t in tensors.items() if n != name}
+    damage(tensors[name])
+    refused(aclnn.aclnnFlashAttentionScore(workspace, size, executor, None), RUNTIME, shown)
+    for other, before in others.items():
+        assert torch.equal(tensors[other], before), "nothing is written"
+    refused(score(tensors)[0], INVALID, shown)
+
+
+@damages
+def test_lengths_of_phase_1(runtime: None, damage: Callable[[torch.Tensor], None]) -> None:
+    q, k, out = (acl.Tensor.of(t.half()) for t in (rows(2, 1, 4, 16), rows(2, 6, 2, 16), rows(2, 1, 4, 16)))
+    lengths = torch.tensor([3, 5]).clone()
+    held, keys = acl.Tensor.of(lengths), acl.create_tensor_list([k])
+    damage(lengths)
+    arguments = (q, keys, keys, None, None, held, 4, 0.25, "BSND", 2, out)
+    refused(aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*arguments, strict=False)[0], INVALID, "actual_seq_lengths")
+
+
+def test_host_memory_that_is_copied(runtime: None) -> None:
+    address, _ = acl.rt.malloc(64)
+    host = torch.zeros(16)
+    assert acl.rt.memcpy(address, 64, host, 64, acl.ACL_MEMCPY_HOST_TO_DEVICE) == 0
+    empty(host)
+    assert acl.rt.memcpy(address, 64, host, 64, acl.ACL_MEMCPY_HOST_TO_DEVICE) == 107000
+    assert "resized" in acl.get_recent_err_msg()
