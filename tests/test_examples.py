@@ -33,7 +33,9 @@ DOCUMENTED = (
     "npu.install",
     "capture",
     "mask",
+    "plan",
     "sampling",
+    "settings",
 )
 
 
