@@ -34,7 +34,9 @@ DOCUMENTED = (
     "capture",
     "captured",
     "mask",
+    "plan",
     "sampling",
+    "settings",
 )
 
 

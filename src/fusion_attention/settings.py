@@ -66,9 +66,9 @@ def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
         >>> from fusion_attention import npu
         >>> q, cache = torch.randn(1, 3, 64).half(), torch.randn(1, 9, 64).half()
         >>> with strict():
-        ...     npu.npu_incre_flash_attention(q, cache, cache, scale_value=0.125)
+        ...     npu.npu_incre_flash_attention(q, cache, cache, scale_value=0.125)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        fusion_attention.record.ContractError: npu_incre_flash_attention: query: expected S1 == 1, got 3 with ...
+        fusion_attention.record.ContractError: npu_incre_flash_attention: query: expected S1 == 1, got S1=3 ...
     """
     with override(strict=on, check_content=check_content):
         yield
