@@ -35,7 +35,7 @@ def small() -> torch.Tensor:
 
 
 def numbers(folder: Path) -> list[int]:
-    return sorted(int(file.name.split("-")[0]) for file in folder.iterdir())
+    return sorted(int(file.name.split("-")[0]) for file in folder.glob("*-*"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Runs work(0), work(1), ... at once; what one of them raises is raised."""
-    start = threading.Barrier(count)
+    start = threading.Barrier(count, timeout=60)
 
     def begin(i: int) -> None:
         torch.set_num_threads(1)
@@ -182,6 +182,17 @@ def test_captures_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> No
         assert len(recorders[ended].files) == 1 + place
     assert numbers(tmp_path / "a") == list(range(len(recorders[0].files) + len(recorders[2].files)))
     assert numbers(tmp_path / "b") == list(range(len(recorders[1].files)))
+
+
+def test_captures_in_one_folder_share_its_numbers(tmp_path: Path) -> None:
+    q = torch.ones(1, 2, 1, 8)
+    with fa.capture(tmp_path), fa.capture(tmp_path):
+        small()
+        training.npu_fusion_attention(q, q, q, 1, "BSND")
+        with fa.capture(tmp_path / "elsewhere" / ".."):
+            small()
+            training.npu_fusion_attention(q, q, q, 1, "BSND")
+    assert numbers(tmp_path) == list(range(10))
 
 
 def test_suspended_generators(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class _Recording:
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
         """Has every recorder write one call, unless it is traced: then its tensors hold nothing."""
-        if self.recorders and not operators.needed(args.values()):
+        if not operators.needed(args.values()):
             with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
                 for recorder in self.recorders:
                     recorder.write(op, args, outputs, int(seed or 0), backend)
@@ -201,7 +201,7 @@ _recording: _Recording | None = None
 def _begin(recorder: capture) -> None:
     global _recording  # noqa: PLW0603  (faces have one state: recorded or not)
     found = _recording or _Recording()
-    beside = [other for other in found.recorders if other.path == recorder.path]
+    beside = [other for other in found.recorders if other.path.resolve() == recorder.path.resolve()]
     recorder.numbers = beside[0].numbers if beside else count(_first_number(recorder.path))
     _recording = found
     found.recorders += (recorder,)
