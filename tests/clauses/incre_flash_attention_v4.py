@@ -44,7 +44,7 @@ OPTIONAL = (
 DTYPES = {"attenMask": BOOL, "blocktable": I32, "kvPaddingSize": I64, "pseShift": H} | dict.fromkeys(
     ("antiquantScale", "antiquantOffset"), H
 )
-PAGES = tuple({"layout": layout, "pages": "BSH"} for layout in LAYOUTS) + ({"layout": "BNSD", "pages": "BNSD"},)
+PAGES = (*({"layout": layout, "pages": "BSH"} for layout in LAYOUTS), {"layout": "BNSD", "pages": "BNSD"})
 # antiquantScale and antiquantOffset, of 2 key heads of 16 elements.
 CHANNELS = ((2,), (2, 32), (2, 2, 16), (2, 2, 1, 16))
 # quantScale2 and quantOffset2, of 4 query heads of 16 elements.
@@ -153,7 +153,7 @@ CLAUSES = (
         computes(kvPaddingSize=zeros(d=I64), actualSeqLengths=[4, 9]),
         computes(kvPaddingSize=zeros(0, d=I64), page=16),
     ),
-    # ----------------------------------------------------------------------------------------------- bias, mask, lengths
+    # ------------------------------------------------------------------------------------------ bias, mask, lengths
     clause(
         "pse-dtype",
         "pseShift has the dtype of query.",
@@ -390,7 +390,7 @@ CLAUSES = (
             page=16,
             key=lambda old: [old[0][:3].contiguous()],
             value=lambda old: [old[0][:3].contiguous()],
-            blocktable=lambda old: torch.zeros_like(old),
+            blocktable=torch.zeros_like,
         ),
     ),
     clause(

@@ -1,8 +1,8 @@
 """Numbers that know how far from them a right result may lie: a page's formula written with them brings its own bound.
 
 Inputs are exact. Every operation adds what float32 may lose in it (a sum of n terms: n roundings, in any order) and
-carries on what its operands may be off; rounded() adds one rounding to a storage dtype. First order in the errors, which
-are small; nothing is measured or tuned.
+carries on what its operands may be off; rounded() adds one rounding to a storage dtype. First order in the errors,
+which are small; nothing is measured or tuned.
 """
 
 from __future__ import annotations
@@ -80,6 +80,13 @@ class Near:
     def relu(self) -> Near:
         return Near(self.value.relu(), torch.where(self.value > -self.slack, self.slack, 0))
 
+    def step(self) -> Near:
+        """1 where it is positive, 0 elsewhere; either where it may be both."""
+        return Near((self.value > 0).double(), (self.value.abs() <= self.slack).double())
+
+    def reshape(self, shape: tuple[int, ...]) -> Near:
+        return Near(self.value.reshape(shape), self.slack.reshape(shape))
+
     def only(self, where: torch.Tensor, otherwise: float) -> Near:
         """Its elements where a mask is True, an exact number elsewhere."""
         return Near(torch.where(where, self.value, otherwise), torch.where(where, self.slack, 0))
@@ -101,7 +108,7 @@ def near(x: Near | torch.Tensor | float) -> Near:
 def softmax(scores: Near, seen: torch.Tensor) -> tuple[Near, Near, Near]:
     """(probabilities, maximum, sum of exponentials) of the last axis over seen keys; a row must see one."""
     top = scores.only(seen, float("-inf")).max(-1)
-    weights = (scores.only(seen, 0) - top).exp().only(seen, 0)
+    weights = (scores.only(seen, 0) - near(top.value)).exp().only(seen, 0)  # Any number in its place cancels.
     total = weights.sum(-1)
     return weights / total, top, total
 
