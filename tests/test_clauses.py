@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from clauses import incre_flash_attention_v4, indexer_grad_kl_loss, sparse_flash_attention_grad, table
+from clauses import (
+    flash_attention_score_v2,
+    incre_flash_attention_v4,
+    indexer_grad_kl_loss,
+    sparse_flash_attention_grad,
+    table,
+    unpadding_score_grad_v3,
+)
 from clauses.table import KINDS, TYPES, Clause, Page, bytes_of, called, outputs_of, record_of, wrong
 
 from fusion_attention import acl, aclnn
@@ -17,7 +24,9 @@ from fusion_attention.contract import Attr
 RULINGS = Path(__file__).parents[1] / "docs" / "rulings.md"
 # Each page, and how many of its calls and parameters are checked at least.
 PAGES: dict[Page, int] = {
+    unpadding_score_grad_v3.PAGE: 221,
     sparse_flash_attention_grad.PAGE: 178,
+    flash_attention_score_v2.PAGE: 219,
     incre_flash_attention_v4.PAGE: 245,
     indexer_grad_kl_loss.PAGE: 151,
 }

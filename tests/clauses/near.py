@@ -106,11 +106,12 @@ def near(x: Near | torch.Tensor | float) -> Near:
 
 
 def softmax(scores: Near, seen: torch.Tensor) -> tuple[Near, Near, Near]:
-    """(probabilities, maximum, sum of exponentials) of the last axis over seen keys; a row must see one."""
+    """(probabilities, maximum, sum of exp(score - maximum)) of the last axis over seen keys; a row must see one."""
     top = scores.only(seen, float("-inf")).max(-1)
     weights = (scores.only(seen, 0) - near(top.value)).exp().only(seen, 0)  # Any number in its place cancels.
     total = weights.sum(-1)
-    return weights / total, top, total
+    shifted = Near(total.value, total.slack + total.value * torch.expm1(top.slack))
+    return weights / total, top, shifted
 
 
 def cat(parts: list[Near], dim: int = 0) -> Near:

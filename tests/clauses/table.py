@@ -338,7 +338,7 @@ def _not_computed(page: Page, args: Args) -> str:
     for name in outputs_of(page):
         got = args[name]
         if name not in expected:
-            if isinstance(got, torch.Tensor) and got.numel():
+            if isinstance(got, torch.Tensor) and got.dim() and got.numel():
                 return f"{name} was given, and the formula knows none"
             continue
         right = expected[name]
