@@ -17,6 +17,7 @@ from fusion_attention import acl
 from fusion_attention.acl import rt, state
 from fusion_attention.acl.jobs import Job, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
+from fusion_attention.arguments import array_of, to_array
 from fusion_attention.contract import (
     INVALID,
     NULL_POINTER,
@@ -31,7 +32,6 @@ from fusion_attention.contract import (
     Tensors,
     bind,
     members,
-    to_array,
 )
 from fusion_attention.expressions import show
 from fusion_attention.ops import RECORDS
@@ -114,7 +114,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
         elif type(value) is acl.Tensor:
             if value.view is None or not value.memory.alive or not value.plain:
                 raise _no_tensor(op, p.shown, value)
-            args[p.name] = to_array(value.view)
+            args[p.name] = _integers(op, i, value.view)
         elif value is not None:
             if not isinstance(value, (list, tuple, np.ndarray)):
                 raise refusal(op, p.shown, "an acl.IntArray, an acl.Tensor, a list or None", show(value))
@@ -127,6 +127,11 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
     if type(value) is not acl.Tensor or value.view is None or not value.memory.alive or not value.plain:
         raise _no_tensor(op, op.params[position].shown, value)
     return value.view
+
+
+def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
+    """The integers of a tensor; None where it is the other way to say that there are none."""
+    return array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
 def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
@@ -180,14 +185,17 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
                     text = "destroyed, or its memory freed, since phase 1"
                     raise refusal(op, op.params[i].shown, "a live tensor", text, code=RUNTIME)
                 moved = True
-    return moved or any(_changed(values[i], job.args[op.params[i].name]) for i in op.positions[Array])
+    return moved or any(_changed(op, i, values[i], job.args[op.params[i].name]) for i in op.positions[Array])
 
 
-def _changed(value: Any, read: np.ndarray | None) -> bool:
+def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
     """Whether a tensor of lengths is another one than phase 1 read."""
     if type(value) is not acl.Tensor:
         return False
-    return value.view is None or not value.memory.alive or not np.array_equal(to_array(value.view), read)  # type: ignore[arg-type]
+    if value.view is None or not value.memory.alive:
+        return True
+    found = _integers(op, position, value.view)
+    return found is not read if found is None or read is None else not np.array_equal(found, read)
 
 
 def _check_executor(op: Op, executor: Any) -> acl.Executor:

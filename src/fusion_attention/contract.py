@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.arguments import array_of, members, to_array
 from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
 from fusion_attention.record import (
     INVALID,
@@ -134,7 +135,7 @@ def bind(
         given[at] = members(given[at])
     for at in op.positions[Array]:
         if given[at] is not None:
-            given[at] = array = to_array(given[at])
+            given[at] = array = array_of(op, at, given[at])
             arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
     content = tuple(arrays)
     key, known = _find(op, given, strict)
@@ -253,31 +254,8 @@ def _value(op: Op, p: Param, value: Any) -> Any:
     return value
 
 
-def members(value: Any) -> Any:
-    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _is_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
-
-
-def to_array(value: Any) -> Any:
-    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
-    array = value
-    try:
-        if isinstance(value, torch.Tensor):
-            array = value.detach().cpu().numpy()
-        elif isinstance(value, (list, tuple, range)):
-            array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
-        return value
-    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
-        # A copy: callers change lengths in place, and what follows from these is kept.
-        return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 _Fault = tuple[str, str, str]  # expected, got, advice

@@ -217,7 +217,7 @@ def npu_fusion_attention_v2(
         query_rope: [.., N1, Dr] in the query's layout and dtype; key_rope: [.., N2, Dr].
         pse_type: 1 scale * (qk + pse); 0 scale * qk + pse; 2 and 3 subtract slope * distance, or its square root, with
             the float32 slopes [B, N1] or [N1] passed as pse and distance = |key + kv_start - row - q_start|.
-        q_start_idx, kv_start_idx: positions of the first row and the first key (tokens; element 0 is read).
+        q_start_idx, kv_start_idx: positions of the first row and the first key (tokens; element 0 is read); None: 0.
         pre_tokens, next_tokens and all others: as npu_fusion_attention.
 
     Returns:

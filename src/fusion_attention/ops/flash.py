@@ -16,7 +16,7 @@ from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
 from fusion_attention.ops.flash_lower import lowered
-from fusion_attention.ops.flash_rules import DRAWN_DROPOUT, GIVEN_DROPOUT, RULES
+from fusion_attention.ops.flash_rules import ALIKE, DRAWN_DROPOUT, GIVEN_DROPOUT, NARROW, PRECISION, ROPE_RULES, RULES
 from fusion_attention.ops.params import FLOATS, SINK, output, spelled
 from fusion_attention.record import INVALID, Array, Attr, Op, Param, Tensor
 
@@ -82,8 +82,8 @@ ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", 
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
 Q_ENDS = Array("actual_seq_qlen", "Cumulative end of every sequence's query rows.", True)
 KV_ENDS = Array("actual_seq_kvlen", "Cumulative end of every sequence's keys.", True)
-Q_START = Array("q_start_idx", "Position of the first query row in the whole sequence (element 0 is read).", True)
-KV_START = Array("kv_start_idx", "Position of the first key in the whole sequence (element 0 is read).", True)
+Q_START = Array("q_start_idx", "Position of the first query row in its sequence (element 0 is read); None: 0.", True)
+KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
 SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
 KEEP_PROB = Attr(
     "keep_prob",
@@ -170,6 +170,11 @@ NEUTRAL = {
 }
 SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "T1": 8, "T2": 12}
 SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
+MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
+# By the page of each version: the last ones have wide rows, the gradients of those with rope do not read inner_precise.
+UNREAD = RULES + GIVEN_DROPOUT
+WIDE = UNREAD + PRECISION
+UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
 DENSE_LAYOUTS = ("BSND", "BSH", "SBH", "BNSD")
 
 
@@ -212,7 +217,7 @@ SCORE_V1 = Op(
     "Attention for training, forward, padded layouts.",
     "CANN, aclnnFlashAttentionScore",
     (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
-    RULES + GIVEN_DROPOUT,
+    WIDE + NARROW + ALIKE,
     formula=FORWARD_FORMULA,
     rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
     layouts=DENSE_LAYOUTS,
@@ -237,6 +242,7 @@ SCORE_V3 = SCORE_V2.version(
     "FlashAttentionScoreV2 with sinks.",
     after={"atten_mask": (SINK,)},
     source="CANN, aclnnFlashAttentionScoreV3",
+    rules=WIDE,
 )
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
@@ -258,18 +264,23 @@ VARLEN_V3 = VARLEN_V2.version(
     "VarLenScoreV2 with rope parts of query and key.",
     after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV3",
+    rules=UNREAD_ROPE + PRECISION,
+    samples=MASKED_SAMPLES,
 )
 VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
     "VarLenScore with a choice of the statistics' order.",
     after={"sparse_mode": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV4",
+    rules=WIDE + NARROW,
 )
 VARLEN_V5 = VARLEN_V3.version(
     "aclnnFlashAttentionVarLenScoreV5",
     "VarLenScoreV3 with sinks and a choice of the statistics' order.",
     after={"atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionVarLenScoreV5",
+    rules=WIDE,
+    samples=SAMPLES,
 )
 GRAD_V1 = SCORE_V1.version(
     "aclnnFlashAttentionScoreGrad",
@@ -291,6 +302,7 @@ GRAD_V3 = GRAD_V2.version(
     "FlashAttentionScoreGradV2 with sinks.",
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
     source="CANN, aclnnFlashAttentionScoreGradV3",
+    rules=WIDE,
 )
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
@@ -312,18 +324,23 @@ UNPADDING_V3 = UNPADDING_V2.version(
     "UnpaddingScoreGradV2 with rope parts of query and key.",
     after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,), "dq": (DQ_ROPE,), "dk": (DK_ROPE,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV3",
+    rules=UNREAD_ROPE,
+    samples=MASKED_SAMPLES,
 )
 UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
     "UnpaddingScoreGrad with a choice of the statistics' order.",
     after={"dpse": (STATS_LAYOUT,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV4",
+    rules=WIDE + NARROW,
 )
 UNPADDING_V5 = UNPADDING_V3.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
     "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
     after={"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
     source="CANN, aclnnFlashAttentionUnpaddingScoreGradV5",
+    rules=UNREAD,
+    samples=SAMPLES,
 )
 
 # torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
@@ -355,7 +372,7 @@ TORCH_V1 = Op(
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     "Ascend op-plugin, npu_fusion_attention",
     (*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_DRAW, *_FORWARD_OUT),
-    RULES + DRAWN_DROPOUT,
+    RULES + DRAWN_DROPOUT + PRECISION,
     formula=FORWARD_FORMULA,
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=(*DENSE_LAYOUTS, "TND"),

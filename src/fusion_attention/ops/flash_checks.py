@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.bias import TABLE_ROWS
+from fusion_attention.expressions import dtype_text
 from fusion_attention.lower import broken_end, mode_band
 from fusion_attention.mask import INFINITE, tokens
 
@@ -78,6 +79,11 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
     low = np.where(q_len > 0, np.maximum(kv_len - q_len, 0), 0)
     bad = np.flatnonzero((prefix < low) | (prefix > kv_len))
     return len(bad) == 0 or f"prefix[{bad[0]}]={prefix[bad[0]]}, outside [{low[bad[0]]}, {kv_len[bad[0]]}]"
+
+
+def prefixes_differ(prefix: np.ndarray | None) -> bool:
+    """Whether sequences have prefixes of several lengths."""
+    return prefix is not None and len(prefix) > 0 and bool(prefix.min() != prefix.max())
 
 
 def table_reaches(
@@ -157,6 +163,7 @@ FUNCTIONS = {
         dense_window,
         packed_window,
         prefix_fits,
+        prefixes_differ,
         table_reaches,
         known_form,
         positions,
@@ -165,4 +172,7 @@ FUNCTIONS = {
         window_holds_mask,
         is_shifted,
     )
-} | {"float32": lambda t: t.dtype == torch.float32}
+} | {
+    "float32": lambda t: t.dtype == torch.float32,
+    "has_dtype": lambda t, words: dtype_text(t) in words.split(),
+}

@@ -75,11 +75,11 @@ def _extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Origin of computed biases: kv_start - q_start, where both are given; in mode 8 only the cut sequence has one."""
+    """Origin of computed biases: kv_start - q_start, each 0 unless given; in mode 8 only the cut sequence has one."""
     shift = np.zeros_like(q_len)
-    starts = (n["q_start_idx"], n["kv_start_idx"])
-    if n["pse_type"] in BIAS_KINDS and all(s is not None and len(s) for s in starts):
-        distance = int(starts[1][0] - starts[0][0])
+    q_start, kv_start = (0 if s is None or not len(s) else int(s[0]) for s in (n["q_start_idx"], n["kv_start_idx"]))
+    if n["pse_type"] in BIAS_KINDS:
+        distance = kv_start - q_start
         if n["sparse_mode"] == 8:
             shift[np.flatnonzero(q_len)[:1]] = distance
         else:

@@ -5,7 +5,10 @@ Each rule is asked of every record that has the parameter it blames. Levels and 
 
 from __future__ import annotations
 
-from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, ROPE
+from dataclasses import replace
+
+from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
+from fusion_attention.ops.params import FLOATS
 from fusion_attention.ops.rules import (
     PACKED,
     elements,
@@ -17,7 +20,7 @@ from fusion_attention.ops.rules import (
     reserved,
     rope_pair,
 )
-from fusion_attention.record import INVALID, Rule
+from fusion_attention.record import INVALID, Rule, Settings
 
 INPUTS = (
     *(
@@ -77,9 +80,20 @@ INPUTS = (
     limit("Dv <= D", "value", "the chip takes no wider value rows", code=INVALID, spoil={"Dv": 16}),
     limit("N1 <= 256", "query", "the chip takes no more heads", spoil={"N1": 258}),
     finite_scale("scale", optional=False),
-    limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", spoil={"inner_precise": 3}),
-    reserved("padding_mask", "S1 S2"),
-    reserved("softmax_in", "B N1 S1 8"),
+    reserved("padding_mask", ("S1 S2", "uint8")),
+    reserved("softmax_in", ("B N1 S1 8", "float32")),
+    *(
+        limit(
+            f"{name} is None or has_dtype({name}, '{dtypes}')",
+            name,
+            "reserved: leave it out",
+            text=dtypes.replace(" ", " or "),
+            stage="dtype",
+            code=INVALID,
+            spoil={name: (words, "int16")},
+        )
+        for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
+    ),
     limit(
         "softmax_layout == ''",
         "softmax_layout",
@@ -169,18 +183,113 @@ ROPES = (
         code=INVALID,
         spoil=ROPE,
     ),
-    presence(
-        "atten_mask is not None",
-        "atten_mask",
-        "the chip takes rope only with a mask",
-        text="a mask beside rope",
-        when="query_rope is not None",
-        only=PACKED,
-        needs=("query_rope",),
-        level="limit",
-        given=ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
-        spoil={"atten_mask": None},
+)
+
+# How many sequences and tokens the chip takes.
+TINY = {"N1": 1, "N2": 1, "D": 8, "Dv": 8}
+MANY = "the chip takes no more sequences"
+PREFIXES = "prefix is not None and len(prefix) > 0"
+
+
+def ends(count: int) -> Settings:
+    """So many packed sequences of one token."""
+    each = [*range(1, count + 1)]
+    return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
+
+
+SIZES = (
+    limit(
+        "S1 <= 1048576 and S2 <= 1048576",
+        "query",
+        "the chip takes no longer sequences",
+        text="at most 1048576 tokens in a sequence",
+        only=DENSE,
+        spoil={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
     ),
+    limit(
+        "T1 <= 1048576 and T2 <= 1048576",
+        "query",
+        "the chip takes no more tokens",
+        text="at most 1048576 tokens in all sequences",
+        only=PACKED,
+        spoil={"T2": 1048577, **TINY},
+    ),
+    limit(
+        "B <= 2097152",
+        "query",
+        MANY,
+        only=DENSE,
+        spoil={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1},
+    ),
+    limit(
+        "len(actual_seq_qlen) <= 2048",
+        "actual_seq_qlen",
+        MANY,
+        text="at most 2048 sequences",
+        only=PACKED,
+        spoil=ends(2049),
+    ),
+    limit(
+        "len(actual_seq_qlen) <= 1024",
+        "prefix",
+        MANY,
+        text="at most 1024 packed sequences with prefixes",
+        when=f"{PREFIXES} and len(actual_seq_qlen) <= 2048",
+        only=PACKED,
+        given=PREFIXED,
+        spoil={**ends(1025), "prefix": [0] * 1025},
+    ),
+    limit(
+        "B <= 2048",
+        "prefix",
+        MANY,
+        text="at most 2048 sequences with prefixes",
+        when=PREFIXES,
+        only=DENSE,
+        given=PREFIXED,
+        spoil={"B": 2049, "S1": 1, "S2": 1, **TINY, "prefix": [0] * 2049},
+    ),
+)
+
+# ------------------------------------------------------------------------------------- what versions do not share
+
+PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", spoil={"inner_precise": 3}),)
+# The first pages; those of operators with sinks go to 768.
+NARROW = (
+    limit(
+        "D <= 512 or D > 768",
+        "query",
+        "the chip takes no wider rows",
+        text="D <= 512",
+        code=INVALID,
+        spoil={"D": 520, "Dv": 520},
+    ),
+)
+# The first two versions' pages; later ones have shorter value rows.
+ALIKE = (
+    limit(
+        "Dv >= D",
+        "value",
+        "this version takes no shorter ones",
+        text="value rows as long as those of key",
+        code=INVALID,
+        spoil={"Dv": 4},
+    ),
+)
+MASKED = presence(
+    "atten_mask is not None",
+    "atten_mask",
+    "the chip takes rope only with a mask",
+    text="a mask beside rope",
+    when="query_rope is not None",
+    only=PACKED,
+    needs=("query_rope",),
+    level="limit",
+    given=ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
+    spoil={"atten_mask": None},
+)
+BESIDE_ROPE = (
+    MASKED,
     *group(
         limit(
             "Dr <= D and Dr % 8 == 0 and D % 8 == 0",
@@ -200,5 +309,32 @@ ROPES = (
         given=ROPE,
     ),
 )
+# The third packed version is made for rope: its page demands this of every call.
+FOR_ROPE = (
+    replace(MASKED, when="", text="a mask", advice="this version takes no call without one"),
+    *group(
+        limit("D % 8 == 0", "query", "the chip takes no other sizes here", when="D <= 768", spoil={"D": 12}),
+        limit(
+            "Dr <= D and Dr % 8 == 0",
+            "query_rope",
+            "the chip takes no other sizes beside rope",
+            when="query_rope is not None",
+            given=ROPE,
+            spoil={"Dr": 4},
+        ),
+        limit(
+            "pse is None",
+            "pse",
+            "this version takes none: pse_type is 0 or 1, which are one without it",
+            text="no pse",
+            spoil={"pse": "1 N1 1024 S2"},
+        ),
+        limit("drop_mask is None and keep_prob == 1", "drop_mask", "this version drops nothing", spoil=DROPPED),
+        code=INVALID,
+    ),
+)
 
-RULES = INPUTS + MASKS + BIASES + DROPOUT + ROPES
+ALL = INPUTS + MASKS + BIASES + DROPOUT + ROPES + SIZES
+RULES = (*ALL, PSE_BESIDE_0, *BESIDE_ROPE)
+# What the chip says of pse beside other things is moot where it takes none.
+ROPE_RULES = (*(r for r in ALL if r.param != "pse" or r.level != "limit"), *FOR_ROPE)

@@ -16,8 +16,18 @@ FULL_MASK = {"atten_mask": "S1 S2"}
 SQUARE_MASK = {"atten_mask": "2048 2048"}
 ROPE = {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3}
 SLOPES = {"pse": ("B N1", "float32"), "S1": 6}
+PREFIXED = {"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]}
 LONG = {"T1": 2060, "T2": 2060, "actual_seq_qlen": [1030, 2060], "actual_seq_kvlen": [1030, 2060]}
 TABLE = {"S1": 1030, "S2": 1030, "TND": LONG, "pse": "B N1 1024 S2", **SQUARE_MASK, "sparse_mode": 3}
+
+PSE_BESIDE_0 = Rule(
+    "pse is not None",
+    "pse_type",
+    "1 is the value without pse",
+    text="pse beside pse_type 0",
+    when="pse_type == 0 and query_rope is None and B * S1 * S2 > 0",
+    spoil={"pse_type": 0},
+)
 
 MASKS = (
     Rule(
@@ -27,7 +37,7 @@ MASKS = (
         text="atten_mask beside a sparse_mode other than 0",
         when="sparse_mode != 0",
         level="note",
-        spoil={"sparse_mode": 3},
+        spoil={"sparse_mode": 3, "atten_mask": None},
     ),
     Rule(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2 | 1 1 S1 S2 | S1 S2')",
@@ -47,12 +57,14 @@ MASKS = (
         given=FULL_MASK,
         spoil={"atten_mask": "6 7"},
     ),
-    limit(
+    Rule(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2')",
         "atten_mask",
-        "prefixes differ between sequences, so the mask must too",
-        when="atten_mask is not None and sparse_mode == 5 and B != 1",
+        "prefixes that differ make other masks; this one and the prefixes both remove keys",
+        text="a mask for every sequence",
+        when="atten_mask is not None and sparse_mode == 5 and prefixes_differ(prefix)",
         only=DENSE,
+        level="note",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"atten_mask": "S1 S2"},
     ),
@@ -69,7 +81,7 @@ MASKS = (
         "atten_mask",
         "the 2048 x 2048 triangle above 1024 rows of 1024 zeros and 1024 ones",
         when="atten_mask is not None and sparse_mode == 6",
-        given={"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]},
+        given=PREFIXED,
         spoil={"atten_mask": "2048 2048"},
     ),
     limit(
@@ -127,7 +139,7 @@ MASKS = (
         "a shorter prefix lies inside the causal part; give its lower limit",
         text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
         when="atten_mask is not None and sparse_mode == 6",
-        given={"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]},
+        given=PREFIXED,
         spoil={"prefix": [1, 6]},
     ),
     Rule(
@@ -166,14 +178,6 @@ BIASES = (
         code=INVALID,
         given={"pse_type": 2} | SLOPES,
         spoil={"pse": ("B N1", "float16")},
-    ),
-    Rule(
-        "pse is not None",
-        "pse_type",
-        "1 is the value without pse",
-        text="pse beside pse_type 0",
-        when="pse_type == 0 and query_rope is None and B * S1 * S2 > 0",
-        spoil={"pse_type": 0},
     ),
     Rule(
         "known_form(pse_form, pse, B, N1, S1, S2)",
@@ -251,14 +255,6 @@ BIASES = (
         needs=("kv_start_idx",),
         given={"kv_start_idx": [0]},
         spoil={"q_start_idx": [1 << 41]},
-    ),
-    Rule(
-        "(q_start_idx is None) == (kv_start_idx is None)",
-        "q_start_idx",
-        "one start index alone is ignored",
-        text="both start indices or neither",
-        level="note",
-        spoil={"q_start_idx": [2]},
     ),
     limit(
         "all(q_len > 0) and all(kv_len > 0)",

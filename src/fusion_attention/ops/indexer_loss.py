@@ -50,15 +50,19 @@ from fusion_attention.ops.sparse import (
 )
 from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse_rules import (
+    COVERED,
     LENGTHS,
+    LISTS_OF_2048,
+    MOST_SEQUENCES,
     NEEDS_KEY_LENGTHS,
     SELECTION,
     SHAPES,
     SIZES,
     first_block,
+    most_tokens,
     scores,
 )
-from fusion_attention.record import Op, Tensor
+from fusion_attention.record import INVALID, REQUIRED, Op, Tensor
 
 # ------------------------------------------------------------------------------------------------------- parameters
 
@@ -121,7 +125,7 @@ NO_OTHERS = "the chip takes no other head counts"
 MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", spoil={"sparse_mode": 0})
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
-    limit("B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257}),
+    MOST_SEQUENCES,
     limit(
         "all(q_len <= kv_len)",
         "query",
@@ -149,13 +153,15 @@ LIMITS = (
     limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 4}),
     limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
+    *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128)), *COVERED),
     limit(
-        "K % 1024 == 0 and K <= 8192",
-        "sparse_indices",
-        "the chip takes lists of no other length",
-        text="lists of 1024, 2048, ... 8192 entries",
-        when="K >= 1",
-        spoil={"K": 64},
+        "not float32(weights)",
+        "weights",
+        "the chip computes no float32 here",
+        text="float16 or bfloat16",
+        when="not float32(query)",
+        code=INVALID,
+        spoil={"weights": ("B S1 Ni", "float32")},
     ),
 )
 DENSE_LIMITS = (
@@ -169,11 +175,15 @@ DENSE_LIMITS = (
     ),
     limit("N1 in (32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 16, "N2": 16}),
     only_dim("D", 128, "query"),
+    most_tokens(key=(32, 128), key_index=(1, 128)),
 )
 LSE_LIMITS = (
     no_float32("query_index", weights="B S1 N1"),
     MODE_3,
-    *(replace(rule, param="query_index") if rule.param == "query" else rule for rule in ROWS_AND_KEYS),
+    *(
+        replace(rule, param="query_index") if rule.param == "query" else rule
+        for rule in (*ROWS_AND_KEYS, most_tokens(key_index=(1, 128)))
+    ),
     limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", spoil={"N1": 4}),
     only_dim("D", 128, "query_index"),
 )
@@ -205,7 +215,7 @@ V1 = Op(
     "CANN, aclnnSparseLightningIndexerGradKLLoss",
     (
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
-        *(SCALE, LAYOUT, *WINDOW, DETERMINISTIC, *RESULT),
+        *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
     ),
     (*MEANING, *SELECTION, *LIMITS),
     formula=FORMULA,

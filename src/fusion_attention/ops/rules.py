@@ -117,7 +117,7 @@ def paged(
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-def reserved(name: str, sample: str) -> Rule:
+def reserved(name: str, sample: Any) -> Rule:
     """A parameter that stays empty."""
     return limit(f"{name} is None", name, "reserved: leave it out", spoil={name: sample})
 

@@ -17,16 +17,20 @@ from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, length
 from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.sparse_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.sparse_rules import (
+    COVERED,
     IN_PAGES,
     LENGTHS,
     LISTS_OF_2048,
+    MOST_SEQUENCES,
     NEEDS_KEY_LENGTHS,
     PAGES,
     SELECTION,
     SHAPES,
     SIZES,
     TABLES,
+    WITH_VALUE,
     first_block,
+    most_tokens,
 )
 from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
@@ -135,6 +139,7 @@ GRADIENTS = (
 
 LIMITS = (
     no_float32("query"),
+    WITH_VALUE,
     limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
@@ -214,6 +219,17 @@ BACKWARD = (
         spoil={"sparse_block_size": 4},
     ),
     LISTS_OF_2048,
+    *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512)), *COVERED),
+    *(
+        limit(
+            f"{name} in (2147483647, 9223372036854775807)",
+            name,
+            "it has no effect, and the chip takes no other value",
+            text="no limit: 2147483647, or the largest int64",
+            spoil={name: 65536},
+        )
+        for name in ("pre_tokens", "next_tokens")
+    ),
 )
 
 # ------------------------------------------------------------------------------------------------------------ records

@@ -170,7 +170,7 @@ def in_the_past(
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (keys_in, queries_fit, keys_fit, pages_fit, entries_fit, at_the_front, in_the_past)
+    f.__name__: f for f in (keys_in, queries_fit, keys_fit, pages_fit, entries_fit, at_the_front, in_the_past, last_end)
 } | {
     "same_dtype": lambda a, b: a.dtype == b.dtype,
     "float32": lambda t: t.dtype == torch.float32,

@@ -170,6 +170,46 @@ SELECTION = (
         spoil={"sparse_indices": lists(0, 5)},
     ),
 )
+
+
+def most_tokens(**keys: tuple[int, int]) -> Rule:
+    """Sequences that are not too long; keys: tensors of key rows by their heads and elements, for a sample."""
+    beyond = 131073
+    rows = {
+        name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()
+    }
+    return limit(
+        "S1 <= 131072 and S2 <= 131072",
+        "query",
+        "the chip takes no longer ones",
+        text="at most 131072 tokens in a sequence",
+        spoil={"B": 1, "S1": 1, "S2": beyond, **rows},
+    )
+
+
+MOST_SEQUENCES = limit(
+    "B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257, "S1": 1}
+)
+COVERED = tuple(
+    of_lengths(
+        f"last_end({ends}) >= {tokens}",
+        ends,
+        "the chip takes no tokens behind the last end, and ends are cumulative: [3, 8] is 3 and 5 tokens",
+        text=f"ends up to all {tokens} tokens",
+        only=PACKED,
+        level="limit",
+        spoil={ends: short},
+    )
+    for ends, tokens, short in (("actual_seq_qlen", "T1", [3, 5]), ("actual_seq_kvlen", "T2", [5, 11]))
+)
+WITH_VALUE = presence(
+    "value is not None",
+    "value",
+    "the chip takes no call without one",
+    text="value rows",
+    level="limit",
+    spoil={"value": None},
+)
 LISTS_OF_2048 = limit(
     "K == 2048",
     "sparse_indices",
