@@ -60,13 +60,8 @@ CLAUSES = (
         computes(dtype=BF, weights_dtype=BF),
         refuses(INVALID, "weights", weights_dtype=BF),
         refuses(INVALID, "weights", dtype=BF, weights_dtype=H),
-        *(refuses(INVALID, "weights", weights_dtype=d) for d in (F64, I8)),
-    ),
-    clause(
-        "weights-float32",
-        "FLOAT32 weights, which newer pages have, are taken.",
-        computes(weights_dtype=F32),
-        computes(dtype=BF, weights_dtype=F32),
+        *(refuses(INVALID, "weights", weights_dtype=d) for d in (F32, F64, I8)),
+        refuses(INVALID, "weights", dtype=BF, weights_dtype=F32),
     ),
     clause(
         "indices-dtype",
@@ -139,7 +134,7 @@ CLAUSES = (
         computes(**BSND),
         *(forbids("layout", layout=x) for x in ("BNSD", "BSH", "SBH", "tnd", "")),
         forbids("query", layout="BSND"),
-        forbids("query", layout="TND", **BSND),
+        refuses(NULL, " ".join(LENGTHS), layout="TND", **BSND),
     ),
     # ---------------------------------------------------------------------------------------------------------- shapes
     clause(
@@ -196,13 +191,8 @@ CLAUSES = (
     clause(
         "count",
         "sparseIndices has topk = 2048 entries per row.",
-        *(forbids("sparseIndices", K=n) for n in (1, 64, 2047, 8193)),
+        *(forbids("sparseIndices", K=n) for n in (1, 64, 1024, 2047, 4096, 8193)),
         computes(q=(2,), kv=(2100,), count=2048),
-    ),
-    clause(
-        "count-newer",
-        "Lists of 1024, 3072, ... 8192 entries, which newer pages have, are taken.",
-        *(computes(K=n) for n in (1024, 4096, 8192)),
     ),
     clause(
         "batch",
@@ -215,7 +205,7 @@ CLAUSES = (
         "tokens",
         "S1 and S2 are 1 to 128K.",
         forbids(
-            "key actualSeqLengthsKey",
+            "key query actualSeqLengthsKey",
             q=(1,),
             kv=(1,),
             actualSeqLengthsKey=[131073],
@@ -223,7 +213,7 @@ CLAUSES = (
             **{name: lambda old: old.expand(131073, 1, old.shape[-1]) for name in ("key", "keyIndex", "keyRope")},
         ),
         forbids(
-            "key",
+            "key query",
             axes="BSND",
             q=(1,),
             kv=(1,),

@@ -211,7 +211,7 @@ CLAUSES = (
         "S1 and S2 are 1 to 128K.",
         *(
             forbids(
-                "key actualSeqLengthskvOptional",
+                "key query actualSeqLengthskvOptional",
                 q=(1,),
                 kv=(1,),
                 N=1,

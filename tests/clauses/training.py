@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from clauses.near import Near, near
-from clauses.table import U8, Args
+from clauses.table import BOOL, GENERATOR, U8, Args
 
 INF = 2147483647
 TRIANGLE = torch.ones(2048, 2048, dtype=U8).triu(1)
 # Mode 6: the triangle, above 1024 rows that hide the right half.
 PREFIX_TRIANGLE = torch.cat([TRIANGLE, (torch.arange(2048) >= 1024).to(U8).expand(1024, 2048)])
+
+
+def hiding(*shape: int, d: torch.dtype = BOOL) -> Callable[[Any], torch.Tensor]:
+    """A mask that hides about a third of the keys, never a row's first."""
+
+    def made(old: object) -> torch.Tensor:
+        mask = torch.rand(shape, generator=GENERATOR) < 0.3
+        mask[..., 0] = False
+        return mask.to(d)
+
+    return made
 
 
 def given(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from clauses.table import (
     BOOL,
     F32,
     F64,
-    GENERATOR,
     I8,
     I32,
     INVALID,
@@ -38,7 +36,7 @@ from clauses.table import (
     wide,
     zeros,
 )
-from clauses.training import PREFIX_TRIANGLE
+from clauses.training import PREFIX_TRIANGLE, hiding
 from clauses.unpadding_score_grad_v3_calls import PROTOTYPE, base, finish, formula
 
 DTYPES = (H, BF, F32)
@@ -54,17 +52,6 @@ EITHER = ({}, {"rope": False})
 MASKS = ((2, 4, 6, 9), (2, 1, 6, 9), (1, 1, 6, 9), (6, 9))
 LENGTHS = ("actualSeqQLenOptional", "actualSeqKvLenOptional")
 SMALL = {"N": 1, "N2": 1, "D": 8}
-
-
-def hiding(*shape: int, d: torch.dtype = U8) -> Callable[[Any], torch.Tensor]:
-    """A mask that hides about a third of the keys, never a row's first."""
-
-    def made(old: object) -> torch.Tensor:
-        mask = torch.rand(shape, generator=GENERATOR) < 0.3
-        mask[..., 0] = False
-        return mask.to(d)
-
-    return made
 
 
 def mode(number: int, **over: Any) -> dict[str, Any]:
@@ -318,7 +305,7 @@ CLAUSES = (
         "sizes-t",
         "T is 1 to 1M.",
         computes(q=(1,), kv=(2**16,), rope=False, **SMALL),
-        forbids("keyIn key", q=(1,), kv=(2**20 + 1,), rope=False, **SMALL),
+        forbids("keyIn query", q=(1,), kv=(2**20 + 1,), rope=False, **SMALL),
         forbids("query", q=(2**20 + 1,), kv=(1,), rope=False, sparseMode=2, **SMALL),
     ),
     clause(
