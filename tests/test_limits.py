@@ -143,6 +143,32 @@ EDGES += [
 ]
 
 
+DECODE = "aclnnIncreFlashAttentionV4"
+PAGES = {"block_table": "B 2", "block_size": 16, "actual_seq_lengths": [20, 32]}
+
+
+def wide(heads: int) -> Args:
+    """Pages whose lines hold so many heads of 512 elements."""
+    lines = torch.zeros(1, 1, 1, dtype=torch.float16).expand(4, 16, heads * 512).contiguous()
+    many = dict.fromkeys(("N1", "N2", "num_heads", "num_key_value_heads"), heads)
+    return {**PAGES, **many, "D": 512, "key": lines, "value": lines}
+
+
+def gaps(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+
+
+BY_HEADS = torch.zeros(1, 1, 1, 1, dtype=torch.float16).expand(4, 129, 16, 512).contiguous()
+EDGES += [
+    *((DECODE, wide(n), code) for n, code in ((128, 0), (129, 561002))),
+    (DECODE, {"input_layout": "BNSD", **wide(129), "key": BY_HEADS, "value": BY_HEADS}, 0),
+    (DECODE, {"atten_mask": gaps(2, 6, dtype=torch.bool)}, 561002),
+    (DECODE, {"pse_shift": gaps(2, 4, 1, 6)}, 561002),
+    (DECODE, {"attention_out": gaps(2, 1, 64)}, 561002),
+    (DECODE, {**PAGES, "key": "8 16 N2*D", "value": "8 16 N2*D", "block_table": gaps(2, 2, dtype=torch.int32)}, 561002),
+]
+
+
 @pytest.mark.parametrize(("name", "settings", "code"), EDGES)
 def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
     """At its default a call within the page is taken; one beyond has the page's code, and computes when not strict."""

@@ -239,7 +239,7 @@ INTEGER_OUTPUT = (
 
 LIMITS = (
     limit("S1 == 1", "query", "the chip decodes one token per item", spoil={"S1": 2}),
-    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", spoil={"D": 528}),
+    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", spoil={"D": 528}),
     limit("B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S2": 1}),
     limit(
         "len(key) <= 256",
@@ -276,6 +276,34 @@ LIMITS = (
         text="query, key and value without gaps",
         spoil={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
+    *(
+        limit(
+            f"is_contiguous({name})",
+            name,
+            "the chip takes no strides here",
+            text=f"{what} without gaps",
+            when=f"{name} is not None",
+            needs=needs,
+            given=given,
+            spoil={name: gaps},
+        )
+        for name, what, needs, given, gaps in (
+            ("atten_mask", "a mask", (), {}, torch.zeros(2, 12, dtype=torch.bool)[:, ::2]),
+            ("pse_shift", "a bias", ("block_table",), {}, torch.zeros(2, 4, 1, 12, dtype=torch.float16)[..., ::2]),
+            (
+                "block_table",
+                "a table",
+                (),
+                PAGES,
+                torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2],
+            ),
+            ("attention_out", "an output", (), {}, torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]),
+            ("antiquant_scale", "scales", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
+            ("antiquant_offset", "offsets", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
+            ("quant_scale2", "a scale", (), NARROW, torch.ones(128)[::2]),
+            ("quant_offset2", "an offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
+        )
+    ),
     limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", spoil={"inner_precise": 2}),
     reserved("padding_mask", "S1 S2"),
     limit(
@@ -296,6 +324,16 @@ LIMITS = (
         needs=("block_table",),
         given=PAGES,
         spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+    ),
+    limit(
+        "N2 * D <= 65536 or key[0].dim() == 4",
+        "key",
+        "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
+        text="pages of at most 65536 elements per token",
+        when="block_table is not None",
+        needs=("block_table",),
+        given=PAGES,
+        spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
     ),
     limit(
         "sum(-(-kv_len // block_size)) <= blocks",
