@@ -283,6 +283,15 @@ CLAUSES = (
         computes(**mode(0, attenMaskOptional=hiding(5, 7), preTokensOptional=4, nextTokensOptional=3)),
     ),
     clause(
+        "modes-masks",
+        "Modes 2, 3 and 4 take the mask of 2048 x 2048, mode 6 that of 3072 x 2048, of two axes.",
+        *(forbids("attenMaskOptional", **mode(n, attenMaskOptional=hiding(5, 7))) for n in (2, 3, 4)),
+        *(forbids("attenMaskOptional", **mode(n, attenMaskOptional=prefix_triangle)) for n in (2, 3, 4)),
+        *(forbids("attenMaskOptional", **mode(n, attenMaskOptional=lambda old: TRIANGLE[None, None])) for n in (2, 3)),
+        forbids("attenMaskOptional", **prefixed(5, 7, [4, 6]) | {"attenMaskOptional": triangle}),
+        forbids("attenMaskOptional", **prefixed(5, 7, [4, 6]) | {"attenMaskOptional": hiding(2, 1, 5, 7)}),
+    ),
+    clause(
         "modes-else",
         "No other sparseModeOptional.",
         *(forbids("sparseModeOptional", sparseModeOptional=n, attenMaskOptional=triangle) for n in (7, 8, 9, -1)),

@@ -61,6 +61,14 @@ def narrow(layout: str = "BNSD", **over: object) -> dict[str, object]:
     return {"layout": layout, "attentionOut": to(I8), "quantScale2": zeros(1), **over}
 
 
+def scales(name: str) -> dict[str, object]:
+    """64 numbers with gaps between them, and their like without."""
+    like = {"antiquantOffset": "antiquantScale", "quantOffset2": "quantScale2"}.get(name)
+    shape, d = ((64,), F32) if "2" in name else ((2, 32), H)
+    beside = {like: drawn(*shape, d=d)} if like else {}
+    return beside | {name: lambda old: gapped(torch.ones(shape, dtype=d))}
+
+
 def scale(*shape: int, d: torch.dtype = F32) -> object:
     """Positive scales, one of which saturates."""
     return lambda old: (torch.arange(int(torch.Size(shape).numel())) * 8 + 5.0).reshape(shape).to(d)
@@ -411,10 +419,13 @@ CLAUSES = (
     clause(
         "strides",
         "Tensors are contiguous.",
-        *(forbids(f"{name} query", **{name: gapped}) for name in ("query", "key", "value", "attentionOut")),
-        forbids("attenMask query", attenMask=lambda old: torch.zeros(2, 18, dtype=BOOL)[:, ::2]),
-        forbids("pseShift query", pseShift=lambda old: torch.zeros(2, 4, 1, 18, dtype=H)[..., ::2]),
-        forbids("blocktable query", page=16, blocktable=gapped),
+        *(forbids(name, **{name: gapped}) for name in ("query", "attentionOut")),
+        *(forbids(f"{name} query", **{name: gapped}) for name in ("key", "value")),
+        forbids("attenMask", attenMask=lambda old: torch.zeros(2, 18, dtype=BOOL)[:, ::2]),
+        forbids("pseShift", pseShift=lambda old: torch.zeros(2, 4, 1, 18, dtype=H)[..., ::2]),
+        forbids("blocktable", page=16, blocktable=gapped),
+        *(forbids(name, cache=I8, **scales(name)) for name in ("antiquantScale", "antiquantOffset")),
+        *(forbids(name, **narrow(quantScale2=scale(64)) | scales(name)) for name in ("quantScale2", "quantOffset2")),
     ),
     clause(
         "padding",

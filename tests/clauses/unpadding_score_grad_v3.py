@@ -216,7 +216,14 @@ CLAUSES = (
             forbids("attenMaskOptional", **mode(1, attenMaskOptional=hiding(*s)))
             for s in ((1, 4, 6, 9), (2, 6, 9), (9,), (6, 8), (5, 9), (2, 1, 1, 9))
         ),
-        forbids("attenMaskOptional", attenMaskOptional=hiding(6, 9)),
+    ),
+    clause(
+        "mode-masks",
+        "Modes 2, 3, 4, 7 and 8 take the mask of 2048 x 2048, mode 6 that of 3072 x 2048, of two axes.",
+        *(forbids("attenMaskOptional", **mode(n, attenMaskOptional=hiding(6, 9))) for n in (2, 3, 4, 6, 7, 8)),
+        forbids("attenMaskOptional", attenMaskOptional=lambda old: old[None, None]),
+        forbids("attenMaskOptional", **mode(6, attenMaskOptional=lambda old: PREFIX_TRIANGLE[:2048])),
+        forbids("attenMaskOptional", attenMaskOptional=lambda old: PREFIX_TRIANGLE),
     ),
     clause(
         "prefix",
