@@ -11,7 +11,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import RECORDS, flash
 from fusion_attention.pages import render
 
 NAME = "npu_fusion_attention"
@@ -86,6 +86,20 @@ def test_a_page_says_everything(name: str) -> None:
         assert op.spell(rule.advice).replace("|", "\\|") in page
     for word in re.findall(r"`(\w+)`", page):
         assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
+
+
+def test_a_page_says_what_strict_calls_refuse() -> None:
+    page = render(RECORDS["aclnnIncreFlashAttentionV4"])
+    assert "| `query` | tensor | float16, bfloat16, float32; strict: float16 or bfloat16 |" in page
+    assert "| float32, bfloat16, uint64; strict: float32, or bfloat16 as query |" in page
+    assert "strict: float16 or bfloat16 |" in render(RECORDS["aclnnSparseFlashAttentionGrad"])
+    assert "strict" not in render(RECORDS["sparse_attention"])
+
+
+def test_a_page_says_how_packed_statistics_lie() -> None:
+    for name, op in RECORDS.items():
+        packed = op in flash.RECORDS and "TND" in op.layouts
+        assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -34,6 +34,8 @@ AXES = {
     "R": "rows of a page table, one per sequence",
     "M": "pages of a sequence",
 }
+# In the text of a rule on dtypes.
+_DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 
 def render(op: Op) -> str:
@@ -76,6 +78,11 @@ def _row(op: Op, p: Param) -> str:
             judged = any(r.param == p.name and r.level == "meaning" for r in op.asked)
             shape = "by the rules" if judged else "any"
             dtype = dtype or shape
+        # What strict calls refuse stands beside what others take.
+        narrower = [
+            r.expected for r in op.asked if r.level == "limit" and r.param == p.name and _DTYPE.search(r.expected)
+        ]
+        dtype = "; strict: ".join([dtype, *map(op.spell, narrower)])
     elif isinstance(p, Attr):
         kind, dtype = "attribute", p.type.__name__
         shape = "required" if p.default is REQUIRED else f"`{p.default!r}`"

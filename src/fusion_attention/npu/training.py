@@ -160,7 +160,8 @@ def npu_fusion_attention(
 
     Returns:
         (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels): the output in the query's layout;
-        float32 statistics [B, N1, S1, 8] or [T1, N1, 8]; an empty tensor; what the gradient needs to draw again.
+        float32 statistics [B, N1, S1, 8] or [T1, N1, 8] (which lie as softmax_layout says); an empty tensor; what the
+        gradient needs to draw again.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_fusion_attention.md does not allow.
@@ -326,7 +327,8 @@ def npu_fusion_attention_grad(
 
     Args:
         dy: gradient of attention_out, in its shape.
-        softmax_max, softmax_sum: float32 [B, N1, S1, 8] or [T1, N1, 8], as returned by the forward; needed.
+        softmax_max, softmax_sum: float32 [B, N1, S1, 8] or [T1, N1, 8], as returned by the forward; needed. In TND the
+            [N1, q_len, 8] of each sequence lie end to end, whatever the shape says, unless softmax_layout is "TND".
         softmax_in: reserved.
         attention_in: the forward's attention_out; needed.
         scale_value: the forward's scale.

@@ -77,6 +77,16 @@ MAX_IN = Tensor(
 SUM_IN = Tensor(
     "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
 )
+# The shape of packed statistics does not show how they lie.
+HEAD_MAJOR = " TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it."
+
+
+def packed(p: Tensor) -> Tensor:
+    """Statistics of packed sequences."""
+    return replace(p, text=p.text + HEAD_MAJOR)
+
+
+PACKED_IN = (packed(MAX_IN), packed(SUM_IN))
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
@@ -136,6 +146,7 @@ STATS_OUT = (
     output("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
     output("softmax_out", "Reserved: empty.", ""),
 )
+PACKED_OUT = (packed(STATS_OUT[0]), packed(STATS_OUT[1]))
 OUT = output("attention_out", "The output rows.", rows("1", "Dv"))
 DQ, DK = output("dq", "Gradient of query.", rows("1", "D")), output("dk", "Gradient of key.", rows("2", "D"))
 DV, DPSE = output("dv", "Gradient of value.", rows("2", "Dv")), output("dpse", "Gradient of pse, in its shape.", "", "")
@@ -219,7 +230,7 @@ SCORE_V1 = Op(
     (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
     WIDE + NARROW + ALIKE,
     formula=FORWARD_FORMULA,
-    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23),
+    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28),
     layouts=DENSE_LAYOUTS,
     neutral=NEUTRAL,
     blank_is_absent=True,
@@ -247,7 +258,8 @@ SCORE_V3 = SCORE_V2.version(
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
     "Attention for training, forward, packed sequences.",
-    after={"prefix": (Q_ENDS, KV_ENDS)},
+    after={"prefix": (Q_ENDS, KV_ENDS), "sparse_mode": PACKED_OUT},
+    without=("softmax_max", "softmax_sum"),
     source="CANN, aclnnFlashAttentionVarLenScore",
     rulings=(*SCORE_V1.rulings, 6, 7),
     layouts=("TND",),
@@ -307,7 +319,8 @@ GRAD_V3 = GRAD_V2.version(
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
     "Gradients of FlashAttentionVarLenScore.",
-    after={"prefix": (Q_ENDS, KV_ENDS)},
+    after={"prefix": (Q_ENDS, KV_ENDS), "atten_mask": PACKED_IN},
+    without=("softmax_max", "softmax_sum"),
     source="CANN, aclnnFlashAttentionUnpaddingScoreGrad",
     rulings=VARLEN_V1.rulings,
     layouts=("TND",),
@@ -349,11 +362,11 @@ _TOCKENS = (KEEP_PROB, spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens"
 _LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
 _STARTS = (PSE_TYPE, Q_START, KV_START)
 _DRAW = (spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
-_SAVED = (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN)
+_SAVED = (*PACKED_IN, SOFTMAX_IN, ATTENTION_IN)
 _MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
 _ROPES = (QUERY_ROPE, KEY_ROPE)
 _SCALE_VALUE = spelled(SCALE, "scale_value")
-_FORWARD_OUT = (OUT, *STATS_OUT)
+_FORWARD_OUT = (OUT, *PACKED_OUT, STATS_OUT[2])
 _FORWARD_HEAD = (QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, *_MASKS)
 _GRAD_HEAD = (QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
 _REPLAY = (*(replace(p, text="As the forward returned it.") for p in (SEED, OFFSET)), NUMELS)

@@ -14,6 +14,7 @@ from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.expressions import dtype_text
 from fusion_attention.lower import broken_end, mode_band
 from fusion_attention.mask import INFINITE, tokens
+from fusion_attention.ops.flash_statistics import own_matrix, statistics_in_order
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
@@ -95,7 +96,7 @@ def table_reaches(
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
         if hi[b] <= diagonal + 1 and prefixes[b] <= diagonal + 1:
             continue
-        matrix = _own_matrix(mask, int(b), q_len, kv_len) if mask is not None and mode in (0, 1, 5) else None
+        matrix = own_matrix(mask, int(b), q_len, kv_len) if mask is not None and mode in (0, 1, 5) else None
         if matrix is not None and matrix.is_meta:
             continue
         device = None if matrix is None else matrix.device
@@ -104,14 +105,6 @@ def table_reaches(
         if bool((seen if matrix is None else seen & (matrix[..., :rows, :] == 0)).any()):
             return f"sequence {b}: keys beyond the diagonal are visible to rows before the last {TABLE_ROWS}"
     return True
-
-
-def _own_matrix(mask: torch.Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> torch.Tensor:
-    """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
-    own = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
-    corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
-    row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
-    return own[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
@@ -171,6 +164,7 @@ FUNCTIONS = {
         is_compressed_mask,
         window_holds_mask,
         is_shifted,
+        statistics_in_order,
     )
 } | {
     "float32": lambda t: t.dtype == torch.float32,

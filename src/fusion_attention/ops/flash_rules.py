@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
 from fusion_attention.ops.params import FLOATS
 from fusion_attention.ops.rules import (
@@ -334,7 +336,38 @@ FOR_ROPE = (
     ),
 )
 
-ALL = INPUTS + MASKS + BIASES + DROPOUT + ROPES + SIZES
+# ---------------------------------------------------------------------------------------------- packed statistics
+
+
+def _climbing(heads: int = 4) -> Settings:
+    """Rows whose score with every key is their place in [T1, N1], and their statistics token by token."""
+    place = torch.arange(8.0 * heads).reshape(8, heads, 1)
+    lengths = torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1)
+    first = torch.eye(8)[0]
+    return {
+        "query": (place * first).half(),
+        "key": first.expand(12, heads // 2, 8).half().contiguous(),
+        "softmax_max": place.expand(8, heads, 8).contiguous(),
+        "softmax_sum": lengths.expand(8, heads, 8).contiguous(),
+    }
+
+
+STATISTICS = (
+    Rule(
+        "statistics_in_order((softmax_max, softmax_sum), softmax_layout, (query, query_rope), (key, key_rope), scale, "
+        "atten_mask, (sparse_mode, pre_tokens, next_tokens, prefix), q_len, kv_len)",
+        "softmax_max",
+        "pass on what the forward returned, with its softmax_layout; their shape does not show the order",
+        text="statistics with each sequence's heads end to end, token-major only where softmax_layout says so",
+        when="pse is None and N1 > 1",
+        only=PACKED,
+        needs=("dy",),
+        level="content",
+        spoil=_climbing(),
+    ),
+)
+
+ALL = STATISTICS + INPUTS + MASKS + BIASES + DROPOUT + ROPES + SIZES
 RULES = (*ALL, PSE_BESIDE_0, *BESIDE_ROPE)
 # What the chip says of pse beside other things is moot where it takes none.
 ROPE_RULES = (*(r for r in ALL if r.param != "pse" or r.level != "limit"), *FOR_ROPE)

@@ -219,7 +219,7 @@ V1 = Op(
     ),
     (*MEANING, *SELECTION, *LIMITS),
     formula=FORMULA,
-    rulings=(6, 12, 14, 17, 18, 20, 23, 24),
+    rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,

@@ -72,7 +72,7 @@ V1 = Op(
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
     formula=FORMULA,
-    rulings=(1, 2, 6, 10, 15, 20, 23),
+    rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,
     neutral={**NEUTRAL, "pse_reserved": True},
     blank_is_absent=True,

@@ -310,7 +310,7 @@ GRAD_V1 = replace(
     ),
     rules=RULES + LIMITS + BACKWARD,
     formula=BACKWARD_FORMULA,
-    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25),
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25, 27, 28),
     derive=derive,
     results=GRADIENT_NAMES[:5],
     fresh=fresh_gradients,

@@ -1,0 +1,99 @@
+"""Whether packed statistics lie in the order that a gradient was told, as far as their content shows it.
+
+A row's log-sum is not below that of any keys that it sees, whatever else it sums (other shards' keys, a sink); read in
+the wrong order it is another row's. The one contract that computes: nothing but scores shows the order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.lower import mode_band
+
+Tensor = torch.Tensor
+# Looked at: so many sequences, so many rows of each, so many keys of each row.
+SEQUENCES, ROWS, KEYS = 16, 8, 2048
+# Of the coarsest products that statistics come from (TF32, ten bits), and of each term of a float32 sum.
+PRODUCT, TERM = 2.0**-10, 2.0**-23
+
+
+def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
+    """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
+    own = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
+    corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
+    row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
+    return own[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
+
+
+def statistics_in_order(
+    statistics: tuple[Tensor, Tensor],
+    order: str,
+    rows: tuple[Tensor, Tensor | None],
+    keys: tuple[Tensor, Tensor | None],
+    scale: float,
+    mask: Tensor | None,
+    band: tuple[Any, ...],
+    q_len: np.ndarray,
+    kv_len: np.ndarray,
+) -> bool | str:
+    """Whether the statistics are possible in the order given, or in neither.
+
+    Args:
+        statistics: max and sum [T1, N1, 8]; order: softmax_layout.
+        rows: query and query_rope; keys: key and key_rope.
+        mask: removes keys where the mode is 0 or 1.
+        band: (sparse_mode, pre_tokens, next_tokens, prefix).
+    """
+    if any(t is not None and t.is_meta for t in (*statistics, *rows, *keys, mask)):
+        return True
+    mode, pre, next_, prefixes = band
+    lo, hi, prefix = mode_band(mode, mask is not None, pre, next_, prefixes, q_len, kv_len)
+    whose = "token" if order else "item"
+    found = ""
+    for b in np.flatnonzero((q_len > 1) & (kv_len > 0))[:SEQUENCES]:
+        row, key = (_spread(int(n[b]), most, rows[0].device) for n, most in ((q_len, ROWS), (kv_len, KEYS)))
+        at_row, at_key = row[:, None], key[None]
+        seen = (at_key >= at_row + int(lo[b])) & (at_key < (at_row + int(hi[b])).clamp(min=int(prefix[b])))
+        if mask is not None and mode in (0, 1):
+            removed = own_matrix(mask, int(b), q_len, kv_len)[..., row, :][..., key]
+            seen = seen & (removed.reshape(-1, len(row), len(key)) == 0)
+        least = _least(_of(rows, int(q_len[:b].sum()) + row), _of(keys, int(kv_len[:b].sum()) + key), scale, seen)
+        sums = {name: _log_sums(statistics, name, int(b), q_len, row) for name in ("item", "token")}
+        beyond = {name: least > lse + (lse.abs() + int(kv_len[b])) * TERM for name, lse in sums.items()}
+        if bool(beyond["item" if order else "token"].any()):
+            return True
+        if not found and bool(beyond[whose].any()):
+            head, at = beyond[whose].nonzero()[0].tolist()
+            own, lse = float(least[head, at]), float(sums[whose][head, at])
+            found = f"item {b}, row {int(row[at])}, head {head}: log-sum {lse:.4g}, keys that add up to {own:.4g}"
+    return f"{found}; the other order fits" if found else True
+
+
+def _spread(count: int, most: int, device: torch.device) -> Tensor:
+    """So many of the first `count` integers, evenly spread."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64, device=device).long()
+
+
+def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
+    """Rows [.., heads, elements] of a tensor with its rope part."""
+    return torch.cat([t[at].double() for t in parts if t is not None], -1)
+
+
+def _least(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """[N1, rows]: what the log-sum of the scores seen is at least, however they were rounded."""
+    q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    scores, sizes = (torch.einsum("rngd,knd->ngrk", *pair).flatten(0, 1) for pair in ((q, k), (q.abs(), k.abs())))
+    return (scale * scores - abs(scale) * PRODUCT * sizes).masked_fill(~seen, -math.inf).logsumexp(-1)
+
+
+def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:
+    """[N1, rows]: max + log(sum) of a sequence's rows, read in an order."""
+    heads, start = statistics[0].shape[1], int(q_len[:b].sum())
+    head = torch.arange(heads, device=row.device)[:, None]
+    at = (start + row) * heads + head if order == "token" else start * heads + head * int(q_len[b]) + row
+    peak, total = (t.reshape(-1, t.shape[-1])[at, 0].double() for t in statistics)
+    return peak + total.log()

@@ -1,0 +1,178 @@
+"""Packed statistics in the order that a gradient was not told: found where scores show it, and nowhere else."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_aclnn import call, outputs_of, runtime
+
+from fusion_attention import acl, npu
+from fusion_attention.contract import ContractError, bind
+from fusion_attention.ops import RECORDS
+
+__all__ = ["runtime"]
+
+Args = dict[str, Any]
+GRAD = RECORDS["npu_fusion_attention_grad_v2"]
+Q_ENDS, KV_ENDS = [5, 5, 12, 40], [9, 12, 12, 45]  # rows without keys, keys without rows
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
+OTHER = {"": "TND", "TND": ""}
+MODES: dict[str, Args] = {
+    "full": {},
+    "causal": {"atten_mask": TRIANGLE, "sparse_mode": 3},
+    "causal from the upper left": {"atten_mask": TRIANGLE, "sparse_mode": 2},
+    "window": {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tokens": 6, "next_tokens": 1},
+    "mask": {"atten_mask": torch.rand(28, 33, generator=torch.Generator().manual_seed(3)) < 0.5, "sparse_mode": 1},
+    "sink": {"sink": torch.linspace(-1, 2, 4)},
+    "rope": {
+        "atten_mask": TRIANGLE,
+        "sparse_mode": 3,
+        "query_rope": torch.randn(40, 4, 8),
+        "key_rope": torch.randn(45, 2, 8),
+    },
+}
+
+
+def made(
+    heads: int = 4, groups: int = 2, q_ends: list[int] = Q_ENDS, kv_ends: list[int] = KV_ENDS, **more: Any
+) -> Args:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((q_ends[-1], heads, 16), (kv_ends[-1], groups, 16), (kv_ends[-1], groups, 16))
+    )
+    lengths = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": kv_ends}
+    return {
+        "query": q,
+        "key": k,
+        "value": v,
+        "head_num": heads,
+        "input_layout": "TND",
+        **lengths,
+        "scale": 0.25,
+        **more,
+    }
+
+
+def saved(args: Args, layout: str) -> Args:
+    """What the gradient takes from a forward whose statistics lie in an order."""
+    out, peak, total, *_ = npu.npu_fusion_attention_v2(**args, softmax_layout=layout)
+    return {**args, "dy": torch.zeros_like(out), "attention_in": out, "softmax_max": peak, "softmax_sum": total}
+
+
+def verdict(args: Args, layout: str, **options: bool) -> str:
+    """What a gradient says that is told an order."""
+    try:
+        bind(GRAD, args | {"softmax_layout": layout}, **({"check_content": True} | options))
+    except ContractError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", OTHER)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) -> None:
+    args = made(**MODES[mode])
+    args |= {
+        name: t.to(dtype)
+        for name, t in args.items()
+        if isinstance(t, torch.Tensor) and t.dtype == torch.float32 and name != "sink"
+    }
+    given = saved(args, layout)
+    assert not verdict(given, layout)
+    assert not verdict(given, OTHER[layout], check_content=False)
+    text = verdict(given, OTHER[layout])
+    assert "softmax_max: expected statistics with each sequence's heads end to end, token-major only where" in text
+    assert "keys that add up to" in text
+    assert "; the other order fits (pass on what the forward returned, with its softmax_layout" in text
+
+
+@pytest.mark.parametrize("layout", OTHER)
+def test_statistics_of_more_keys_than_these(layout: str) -> None:
+    """A ring hands in what all shards' keys add up to, with the keys of one."""
+    ends = [7, 16]
+    whole = saved(made(q_ends=ends, kv_ends=[14, 32]), layout)
+    first = torch.cat([torch.arange(7), torch.arange(14, 23)])
+    for shard in (first, first + torch.tensor([7] * 7 + [9] * 9)):
+        part = {name: whole[name][shard] for name in ("key", "value")}
+        local = whole | part | {"actual_seq_kvlen": ends}
+        assert not verdict(local, layout)
+        assert "keys that add up to" in verdict(local, OTHER[layout])
+    spread = {"softmax_max": whole["softmax_max"] - 3, "softmax_sum": whole["softmax_sum"] * 20.085537}
+    assert not verdict(whole | spread, layout), "any max and sum of the right log-sum are legal"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 1, "groups": 1},
+        {"q_ends": [1, 2, 3], "kv_ends": [4, 9, 20]},
+        {"kv_ends": [0, 0, 0, 0]},
+    ],
+)
+def test_where_both_orders_are_one(changes: Args) -> None:
+    args = made(**changes)
+    for layout in OTHER:
+        given = saved(args, layout)
+        assert not verdict(given, layout)
+        assert not verdict(given, OTHER[layout])
+
+
+def test_one_sequence_has_two_orders() -> None:
+    given = saved(made(q_ends=[40], kv_ends=[45]), "")
+    assert not verdict(given, "")
+    assert verdict(given, "TND")
+
+
+def test_what_content_does_not_show_is_not_said() -> None:
+    """Equal rows; statistics of no forward, possible in neither order; a bias, which scores do not have."""
+    args = made()
+    even = saved(args | {name: torch.ones_like(args[name]) for name in ("query", "key")}, "")
+    assert not verdict(even, "")
+    for spoiled in (torch.full((40, 4, 8), -9.0), torch.full((40, 4, 8), float("nan")), torch.zeros(40, 4, 8)):
+        given = saved(args, "") | {"softmax_max": spoiled}
+        assert not any(verdict(given, layout) for layout in OTHER)
+    pse = {"pse": torch.linspace(0, 9, 4), "pse_type": 2}
+    biased = saved(args | pse, "")
+    assert not any(verdict(biased, layout) for layout in OTHER)
+
+
+@pytest.mark.parametrize("layout", ["", "same_as_input"])
+def test_the_two_phase_face_asks_in_its_second_phase(layout: str) -> None:
+    op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
+    told = {"": "TND", "same_as_input": ""}[layout]
+    args = {
+        p.name: None if p.optional or getattr(p, "output", False) else getattr(p, "default", None) for p in op.params
+    }
+    args |= saved(made(), told) | {"softmax_layout": layout}
+    before = outputs_of(op, args)
+    copies = {name: t.clone() for name, t in before.items() if t is not None}
+    assert call(op, args, before, check_content=True) == (0, 561002)
+    assert "keys that add up to" in acl.get_recent_err_msg()
+    for name, copy in copies.items():
+        assert torch.equal(copy.view(torch.uint8), before[name].view(torch.uint8)), name  # type: ignore[union-attr]
+    assert call(op, args, before) == (0, 0)
+    assert call(op, args | {"softmax_layout": {"": "same_as_input", "same_as_input": ""}[layout]}, before, True) == (
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [
+        ("npu_fusion_attention_grad_v2", "same_as_input"),
+        ("npu_fusion_attention_v2", "same_as_input"),
+        ("aclnnFlashAttentionUnpaddingScoreGradV5", "TND"),
+        ("aclnnFlashAttentionVarLenScoreV4", "NTD"),
+    ],
+)
+def test_another_literal_is_an_error(op: str, wrong: str) -> None:
+    record = RECORDS[op]
+    domain = record.by_name["softmax_layout"].domain  # type: ignore[attr-defined]
+    given = saved(made(), "") | {"softmax_layout": wrong}
+    with pytest.raises(ContractError, match="softmax_layout: expected softmax_layout in") as caught:
+        bind(record, {name: value for name, value in given.items() if name in record.by_name})
+    assert caught.value.code == 161002
+    assert domain in str(caught.value)
