@@ -271,6 +271,7 @@ CLAUSES = (
         computes(**prefixed(5, 7, [4, 6], 5)),
         computes(**prefixed(5, 7, [4], 5, B=1)),
         *(computes(**full(*shape, number=5, prefixOptional=[4, 6])) for shape in MASKS),
+        ruling=28,
     ),
     clause(
         "modes",
@@ -332,7 +333,7 @@ CLAUSES = (
         computes(**full(2, 4, 5, 7, number=5, prefixOptional=[1, 6])),
         computes(**full(2, 1, 5, 7, number=5)),
         computes(**full(2, 1, 5, 7, number=5, prefixOptional=[9, 9])),
-        ruling=3,
+        ruling=28,
     ),
     clause(
         "rows-without-keys",

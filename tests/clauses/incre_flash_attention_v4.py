@@ -447,7 +447,7 @@ CLAUSES = (
         "padding-int32",
         "kvPaddingSize INT32 is taken too.",
         computes(actualSeqLengths=[3, 6], kvPaddingSize=ints(2, d=I32)),
-        ruling=6,
+        ruling=28,
     ),
     clause(
         "precision",

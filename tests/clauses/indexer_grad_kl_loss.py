@@ -55,13 +55,18 @@ CLAUSES = (
     ),
     clause(
         "weights-dtype",
-        "weights are FLOAT16 or BFLOAT16; of another dtype than the rows they are not taken.",
+        "weights are FLOAT16 or BFLOAT16.",
         computes(weights_dtype=H),
         computes(dtype=BF, weights_dtype=BF),
-        refuses(INVALID, "weights", weights_dtype=BF),
-        refuses(INVALID, "weights", dtype=BF, weights_dtype=H),
         *(refuses(INVALID, "weights", weights_dtype=d) for d in (F32, F64, I8)),
         refuses(INVALID, "weights", dtype=BF, weights_dtype=F32),
+    ),
+    clause(
+        "weights-other",
+        "weights of the other of these dtypes than the rows are not taken.",
+        refuses(INVALID, "weights", weights_dtype=BF),
+        refuses(INVALID, "weights", dtype=BF, weights_dtype=H),
+        ruling=28,
     ),
     clause(
         "indices-dtype",
@@ -73,7 +78,7 @@ CLAUSES = (
         "indices-int64",
         "INT64 sparseIndices, as other pages have them, are taken.",
         computes(sparseIndices=to(I64)),
-        ruling=6,
+        ruling=12,
     ),
     clause(
         "float32",
@@ -234,6 +239,7 @@ CLAUSES = (
         "More rows than keys, which the page allows, is refused as the chip's host code does.",
         forbids("query actualSeqLengthsQuery", q=(5,), kv=(3,)),
         forbids("query", axes="BSND", q=(5, 5), kv=(3,)),
+        ruling=28,
     ),
     # ------------------------------------------------------------------------------------------------------- attributes
     clause(
@@ -257,13 +263,14 @@ CLAUSES = (
     ),
     clause(
         "lengths",
-        "In TND lengths are inclusive ends, one per item, up to T1 and T2.",
+        "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2.",
         computes(q=(2, 2, 5), kv=(10, 20, 60)),
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[3, 6]),
         forbids("actualSeqLengthsKey", actualSeqLengthsKey=[70, 161]),
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[5, 3]),
         forbids("actualSeqLengthsKey", actualSeqLengthsKey=[160, 70]),
         *(forbids(" ".join(LENGTHS), **{name: n}) for name, n in zip(LENGTHS, ([5], [70, 100, 160]), strict=True)),
+        ruling=28,
     ),
     clause(
         "lengths-end",
@@ -289,6 +296,14 @@ CLAUSES = (
         *(computes(count=n) for n in (0, 1, 2, 2048)),
         computes(weights=lambda old: -old),
         computes(count=2048, **BSND),
+    ),
+    clause(
+        "normalised",
+        "p is L1-normalised by the text, divided by N1 here: the same where the statistics are of the listed keys.",
+        computes(),
+        computes(softmaxMax=zeros(1, 5, 8), softmaxSum=lambda old: old * 40),
+        computes(softmaxMax=zeros(2, 1, 3, 8), softmaxSum=lambda old: old * 7, **BSND),
+        ruling=14,
     ),
     clause(
         "indices",

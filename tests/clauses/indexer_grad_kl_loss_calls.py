@@ -137,11 +137,14 @@ def formula(args: Args) -> dict[str, Near]:
     heads, dtype = args["query"].shape[-2], args["query"].dtype
     d_q, d_k, d_w = (near(torch.zeros(t.shape)) for t in (q, k, w))
     loss = near(torch.zeros(1, 1))
+    # The rows' own axis first, which is the second or third one.
+    statistics = [args[name].squeeze(-3).flatten(0, -2) for name in ("softmaxMax", "softmaxSum")]
     for item, seen in sequences(args):
         rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
         some = seen.any(-1, keepdim=True)
-        wide = seen[:, None].expand(-1, heads, -1)
-        of_heads = softmax(scores_of(args, item), wide | ~some[:, None])[0].only(wide, 0)
+        wide = wide_of(seen, heads)
+        top, total = (near(t[rows])[..., None] for t in statistics)
+        of_heads = ((scores_of(args, item).only(wide, 0) - top).exp() / total.only(total.value > 0, 1)).only(wide, 0)
         p = of_heads.sum(1)[:, 0] / heads
         products = near(q[rows]) @ near(k[keys]).T
         weight = near(w[rows])[..., None]

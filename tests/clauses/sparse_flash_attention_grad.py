@@ -68,14 +68,14 @@ CLAUSES = (
         *(computes(sparseIndices=to(d)) for d in (I32, I64)),
         *(computes(sparseIndices=to(d), **BSND) for d in (I32, I64)),
         *(refuses(INVALID, "sparseIndices", sparseIndices=to(d)) for d in (I16, U8, F32)),
-        ruling=6,
+        ruling=12,
     ),
     clause(
         "lengths-dtype",
         "actualSeqLengthsQueryOptional and actualSeqLengthskvOptional are INT32, INT64 in the example: both are taken.",
         *(computes(**{name: to(d) for name in LENGTHS}) for d in (I32, I64)),
         *(refuses(INVALID, name, **{name: to(d)}) for name in LENGTHS for d in (F32, I16, I8)),
-        ruling=6,
+        ruling=28,
     ),
     clause(
         "statistics-dtype",
@@ -267,13 +267,19 @@ CLAUSES = (
         *(forbids(name, **{name: n}) for name in ("preTokens", "nextTokens") for n in (65536, 0, -1)),
     ),
     clause(
+        "window-int64",
+        "The largest INT64, which torch_npu passes by default, stands for 2147483647.",
+        *(computes(**{name: 2**63 - 1}) for name in ("preTokens", "nextTokens")),
+        ruling=20,
+    ),
+    clause(
         "deterministic",
         "deterministic is a bool; results repeat with either.",
         *(repeats(deterministic=on) for on in (False, True)),
     ),
     clause(
         "lengths",
-        "In TND lengths are inclusive ends, one per item, up to T1 and T2.",
+        "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2.",
         computes(q=(2, 2, 5), kv=(10, 20, 60)),
         computes(q=(2, 5), kv=(0, 60)),
         forbids("actualSeqLengthsQueryOptional", actualSeqLengthsQueryOptional=ints(3, 6)),
@@ -282,6 +288,7 @@ CLAUSES = (
         forbids("actualSeqLengthskvOptional", actualSeqLengthskvOptional=ints(160, 70)),
         forbids(" ".join(LENGTHS), actualSeqLengthsQueryOptional=ints(5)),
         forbids(" ".join(LENGTHS), actualSeqLengthskvOptional=ints(70, 100, 160)),
+        ruling=28,
     ),
     clause(
         "lengths-end",

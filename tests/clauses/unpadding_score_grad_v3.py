@@ -92,6 +92,7 @@ CLAUSES = (
         *(computes(dtype=d) for d in DTYPES),
         *(refuses(INVALID, name, **{name: to(d)}) for name in (*ROPES, *ROPE_OUTPUTS) for d in (H, F32)),
         refuses(INVALID, "queryRope", dtype=H, queryRope=to(BF)),
+        ruling=28,
     ),
     clause(
         "other-dtypes",
@@ -186,6 +187,7 @@ CLAUSES = (
         "pseType: one line has 1 alone, another 0 and 1, which is taken; without a bias they are the same.",
         *(computes(pseType=n, **x) for n in (0, 1) for x in EITHER),
         *(forbids("pseType pseShiftOptional", pseType=n, **x) for n in (2, 3, 4, -1) for x in EITHER),
+        ruling=27,
     ),
     clause(
         "layout",
@@ -207,6 +209,7 @@ CLAUSES = (
         "Mode 5, which the range has, is refused: prefixes are offered as mode 6 alone.",
         forbids("sparseMode", sparseMode=5, prefixOptional=[3, 5]),
         forbids("sparseMode", sparseMode=5, rope=False, prefixOptional=[3, 5], attenMaskOptional=hiding(6, 9)),
+        ruling=28,
     ),
     clause(
         "mask-shapes",
@@ -260,7 +263,7 @@ CLAUSES = (
         "statistics-axes",
         "They have three axes: one column says 4, the constraints and the example 3.",
         *(forbids(name, **{name: deeper}) for name in STATISTICS),
-        ruling=7,
+        ruling=28,
     ),
     clause(
         "shapes",
