@@ -72,6 +72,7 @@ def test_the_prototype_is_the_page_s(page: Page) -> None:
         assert not isinstance(p, Attr) or p.type is TYPES[ours.kind], ours
         assert p.shown == (ours.shown or p.shown), ours
         assert ours.shown or p.shown.replace("_", "") in spellings(ours.name), (ours, p.shown)
+        assert not ours.default or p.default == TYPES[ours.kind](ours.default), (ours, p.default)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -162,7 +163,6 @@ def test_a_refusal_for_another_reason_is_noticed(page: Page, monkeypatch: pytest
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_a_refusal_that_writes_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def writing(page: Page, args: dict[str, Any], *second: Any) -> Any:
         found = called(page, args, *second)
         for name in outputs_of(page):

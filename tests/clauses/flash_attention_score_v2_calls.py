@@ -19,15 +19,15 @@ PROTOTYPE = prototype("""
     aclIntArray prefixOptional
     aclIntArray qStartIdxOptional
     aclIntArray kvStartIdxOptional
-    double      scaleValueOptional = scale
-    double      keepProbOptional
-    int64_t     preTokensOptional
-    int64_t     nextTokensOptional
+    double      scaleValueOptional = scale default 1.0
+    double      keepProbOptional default 1.0
+    int64_t     preTokensOptional default 2147483647
+    int64_t     nextTokensOptional default 2147483647
     int64_t     headNum
     char        inputLayout
-    int64_t     innerPreciseOptional
-    int64_t     sparseModeOptional
-    int64_t     pseTypeOptional
+    int64_t     innerPreciseOptional default 0
+    int64_t     sparseModeOptional default 0
+    int64_t     pseTypeOptional default 1
     aclTensor   softmaxMaxOut
     aclTensor   softmaxSumOut
     aclTensor   softmaxOutOut

@@ -1,4 +1,4 @@
-"""The page of aclnnIncreFlashAttentionV4, column Atlas A2, clause by clause."""
+"""The page of aclnnIncreFlashAttentionV4, clause by clause, for Atlas A2: what inference cards take is less, and not here."""
 
 from __future__ import annotations
 

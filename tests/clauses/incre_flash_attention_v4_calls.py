@@ -28,7 +28,7 @@ PROTOTYPE = prototype("""
     int64_t       numHeads
     double        scaleValue
     char          inputLayout
-    int64_t       numKeyValueHeads
+    int64_t       numKeyValueHeads default 0
     int64_t       blockSize
     int64_t       innerPrecise
     aclTensor     attentionOut

@@ -109,19 +109,28 @@ def clause(id: str, text: str, *checks: Check, ruling: int | None = None) -> Cla
 
 
 class Parameter(NamedTuple):
-    """A line of a prototype: C kind, the page's name, the record's name."""
+    """A line of a prototype.
+
+    Args:
+        kind: in C; name: as the page spells it.
+        shown: the record's name, where it is made of other words.
+        default: the number that the page says it has by itself, where it says so.
+    """
 
     kind: str
     name: str
-    shown: str
+    shown: str = ""
+    default: str = ""
 
 
 def prototype(lines: str) -> tuple[Parameter, ...]:
-    """Lines "kind name", or "kind name = the record's name" where that is not the same words."""
+    """Lines "kind name", with "= record's name" and "default number" where there are any."""
     found = []
     for line in lines.strip().splitlines():
-        kind, name, *other = line.replace("=", " ").split()
-        found.append(Parameter(kind, name, other[0] if other else ""))
+        kind, name, *more = line.split()
+        added = dict(zip(more[::2], more[1::2], strict=True))
+        assert added.keys() <= {"=", "default"}, line
+        found.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
     return tuple(found)
 
 
@@ -251,10 +260,10 @@ def record_of(page: Page) -> Any:
     return aclnn.OPERATORS[page.operator]
 
 
-def outputs_of(page: Page) -> dict[str, str]:
-    """The page's name and the record's of every output."""
+def outputs_of(page: Page) -> list[str]:
+    """The outputs, as the page spells them."""
     pairs = zip(page.prototype, record_of(page).params, strict=True)
-    return {ours.name: p.name for ours, p in pairs if isinstance(p, Tensor) and p.output}
+    return [ours.name for ours, p in pairs if isinstance(p, Tensor) and p.output]
 
 
 def arguments(page: Page, check: Check) -> Args:

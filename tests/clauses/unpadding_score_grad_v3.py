@@ -1,4 +1,6 @@
-"""The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause."""
+"""The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause: the edition for Atlas A2 and A3 that brings the
+rope parts.
+"""
 
 from __future__ import annotations
 
@@ -157,6 +159,15 @@ CLAUSES = (
             pseShiftOptional=drawn(1, 4, 1024, 9, d=BF),
             dpseOut=zeros(1, 4, 1024, 9, d=BF),
         ),
+    ),
+    clause(
+        "no-shift-cut",
+        "Mode 7 takes no bias; mode 8 may by its own line, and does not, since none is ever taken.",
+        *(
+            forbids("pseShiftOptional queryRope", **mode(n), pseShiftOptional=drawn(1, 4, 1024, 9, d=BF))
+            for n in (7, 8)
+        ),
+        ruling=28,
     ),
     clause(
         "no-dropout",
