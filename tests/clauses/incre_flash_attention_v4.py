@@ -1,4 +1,4 @@
-"""The page of aclnnIncreFlashAttentionV4, clause by clause, for Atlas A2: what inference cards take is less, and not here."""
+"""The page of aclnnIncreFlashAttentionV4, clause by clause, for Atlas A2: inference cards take less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of aclnnSparseLightningIndexerGradKLLoss, clause by clause: the edition of 2048 entries and 16-bit weights."""
+"""The page of aclnnSparseLightningIndexerGradKLLoss, clause by clause: the edition of 16-bit weights."""
 
 from __future__ import annotations
 

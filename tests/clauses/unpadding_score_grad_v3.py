@@ -1,6 +1,4 @@
-"""The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause: the edition for Atlas A2 and A3 that brings the
-rope parts.
-"""
+"""The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause: the edition for Atlas A2 and A3."""
 
 from __future__ import annotations
 
