@@ -1,0 +1,158 @@
+"""aclnnFlashAttentionScoreV2: its prototype, a legal call, and the page's formula."""
+
+from __future__ import annotations
+
+import torch
+
+from clauses.near import Near, near, softmax
+from clauses.table import F32, Args, H, draw, prototype
+from clauses.training import INF, band, biased, bits, given, grid, tabled
+
+PROTOTYPE = prototype("""
+    aclTensor   query
+    aclTensor   key
+    aclTensor   value
+    aclTensor   realShiftOptional = pse
+    aclTensor   dropMaskOptional
+    aclTensor   paddingMaskOptional
+    aclTensor   attenMaskOptional
+    aclIntArray prefixOptional
+    aclIntArray qStartIdxOptional
+    aclIntArray kvStartIdxOptional
+    double      scaleValueOptional = scale default 1.0
+    double      keepProbOptional default 1.0
+    int64_t     preTokensOptional default 2147483647
+    int64_t     nextTokensOptional default 2147483647
+    int64_t     headNum
+    char        inputLayout
+    int64_t     innerPreciseOptional default 0
+    int64_t     sparseModeOptional default 0
+    int64_t     pseTypeOptional default 1
+    aclTensor   softmaxMaxOut
+    aclTensor   softmaxSumOut
+    aclTensor   softmaxOutOut
+    aclTensor   attentionOutOut
+""")
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def laid(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """[B, N, S, D] in a layout."""
+    if layout == "BNSD":
+        return t.contiguous()
+    if layout == "SBH":
+        return t.permute(2, 0, 1, 3).flatten(2).contiguous()
+    t = t.transpose(1, 2).contiguous()
+    return t.flatten(2) if layout == "BSH" else t
+
+
+def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
+    """[B, N, S, D] of a tensor in a layout."""
+    if layout in ("BSH", "SBH"):
+        t = t.unflatten(2, (heads, -1)) if t.shape[2] else t.new_empty(*t.shape[:2], heads, 0)
+        return t.transpose(1, 2) if layout == "BSH" else t.permute(1, 2, 0, 3)
+    return t if layout == "BNSD" else t.transpose(1, 2)
+
+
+def base(
+    layout: str = "BSND",
+    B: int = 2,
+    S1: int = 5,
+    S2: int = 7,
+    N: int = 4,
+    N2: int = 2,
+    D: int = 16,
+    Dv: int = 0,
+    dtype: torch.dtype = H,
+) -> Args:
+    """Attention of padded batches; Dv 0 is D."""
+    query = laid(draw(B, N, S1, D, d=dtype), layout)
+    return dict(
+        query=query,
+        key=laid(draw(B, N2, S2, D, d=dtype), layout),
+        value=laid(draw(B, N2, S2, Dv or D, d=dtype), layout),
+        realShiftOptional=None,
+        dropMaskOptional=None,
+        paddingMaskOptional=None,
+        attenMaskOptional=None,
+        prefixOptional=None,
+        qStartIdxOptional=None,
+        kvStartIdxOptional=None,
+        scaleValueOptional=0.25,
+        keepProbOptional=1.0,
+        preTokensOptional=INF,
+        nextTokensOptional=INF,
+        headNum=N,
+        inputLayout=layout,
+        innerPreciseOptional=0,
+        sparseModeOptional=0,
+        pseTypeOptional=1,
+        softmaxMaxOut=torch.empty(B, N, S1, 8, dtype=F32),
+        softmaxSumOut=torch.empty(B, N, S1, 8, dtype=F32),
+        softmaxOutOut=None,
+        attentionOutOut=torch.empty_like(laid(torch.empty(B, N, S1, Dv or D, dtype=dtype), layout)),
+    )
+
+
+def _seen(args: Args, batch: int, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([B, 1, rows, keys] of the band, [B or 1, N or 1, rows, keys] of the mask)."""
+    mask, mode = given(args["attenMaskOptional"]), args["sparseModeOptional"]
+    everything = torch.ones(1, 1, rows, keys, dtype=torch.bool)
+    if mask is None:
+        return everything, everything
+    prefix = args["prefixOptional"] or [0] * batch
+    low = max(keys - rows, 0)
+    if mode == 5 and not all(low <= n <= keys for n in prefix):
+        mode = 1
+    tokens = args["preTokensOptional"], args["nextTokensOptional"]
+    bands = torch.stack([band(mode, rows, keys, *tokens, n) for n in (prefix if mode in (5, 6) else prefix[:1])])
+    return bands[:, None], mask == 0 if mode in (0, 1, 5) else everything
+
+
+def _bias(args: Args, rows: int, keys: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(bias [B or 1, N, rows or 1, keys] or slopes [B or 1, N], distances)."""
+    i, j = grid(rows, keys)
+    starts = [(args[name] or [0])[0] for name in ("qStartIdxOptional", "kvStartIdxOptional")]
+    distance = (j + starts[1]) - (i + starts[0])
+    bias = given(args["realShiftOptional"])
+    if bias is not None and args["pseTypeOptional"] in (0, 1) and bias.shape[-2] == 1024 and rows > 1024:
+        # The last 1024 rows of a bias that depends on row - key: its last row holds every one that is seen.
+        bias = tabled(torch.nn.functional.pad(bias[..., -1, :].flip(-1), (keys - 1, 0)), rows, keys)
+    return bias, distance
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """attention_out = Dropout(Softmax(Mask(scale * (query * key^T) + pse, atten_mask), keep_prob)) * value."""
+    heads, layout, dtype = args["headNum"], args["inputLayout"], args["query"].dtype
+    query = heads_first(args["query"], layout, heads)
+    batch, _, rows, dim = query.shape
+    width = args["key"].shape[-1]
+    kv_heads = width // dim if layout in ("BSH", "SBH") else args["key"].shape[1 if layout == "BNSD" else 2]
+    group = torch.arange(heads) // (heads // kv_heads)
+    key, value = (heads_first(args[name], layout, kv_heads)[:, group] for name in ("key", "value"))
+    keys = key.shape[2]
+    if not (batch and rows and keys):
+        return {name: near(torch.zeros_like(t)) for name in OUTPUTS if (t := args[name]) is not None}
+    bias, distance = _bias(args, rows, keys)
+    names = {"scaleValue": args["scaleValueOptional"], "pseType": args["pseTypeOptional"]}
+    scores = biased(near(query) @ near(key).T, names, bias, distance)
+    window, mask = _seen(args, batch, rows, keys)
+    seen = (window & mask).expand(scores.value.shape)
+    some, full = seen.any(-1, keepdim=True), (batch, heads, rows, 8)
+    weights, top, total = softmax(scores, seen | ~some)
+    zeros = args["innerPreciseOptional"] == 2 or not bool(window.any(-1).all())
+    # A row without keys: zeros, or the mean of all values.
+    mean = near(torch.tensor(0.0 if zeros else 1 / keys))
+    weights = Near(torch.where(some, weights.value, mean.value), torch.where(some, weights.slack, 0))
+    drop = given(args["dropMaskOptional"])
+    if drop is not None:
+        kept = bits(drop, scores.value.numel()).reshape(scores.value.shape)
+        weights = weights.only(kept, 0) / args["keepProbOptional"]
+    out = (weights.rounded(dtype) @ near(value)).rounded(dtype)
+    top, total = top.only(some, -FLT_MAX), total.only(some, FLT_MAX if zeros else keys)
+    out = Near(laid(out.value, layout), laid(out.slack, layout))
+    lanes = [Near(x.value.expand(full), x.slack.expand(full)) for x in (top, total)]
+    return dict(zip(OUTPUTS, (*lanes, out), strict=True))
+
+
+OUTPUTS = ("softmaxMaxOut", "softmaxSumOut", "attentionOutOut")

@@ -1,0 +1,124 @@
+"""Numbers that know how far from them a right result may lie: a page's formula written with them brings its own bound.
+
+Inputs are exact. Every operation adds what float32 may lose in it (a sum of n terms: n roundings, in any order) and
+carries on what its operands may be off; rounded() adds one rounding to a storage dtype. First order in the errors,
+which are small; nothing is measured or tuned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+UNIT = torch.finfo(torch.float32).eps / 2  # One rounding.
+EXP = 4 * UNIT  # exp and log of a math library are not correctly rounded.
+TINY = torch.finfo(torch.float32).tiny  # Smaller ones may be flushed to zero.
+
+
+@dataclass(frozen=True)
+class Near:
+    """A float64 value and its slack: |right result - value| <= slack, element by element."""
+
+    value: torch.Tensor
+    slack: torch.Tensor
+
+    def _made(self, value: torch.Tensor, slack: torch.Tensor, count: int = 1) -> Near:
+        return Near(value, slack + count * UNIT * value.abs())
+
+    def __add__(self, other: Near | float) -> Near:
+        other = near(other)
+        return self._made(self.value + other.value, self.slack + other.slack)
+
+    def __sub__(self, other: Near | float) -> Near:
+        other = near(other)
+        return self._made(self.value - other.value, self.slack + other.slack)
+
+    def __mul__(self, other: Near | float) -> Near:
+        other = near(other)
+        slack = self.value.abs() * other.slack + self.slack * other.value.abs() + self.slack * other.slack
+        return self._made(self.value * other.value, slack, 2)
+
+    def __truediv__(self, other: Near | float) -> Near:
+        other = near(other)
+        value = self.value / other.value
+        return self._made(value, (self.slack + value.abs() * other.slack) / (other.value.abs() - other.slack))
+
+    def __matmul__(self, other: Near) -> Near:
+        a, b, x, y = self.value, other.value, self.slack, other.slack
+        magnitude = a.abs() @ b.abs()
+        return Near(a @ b, a.abs() @ y + x @ b.abs() + x @ y + (a.shape[-1] + 1) * UNIT * magnitude)
+
+    def __getitem__(self, at: object) -> Near:
+        return Near(self.value[at], self.slack[at])  # type: ignore[index]
+
+    @property
+    def T(self) -> Near:
+        return Near(self.value.mT, self.slack.mT)
+
+    def sum(self, dim: int) -> Near:
+        slack = self.slack.sum(dim, keepdim=True)
+        magnitude = self.value.abs().sum(dim, keepdim=True)
+        return Near(self.value.sum(dim, keepdim=True), slack + self.value.shape[dim] * UNIT * magnitude)
+
+    def max(self, dim: int) -> Near:
+        at = self.value.argmax(dim, keepdim=True)
+        return Near(self.value.gather(dim, at), self.slack.max(dim, keepdim=True).values)
+
+    def exp(self) -> Near:
+        value = self.value.exp()
+        return Near(value, value * (torch.expm1(self.slack) + EXP) + TINY)
+
+    def log(self) -> Near:
+        value = self.value.log()
+        return Near(value, self.slack / (self.value - self.slack) + EXP * value.abs())
+
+    def sqrt(self) -> Near:
+        value = self.value.sqrt()
+        return self._made(value, self.slack / value.clamp_min(1e-30))
+
+    def relu(self) -> Near:
+        return Near(self.value.relu(), torch.where(self.value > -self.slack, self.slack, 0))
+
+    def step(self) -> Near:
+        """1 where it is positive, 0 elsewhere; either where it may be both."""
+        return Near((self.value > 0).double(), (self.value.abs() <= self.slack).double())
+
+    def reshape(self, shape: tuple[int, ...]) -> Near:
+        return Near(self.value.reshape(shape), self.slack.reshape(shape))
+
+    def only(self, where: torch.Tensor, otherwise: float) -> Near:
+        """Its elements where a mask is True, an exact number elsewhere."""
+        return Near(torch.where(where, self.value, otherwise), torch.where(where, self.slack, 0))
+
+    def rounded(self, dtype: torch.dtype) -> Near:
+        """After one rounding to a dtype, or half a step between its smallest numbers."""
+        info = torch.finfo(dtype)
+        return Near(self.value, self.slack + info.eps / 2 * (self.value.abs() + self.slack) + info.tiny * info.eps)
+
+
+def near(x: Near | torch.Tensor | float) -> Near:
+    """An exact number."""
+    if isinstance(x, Near):
+        return x
+    value = torch.as_tensor(x).double()
+    return Near(value, torch.zeros_like(value))
+
+
+def softmax(scores: Near, seen: torch.Tensor) -> tuple[Near, Near, Near]:
+    """(probabilities, maximum, sum of exp(score - maximum)) of the last axis over seen keys; a row must see one."""
+    top = scores.only(seen, float("-inf")).max(-1)
+    weights = (scores.only(seen, 0) - near(top.value)).exp().only(seen, 0)  # Any number in its place cancels.
+    total = weights.sum(-1)
+    shifted = Near(total.value, total.slack + total.value * torch.expm1(top.slack))
+    return weights / total, top, shifted
+
+
+def cat(parts: list[Near], dim: int = 0) -> Near:
+    """torch.cat."""
+    return Near(torch.cat([p.value for p in parts], dim), torch.cat([p.slack for p in parts], dim))
+
+
+def stack(parts: list[Near]) -> Near:
+    """torch.stack."""
+    return Near(torch.stack([p.value for p in parts]), torch.stack([p.slack for p in parts]))

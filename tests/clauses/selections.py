@@ -1,0 +1,70 @@
+"""Lists of selected keys, sequences, and what a row sees: two pages share these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from clauses.table import GENERATOR, I32, Args
+
+
+class Item(NamedTuple):
+    """A sequence's rows and keys: where they begin in T1 and T2, and how many they are."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+
+
+def packed(q_ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[Item]:
+    """The sequences of inclusive ends."""
+    row = key = 0
+    for q, k in zip(q_ends, kv_ends, strict=True):
+        yield Item(row, q - row, key, k - key)
+        row, key = q, k
+
+
+def visible(item: Item, row: int, mode: int) -> int:
+    """How many keys a row may see: all of them, or up to the diagonal through the lower right corner."""
+    return item.keys if mode == 0 else min(max(item.keys - item.rows + row + 1, 0), item.keys)
+
+
+def lists(items: Sequence[Item], rows: int, mode: int, block: int, count: int) -> torch.Tensor:
+    """[rows, 1, 2048]: for every row up to count blocks of those it sees, in no order, then -1."""
+    found = torch.full((rows, 1, 2048), -1, dtype=I32)
+    for item in items:
+        for row in range(item.rows):
+            blocks = -(-visible(item, row, mode) // block)
+            chosen = torch.randperm(blocks, generator=GENERATOR)[: min(count, 2048)]
+            found[item.row + row, 0, : len(chosen)] = chosen.to(I32)
+    return found
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """Rows [T, N, D] of either layout."""
+    return t if t.dim() == 3 else t.flatten(0, 1)
+
+
+def items_of(args: Args, query: str, key: str) -> list[Item]:
+    """The sequences of a call, from its shapes and its lengths."""
+    given = [args[name].tolist() if isinstance(args[name], torch.Tensor) else args[name] for name in (query, key)]
+    if args["query"].dim() == 3:
+        return list(packed(*given))
+    (batch, s1), s2 = args["query"].shape[:2], args["key"].shape[1]
+    rows, keys = given[0] or [s1] * batch, given[1] or [s2] * batch
+    return [Item(b * s1, rows[b], b * s2, keys[b]) for b in range(batch)]
+
+
+def selected(args: Args, item: Item, mode: int, block: int) -> torch.Tensor:
+    """[rows, keys]: whether a row's list names the block that a key lies in, and the row sees that key."""
+    seen = torch.zeros(item.rows, item.keys, dtype=torch.bool)
+    indices = flat(args["sparseIndices"])
+    for row in range(item.rows):
+        ids = indices[item.row + row, 0]
+        ids = ids[: int((ids < 0).nonzero()[0]) if bool((ids < 0).any()) else None].long()
+        places = (ids[:, None] * block + torch.arange(block)).reshape(-1)
+        seen[row, places[places < visible(item, row, mode)]] = True
+    return seen

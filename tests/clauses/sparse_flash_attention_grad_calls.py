@@ -1,0 +1,181 @@
+"""aclnnSparseFlashAttentionGrad: its prototype, a legal call, and the page's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from clauses.near import Near, near, softmax
+from clauses.selections import Item, flat, items_of, lists, packed, selected
+from clauses.table import F32, I32, Args, H, draw, prototype
+
+PROTOTYPE = prototype("""
+    aclTensor query
+    aclTensor key
+    aclTensor value
+    aclTensor sparseIndices
+    aclTensor dOut
+    aclTensor out
+    aclTensor softmaxMax
+    aclTensor softmaxSum
+    aclTensor actualSeqLengthsQueryOptional
+    aclTensor actualSeqLengthskvOptional
+    aclTensor queryRopeOptional
+    aclTensor keyRopeOptional
+    double    scaleValue
+    int64_t   sparseBlockSize
+    char      layoutOptional
+    int64_t   sparseMode
+    int64_t   preTokens
+    int64_t   nextTokens
+    bool      deterministic
+    aclTensor dQueryOut
+    aclTensor dKeyOut
+    aclTensor dValueOut
+    aclTensor dQueryRopeOutOptional
+    aclTensor dKeyRopeOutOptional
+""")
+INF = 2147483647
+
+
+def base(
+    layout: str = "TND",
+    q: Sequence[int] = (3, 5),
+    kv: Sequence[int] = (70, 160),
+    N: int = 4,
+    D: int = 512,
+    Dr: int = 64,
+    dtype: torch.dtype = H,
+    mode: int = 3,
+    block: int = 1,
+    count: int = 48,
+    rope: bool = True,
+    lengths: bool = True,
+    tokens: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Args:
+    """The gradient of attention to selected keys.
+
+    Args:
+        q, kv: inclusive ends of TND's sequences; BSND: the first is S of each of len(q) items.
+        count: blocks that every row selects at most.
+        lengths: whether they are given; tokens: of the items of BSND, where these are not full.
+    """
+    if layout == "TND":
+        items, t1, t2 = list(packed(q, kv)), q[-1], kv[-1]
+        given = torch.tensor(q, dtype=I32), torch.tensor(kv, dtype=I32)
+    else:
+        rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
+        items = [Item(b * q[0], rows[b], b * kv[0], keys[b]) for b in range(len(q))]
+        t1, t2 = len(q) * q[0], len(q) * kv[0]
+        given = torch.tensor(rows, dtype=I32), torch.tensor(keys, dtype=I32)
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if layout == "TND" else t.unflatten(0, (len(q), -1))
+
+    query, query_rope = shaped(draw(t1, N, D, d=dtype)), shaped(draw(t1, N, Dr, d=dtype))
+    key, key_rope = shaped(draw(t2, 1, D, d=dtype)), shaped(draw(t2, 1, Dr, d=dtype))
+    statistics = torch.ones((1, t1, N) if layout == "TND" else (len(q), 1, q[0], N), dtype=F32)
+    return dict(
+        query=query,
+        key=key,
+        value=shaped(draw(t2, 1, D, d=dtype)),
+        sparseIndices=shaped(lists(items, t1, mode, block, count)),
+        dOut=shaped(draw(t1, N, D, d=dtype)),
+        out=torch.zeros_like(query),
+        softmaxMax=torch.zeros_like(statistics),
+        softmaxSum=statistics,
+        actualSeqLengthsQueryOptional=given[0] if lengths else None,
+        actualSeqLengthskvOptional=given[1] if lengths else None,
+        queryRopeOptional=query_rope if rope else None,
+        keyRopeOptional=key_rope if rope else None,
+        scaleValue=0.04,
+        sparseBlockSize=block,
+        layoutOptional=layout,
+        sparseMode=mode,
+        preTokens=INF,
+        nextTokens=INF,
+        deterministic=False,
+        dQueryOut=torch.empty_like(query),
+        dKeyOut=torch.empty_like(key),
+        dValueOut=torch.empty_like(key),
+        dQueryRopeOutOptional=torch.empty_like(query_rope) if rope else None,
+        dKeyRopeOutOptional=torch.empty_like(key_rope) if rope else None,
+    )
+
+
+def joined(args: Args, part: str, rope: str) -> torch.Tensor:
+    """Rows with their rope part."""
+    parts = [args[part], args[rope]] if args[rope] is not None else [args[part]]
+    return flat(torch.cat(parts, -1))
+
+
+def scores_of(args: Args, item: Item, query: torch.Tensor, key: torch.Tensor) -> Near:
+    """[rows * N, keys]: scaleValue Q K^T of a sequence."""
+    rows = near(query[item.row : item.row + item.rows].flatten(0, 1))
+    return (rows @ near(key[item.key : item.key + item.keys, 0]).T) * args["scaleValue"]
+
+
+def items_and_rows(args: Args) -> tuple[list[Item], torch.Tensor, torch.Tensor]:
+    """(sequences, query rows, key rows), rope included."""
+    items = items_of(args, "actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
+    query = joined(args, "query", "queryRopeOptional")
+    return items, query, joined(args, "key", "keyRopeOptional")
+
+
+def finish(args: Args, changed: frozenset[str]) -> None:
+    """out, softmaxMax and softmaxSum as the forward operator leaves them: zeros where nothing is seen."""
+    items, query, key = items_and_rows(args)
+    heads = args["query"].shape[-2]
+    value, out = flat(args["value"]), torch.zeros_like(flat(args["query"]))
+    top, total = torch.zeros(out.shape[:2]), torch.zeros(out.shape[:2])
+    for item in items:
+        seen = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        some = seen.any(-1)
+        if not seen.numel():
+            continue
+        p, m, s = softmax(scores_of(args, item, query, key), seen | ~some[:, None])
+        where = slice(item.row, item.row + item.rows)
+        rows = (p.value @ value[item.key : item.key + item.keys, 0].double()) * some[:, None]
+        out[where] = rows.reshape(out[where].shape).to(out.dtype)
+        top[where] = torch.where(some, m.value[:, 0], 0).reshape(item.rows, heads).float()
+        total[where] = torch.where(some, s.value[:, 0], 0).reshape(item.rows, heads).float()
+    if "out" not in changed:
+        args["out"] = out.reshape(args["query"].shape)
+    for name, rows in (("softmaxMax", top), ("softmaxSum", total)):
+        if name not in changed:
+            args[name] = rows.reshape(args[name].shape)
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K and dK = dS^T Q, times scaleValue."""
+    items, query, key = items_and_rows(args)
+    heads, dim, dtype = args["query"].shape[-2], args["query"].shape[-1], args["query"].dtype
+    value, given, out = (flat(args[name]) for name in ("value", "dOut", "out"))
+    sums = [near(torch.zeros(shape)) for shape in (query.shape, key.shape, value.shape)]
+    for item in items:
+        rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
+        seen = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        if not seen.numel():
+            continue
+        some = seen.any(-1, keepdim=True)
+        p = softmax(scores_of(args, item, query, key), seen | ~some)[0].only(seen, 0)
+        d_out = near(given[rows].flatten(0, 1))
+        d_p = d_out @ near(value[keys, 0]).T
+        d_s = p * (d_p - (d_out * near(out[rows].flatten(0, 1))).sum(-1))
+        d_s, p = d_s.rounded(dtype).only(seen, 0), p.rounded(dtype).only(seen, 0)
+        d_q = (d_s @ near(key[keys, 0])) * args["scaleValue"]
+        d_k = (d_s.T @ near(query[rows].flatten(0, 1))) * args["scaleValue"]
+        d_v = p.T @ d_out
+        for total, one, where in zip(sums, (d_q, d_k, d_v), (rows, keys, keys), strict=True):
+            shape = total.value[where].shape
+            total.value[where], total.slack[where] = one.value.reshape(shape), one.slack.reshape(shape)
+    results = {}
+    pairs = (("dQueryOut", 0, 0), ("dKeyOut", 1, 0), ("dValueOut", 2, 0))
+    ropes = (("dQueryRopeOutOptional", 0, dim), ("dKeyRopeOutOptional", 1, dim))
+    for name, which, first in pairs + (ropes if args["queryRopeOptional"] is not None else ()):
+        last = dim if first == 0 else None
+        part = sums[which].rounded(dtype)
+        shape = args[name].shape
+        results[name] = Near(part.value[..., first:last].reshape(shape), part.slack[..., first:last].reshape(shape))
+    return results

@@ -1,0 +1,374 @@
+"""What a page of CANN says, as a table: its prototype, and clauses, each with calls and what they must give.
+
+A call is made as a C program makes it: phase 1 and phase 2 of fusion_attention.aclnn in strict mode, tensors as
+acl.Tensor, integers as acl.IntArray, outputs full of NaN (integers: -1) beforehand. It starts from a legal base of its
+page; a check says what it changes. Keywords of the base (sizes, dtype) change it as a whole, others replace one
+parameter, spelled as the page spells it; a function of the old value gives a new one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from clauses.near import Near
+from fusion_attention import acl, aclnn
+from fusion_attention.contract import Array, Attr, ContractWarning, Tensor, Tensors
+
+Args = dict[str, Any]
+NULL, INVALID, TILING, RUNTIME = 161001, 161002, 561002, 361001
+H, BF, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+I8, U8, I16, I32, I64, BOOL = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool
+
+# What a C kind may be in a record: the integers of a tensor are read, so a record may call them an array.
+KINDS: dict[str, tuple[type, ...]] = {
+    "aclTensor": (Tensor, Array),
+    "aclTensorList": (Tensors,),
+    "aclIntArray": (Array,),
+    **dict.fromkeys(("double", "int64_t", "bool", "char"), (Attr,)),
+}
+TYPES = {"double": float, "int64_t": int, "bool": bool, "char": str}
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """One call: what it changes of the base, and what must come of it.
+
+    Args:
+        over: changes by keyword.
+        codes: what phase 1 (or 2) must return; empty: both return 0 and outputs are as the formula says.
+        names: the parameters of which the refusal must name one, as the page spells them.
+        second: changes of phase 2's own arguments; "again": run the executor twice.
+        repeats: outputs have the same bits when two threads compute them again.
+    """
+
+    over: Mapping[str, Any]
+    codes: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    second: Mapping[str, Any] | None = None
+    repeats: bool = False
+
+    def __str__(self) -> str:
+        changes = {**self.over, **(self.second or {})}
+        return f"call({', '.join(f'{name}={_shown(value)}' for name, value in changes.items())})"
+
+
+def computes(**over: Any) -> Check:
+    """A legal call, whose outputs are the formula's."""
+    return Check(over)
+
+
+def repeats(**over: Any) -> Check:
+    """A legal call that gives the same bits when two threads run it again."""
+    return Check(over, repeats=True)
+
+
+def refuses(codes: int, names: str, /, **over: Any) -> Check:
+    """A call for which the page names the code."""
+    return Check(over, (codes,), tuple(names.split()))
+
+
+def forbids(names: str, /, **over: Any) -> Check:
+    """A call that the page rules out without a code of its own."""
+    return Check(over, (INVALID, TILING), tuple(names.split()))
+
+
+def fails_to_run(code: int, names: str, /, **second: Any) -> Check:
+    """A legal phase 1, whose phase 2 is called wrongly."""
+    return Check({}, (code,), tuple(names.split()), second)
+
+
+@dataclass(frozen=True, eq=False)
+class Clause:
+    """One thing that a page says, in our words.
+
+    Args:
+        id: short, unique on its page.
+        text: one sentence.
+        checks: calls that show it.
+        ruling: the number of docs/rulings.md that decides otherwise than the page, or where it contradicts itself.
+    """
+
+    id: str
+    text: str
+    checks: tuple[Check, ...]
+    ruling: int | None = None
+
+
+def clause(id: str, text: str, *checks: Check, ruling: int | None = None) -> Clause:
+    """A row of a table."""
+    return Clause(id, text, checks, ruling)
+
+
+class Parameter(NamedTuple):
+    """A line of a prototype.
+
+    Args:
+        kind: in C; name: as the page spells it.
+        shown: the record's name, where it is made of other words.
+        default: the number that the page says it has by itself, where it says so.
+    """
+
+    kind: str
+    name: str
+    shown: str = ""
+    default: str = ""
+
+
+def prototype(lines: str) -> tuple[Parameter, ...]:
+    """Lines "kind name", with "= record's name" and "default number" where there are any."""
+    found = []
+    for line in lines.strip().splitlines():
+        kind, name, *more = line.split()
+        added = dict(zip(more[::2], more[1::2], strict=True))
+        assert added.keys() <= {"=", "default"}, line
+        found.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """A page's table.
+
+    Args:
+        operator: the operator's name.
+        prototype: phase 1's parameters in the page's order, without workspaceSize and executor.
+        base: a legal call by the page's names, from keywords that all have defaults.
+        formula: the outputs of a legal call, from its inputs.
+        clauses: the table.
+        finish: completes the inputs of a legal call with what the forward operator would have saved.
+    """
+
+    operator: str
+    prototype: tuple[Parameter, ...]
+    base: Callable[..., Args]
+    formula: Callable[[Args], dict[str, Near]]
+    clauses: tuple[Clause, ...]
+    finish: Callable[[Args, frozenset[str]], None] | None = None
+
+    def parts(self) -> Iterator[tuple[Clause, Check]]:
+        """Every check with its clause."""
+        return ((clause, check) for clause in self.clauses for check in clause.checks)
+
+    def __len__(self) -> int:
+        """Calls and parameters that are checked."""
+        return len(self.prototype) + sum(1 for _ in self.parts())
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+GENERATOR = torch.Generator()
+HEAD = 1 << 20  # Bytes of an output that a refused call is watched in: the largest ones are never touched elsewhere.
+
+
+def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
+    """Normal numbers of a dtype, from the check's own generator."""
+    return torch.randn(shape, generator=GENERATOR).to(d)
+
+
+def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
+    """Uniform integers low ... high - 1."""
+    return torch.randint(low, high, shape, generator=GENERATOR).to(d)
+
+
+def zeros(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
+    """A tensor of zeros in a parameter's place."""
+    return lambda old: torch.zeros(shape, dtype=d)
+
+
+def drawn(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
+    """A tensor of normal numbers in a parameter's place."""
+    return lambda old: draw(*shape, d=d)
+
+
+def ints(*values: int, d: torch.dtype = I64) -> Callable[[Any], torch.Tensor]:
+    """A tensor of integers in a parameter's place."""
+    return lambda old: torch.tensor(values, dtype=d)
+
+
+def to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """The same in another dtype."""
+    return lambda old: [t.to(dtype) for t in old] if isinstance(old, list) else old.to(dtype)
+
+
+def gapped(old: Any) -> Any:
+    """The same tensor with a gap behind each element."""
+    if isinstance(old, list):
+        return [gapped(t) for t in old]
+    wide = torch.zeros((*old.shape, 2), dtype=old.dtype)
+    wide[..., 0] = old
+    return wide[..., 0]
+
+
+def swapped(old: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its first two axes swapped in memory."""
+    return old.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def ends(count: int) -> tuple[int, ...]:
+    """Sequences of one token."""
+    return tuple(range(1, count + 1))
+
+
+def wide(old: torch.Tensor) -> torch.Tensor:
+    """One more in the last axis."""
+    return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
+
+
+def longer(old: torch.Tensor) -> torch.Tensor:
+    """One more in the first axis."""
+    return torch.zeros((old.shape[0] + 1, *old.shape[1:]), dtype=old.dtype)
+
+
+def deeper(old: torch.Tensor) -> torch.Tensor:
+    """One more axis."""
+    return old[None]
+
+
+class Formatted(NamedTuple):
+    """A tensor whose handle says another format."""
+
+    tensor: torch.Tensor
+
+
+def fractal(old: Any) -> Any:
+    """The same tensor, called ACL_FORMAT_FRACTAL_NZ."""
+    return [Formatted(t) for t in old] if isinstance(old, list) else Formatted(old)
+
+
+def _shown(value: Any) -> str:
+    if callable(value):
+        inner = getattr(value, "__closure__", None) or ()
+        return f"{value.__qualname__.split('.')[0]}{tuple(cell.cell_contents for cell in inner)}"
+    text = f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) < 60 else text[:56] + " ..."
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+
+def record_of(page: Page) -> Any:
+    """The record of a page's operator."""
+    return aclnn.OPERATORS[page.operator]
+
+
+def outputs_of(page: Page) -> list[str]:
+    """The outputs, as the page spells them."""
+    pairs = zip(page.prototype, record_of(page).params, strict=True)
+    return [ours.name for ours, p in pairs if isinstance(p, Tensor) and p.output]
+
+
+def arguments(page: Page, check: Check) -> Args:
+    """The arguments of a check's phase 1, outputs poisoned."""
+    GENERATOR.manual_seed(1)
+    whole_call = set(inspect.signature(page.base).parameters)
+    args = page.base(**{name: value for name, value in check.over.items() if name in whole_call})
+    changes = {name: value for name, value in check.over.items() if name not in whole_call}
+    assert changes.keys() <= args.keys(), f"{page.operator} has no {changes.keys() - args.keys()}"
+    args.update({name: value(args[name]) if callable(value) else value for name, value in changes.items()})
+    if page.finish is not None and not check.codes:
+        page.finish(args, frozenset(changes))
+    for name in outputs_of(page):
+        if isinstance(args[name], torch.Tensor):
+            bytes_of(args[name])[: HEAD if check.codes else None].fill_(0xFF)
+    return args
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory behind a tensor."""
+    return torch.empty(0, dtype=U8).set_(tensor.untyped_storage())
+
+
+def handle(value: Any, kind: str) -> Any:
+    """What a C program passes."""
+    if isinstance(value, Formatted):
+        return acl.Tensor.of(value.tensor, acl.ACL_FORMAT_FRACTAL_NZ)
+    if isinstance(value, torch.Tensor):
+        return acl.Tensor.of(value)
+    if isinstance(value, list) and kind == "aclTensorList":
+        return acl.create_tensor_list([handle(t, "aclTensor") for t in value])
+    return acl.create_int_array(value) if isinstance(value, list) else value
+
+
+def called(page: Page, args: Args, second: Mapping[str, Any] | None = None) -> tuple[tuple[int, ...], str]:
+    """(what the phases returned, the text of the last failure)."""
+    values = [handle(args[p.name], p.kind) for p in page.prototype]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContractWarning)
+        ret, size, executor = getattr(aclnn, page.operator + "GetWorkspaceSize")(*values)
+        if ret:
+            return (ret,), acl.get_recent_err_msg()
+        changes = dict(second or {})
+        run, twice = getattr(aclnn, page.operator), changes.pop("again", False)
+        own = {"workspace": torch.empty(size, dtype=U8) if size else None, "stream": None} | changes
+        if own["stream"] == "closed":
+            own["stream"] = acl.rt.create_stream()[0]
+            acl.rt.destroy_stream(own["stream"])
+        rets = [run(own["workspace"], size, executor, own["stream"]) for _ in range(2 if twice else 1)]
+    return (ret, *rets), acl.get_recent_err_msg()
+
+
+def wrong(page: Page, check: Check) -> str:
+    """What does not hold of a check; "" where all does."""
+    args = arguments(page, check)
+    rets, text = called(page, args, check.second)
+    if check.codes:
+        return _not_refused(page, check, args, rets, text)
+    if any(rets):
+        return f"expected 0, got {rets}: {text}"
+    return _not_computed(page, args) or (_not_repeated(page, check, args) if check.repeats else "")
+
+
+def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], text: str) -> str:
+    expected = " or ".join(map(str, check.codes))
+    if rets[-1] not in check.codes or any(rets[:-1]):
+        return f"expected {expected}, got {rets} {text}"
+    op = record_of(page)
+    shown = {ours.name: p.shown for ours, p in zip(page.prototype, op.params, strict=True)}
+    names = [shown.get(name, name) for name in check.names]
+    if not any(line.startswith(f"{op.name}: {name}: ") for line in text.splitlines() for name in names):
+        return f"expected a text about {' or '.join(names)}, got {text!r}"
+    held = [name for name in outputs_of(page) if isinstance(args[name], torch.Tensor)]
+    touched = [name for name in held if not bool((bytes_of(args[name])[:HEAD] == 0xFF).all())]
+    again = bool(check.second) and check.second.get("again")  # type: ignore[union-attr]
+    return f"refused, but {touched} were written" if touched and not again else ""
+
+
+def _not_computed(page: Page, args: Args) -> str:
+    expected = page.formula(args)
+    for name in outputs_of(page):
+        got = args[name]
+        if name not in expected:
+            if isinstance(got, torch.Tensor) and got.dim() and got.numel():
+                return f"{name} was given, and the formula knows none"
+            continue
+        right = expected[name]
+        if got.shape != right.value.shape:
+            return f"{name}: shape {list(got.shape)}, by the formula {list(right.value.shape)}"
+        # Not `>`: a NaN is wrong.
+        bad = ~((got.double() - right.value).abs() <= right.slack)
+        if bool(bad.any()):
+            at = tuple(int(i) for i in bad.nonzero()[0])
+            off, may = (got.double() - right.value).abs()[at], right.slack[at]
+            return f"{name}{list(at)} ({int(bad.sum())} of {bad.numel()}): {got[at]}, off by {off:.3g}, bound {may:.3g}"
+    return ""
+
+
+def _not_repeated(page: Page, check: Check, args: Args) -> str:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    again = arguments(page, check)
+    called(page, again)
+    torch.set_num_threads(threads)
+    for name in outputs_of(page):
+        if isinstance(args[name], torch.Tensor) and not torch.equal(bytes_of(args[name]), bytes_of(again[name])):
+            return f"{name} has other bits when two threads run it again"
+    return ""
