@@ -58,9 +58,10 @@ class Watch:
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                self.wrap(module)
+                if module.__name__ == MODULE and self in sys.meta_path:  # a loader may serve many, and outlive us
+                    self.wrap(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def wrap(self, module: ModuleType) -> None:
