@@ -135,9 +135,29 @@ def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.
 def test_windows_and_masks() -> None:
     mask = torch.ones(3, 4, dtype=torch.uint8)
     mask[0, 0] = mask[2, 3] = 0
-    assert window_holds_mask(mask, 0, 1) is True
-    assert window_holds_mask(mask, 0, 0) == "a visible element outside the window at [2, 3]"
-    assert window_holds_mask(mask[None, None], -1, INFINITE) == "a visible element outside the window at [0, 0, 0, 0]"
+    one = np.array([3]), np.array([4])
+    text = "a visible element outside the window of sequence {}, at {} of its mask"
+    assert window_holds_mask(mask, 0, 1, *one) is True
+    assert window_holds_mask(mask, 0, 0, *one) == text.format(0, "[2, 3]")
+    assert window_holds_mask(mask[None, None], -1, INFINITE, *one) == text.format(0, "[0, 0, 0, 0]")
+    assert window_holds_mask(mask, 0, 0, np.array([2, 3, 3]), np.array([4, 3, 4])) == text.format(2, "[2, 3]")
+    assert window_holds_mask(mask, 0, 0, np.array([2, 3]), np.array([4, 3])) is True, "nobody reads the corner"
+    each = torch.stack((torch.ones_like(mask), mask))[:, None]
+    assert window_holds_mask(each, 0, 0, np.array([3, 3]), np.array([4, 4])) == text.format(1, "[0, 2, 3]")
+    none = np.zeros(0, np.int64)
+    assert window_holds_mask(torch.ones(0, 1, 3, 4), 0, 0, none, none) is True
+
+
+def test_windows_are_those_of_each_packed_sequence() -> None:
+    """A mask over all tokens: rows and keys count from each sequence's own, and other blocks are not read."""
+    q_len, kv_len = np.array([2, 3]), np.array([5, 4])
+    mask = torch.zeros(5, 9, dtype=torch.uint8)
+    mask[:2, :5] = 1 - torch.eye(2, 5)
+    mask[2:, 5:] = 1 - torch.eye(3, 4)
+    assert window_holds_mask(mask, 0, 0, q_len, kv_len) is True
+    mask[4, 8] = 0
+    wrong = window_holds_mask(mask, 0, 0, q_len, kv_len)
+    assert wrong == "a visible element outside the window of sequence 1, at [2, 3] of its mask"
 
 
 def test_compressed_masks() -> None:

@@ -17,12 +17,21 @@ GRAD = RECORDS["npu_fusion_attention_grad_v2"]
 Q_ENDS, KV_ENDS = [5, 5, 12, 40], [9, 12, 12, 45]  # rows without keys, keys without rows
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
 OTHER = {"": "TND", "TND": ""}
+
+
+def removed(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.5
+
+
 MODES: dict[str, Args] = {
     "full": {},
     "causal": {"atten_mask": TRIANGLE, "sparse_mode": 3},
     "causal from the upper left": {"atten_mask": TRIANGLE, "sparse_mode": 2},
     "window": {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tokens": 6, "next_tokens": 1},
-    "mask": {"atten_mask": torch.rand(28, 33, generator=torch.Generator().manual_seed(3)) < 0.5, "sparse_mode": 1},
+    "mask": {"atten_mask": removed(28, 33), "sparse_mode": 1},
+    "mask of all heads": {"atten_mask": removed(1, 1, 28, 33), "sparse_mode": 1},
+    "mask of each head": {"atten_mask": removed(4, 4, 28, 33), "sparse_mode": 1},
+    "mask of all tokens": {"atten_mask": removed(40, 45), "sparse_mode": 1},
     "sink": {"sink": torch.linspace(-1, 2, 4)},
     "rope": {
         "atten_mask": TRIANGLE,

@@ -142,13 +142,21 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
     return torch.equal(matrix, triangle)
 
 
-def window_holds_mask(mask: torch.Tensor, pre: int, next_: int) -> bool | str:
-    """Whether every key that a mode-0 mask leaves lies inside the window (each matrix of the mask apart)."""
+def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
+    """Whether every key that a mode-0 mask leaves to a sequence lies inside the sequence's window."""
     pre, next_ = tokens(pre), tokens(next_)
-    row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
-    key = torch.arange(mask.shape[-1], device=mask.device)
-    outside = ((mask == 0) & ((key < row - pre) | (key > row + next_))).nonzero()
-    return len(outside) == 0 or f"a visible element outside the window at {outside[0].tolist()}"
+    longest = q_len.max(initial=0), kv_len.max(initial=0)
+    alike = mask.shape[-2:] == longest and (mask.dim() == 2 or mask.shape[0] == 1)
+    # Sequences of one length read the same part of a mask that all share.
+    _, several = np.unique(np.stack((q_len, kv_len)), axis=1, return_index=True)
+    for b in np.sort(several) if alike else range(len(q_len)):
+        own = own_matrix(mask, int(b), q_len, kv_len)
+        row = torch.arange(own.shape[-2], device=mask.device)[:, None]
+        key = torch.arange(own.shape[-1], device=mask.device)
+        outside = ((own == 0) & ((key < row - pre) | (key > row + next_))).nonzero()
+        if len(outside):
+            return f"a visible element outside the window of sequence {b}, at {outside[0].tolist()} of its mask"
+    return True
 
 
 def is_shifted(table: torch.Tensor) -> bool:

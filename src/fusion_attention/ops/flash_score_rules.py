@@ -104,7 +104,7 @@ MASKS = (
         spoil={"atten_mask": ("2048 2048", "zeros")},
     ),
     Rule(
-        "window_holds_mask(atten_mask, pre_tokens, next_tokens)",
+        "window_holds_mask(atten_mask, pre_tokens, next_tokens, q_len, kv_len)",
         "atten_mask",
         "a key must be left by the mask and lie inside the window to be seen",
         text="a mask that agrees with pre_tokens and next_tokens",
