@@ -131,6 +131,7 @@ CLAUSES = (
         refuses(NULL, "queryRope keyRope", queryRope=None),
         refuses(NULL, "queryRope keyRope", keyRope=None),
         computes(rope=False, queryRope=zeros(0, d=H), keyRope=zeros(0, d=H)),
+        ruling=28,
     ),
     clause(
         "layouts",

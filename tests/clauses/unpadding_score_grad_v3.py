@@ -159,6 +159,12 @@ CLAUSES = (
         ),
     ),
     clause(
+        "no-shift-gradient",
+        "dpseOut is not used: a real tensor is refused.",
+        *(forbids("dpseOut", dpseOut=zeros(1, 4, 1024, 9, d=BF), **x) for x in EITHER),
+        ruling=28,
+    ),
+    clause(
         "no-shift-cut",
         "Mode 7 takes no bias; mode 8 may by its own line, and does not, since none is ever taken.",
         *(
