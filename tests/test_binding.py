@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_contract import ATTENTION, PACKED, Args, call, one, outcome
 
-from fusion_attention.contract import SIGNATURES_KEPT, Bound, bind, to_array
+from fusion_attention.contract import SIGNATURES_KEPT, Bound, ContractError, bind, to_array
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, flash
 from fusion_attention.sampling import sample
@@ -260,7 +260,8 @@ def test_memory_is_bounded() -> None:
     for offset in range(SIGNATURES_KEPT + 10):
         bind(op, args | {"offset": offset})
     assert 0 < len(op.signatures) <= SIGNATURES_KEPT
-    bind(op, args | {"band": Band(prefix=[1])})  # type: ignore[arg-type]
+    with pytest.raises(ContractError):
+        bind(op, args | {"band": Band(prefix=([1],))})  # type: ignore[arg-type]
     assert len(op.signatures) <= 10, "what has no hash is not remembered"
 
 
