@@ -72,11 +72,19 @@ def test_docstrings_say_what_happens(name: str) -> None:
     assert found.failed == 0
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.stem
-)
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
 def test_pages_run(path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    """From top to bottom: a page is read so."""
     names: dict[str, object] = {}
-    for block in blocks:
+    for block in blocks(path):
         exec(compile(block, str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("number", range(len(blocks(ROOT / "README.md"))))
+def test_every_block_of_the_readme_runs_alone(number: int) -> None:
+    """Somebody pastes it."""
+    exec(compile(blocks(ROOT / "README.md")[number], "README.md", "exec"), {})
