@@ -28,7 +28,6 @@ from fusion_attention.arguments import (
     no_tensors,
     spans_of,
     to_array,
-    trained,
 )
 from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
 from fusion_attention.record import (
@@ -125,7 +124,7 @@ class _Signature:
 class _Settled:
     arrays: tuple[bytes | None, ...]
     names: dict[str, Any]
-    notes: list[Failure]
+    notes: list[str]
     memo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -187,8 +186,10 @@ def bind(
             _ask(op, known.reads, names)
     if check_content and reads and not any(t.is_meta for name in tensors for t in members(tensors[name])):
         _ask(op, [r for r in op.asked if r.level == "content"], names)
-    for note in settled.notes:
-        warnings.warn(str(note), ContractWarning, stacklevel=outside())
+    if settled.notes:
+        level = outside()
+        for note in settled.notes:
+            warnings.warn(note, ContractWarning, stacklevel=level)
     return Bound(op, names, settled.memo)
 
 
@@ -203,7 +204,12 @@ def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | Non
             key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
         key += [type(given[i]) for i in at[Array]]
         if op.watched and torch.is_grad_enabled():
-            key += [trained(given[i]) for i in op.watched if given[i] is not None]
+            for i in op.watched:
+                t = given[i]
+                if type(t) is tuple:
+                    key += [one.requires_grad for one in t]
+                elif t is not None:
+                    key.append(t.requires_grad)
         for i in at[Tensors]:
             key.append(tuple((type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()))
         found = tuple(key)
@@ -257,7 +263,7 @@ def _settle(
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
     kept = {name: value for name, value in names.items() if not is_memory(value)}
-    known.settled = _Settled(content, kept, notes)
+    known.settled = _Settled(content, kept, list(map(str, notes)))
     return known.settled
 
 
