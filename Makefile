@@ -1,7 +1,7 @@
 # Everything here works in .venv, which the first target makes; a second run installs nothing.
 # make PYTHON=python3.12 ...            choose the interpreter of a new .venv
 # make PIP_ARGS="--index-url ..." ...   passed to every pip install
-# make test PYTEST_ARGS="-k mask -x"    passed to pytest
+# make test PYTEST_ARGS="-k mask -x"    passed to pytest; with files of tests/, only these run
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -28,16 +28,23 @@ help: ## this list
 demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 	$(BIN)/fusion-attention demo
 
-# Triton's interpreter and its compiler cannot live in one process; PYTEST_ARGS may leave one of them nothing to do (5).
-KERNELS = TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+# Triton's interpreter and its compiler cannot live in one process, so there are two: $(call both,options). Files that
+# PYTEST_ARGS names go to the one that they belong to; without any, an option may leave one of them nothing to do (5).
+FILES := $(filter tests%,$(PYTEST_ARGS))
+OPTIONS := $(filter-out tests%,$(PYTEST_ARGS))
+IN_SUITE := $(filter-out tests/kernels%,$(FILES))
+IN_KERNELS := $(filter tests/kernels%,$(FILES))
+define both
+	$(if $(or $(IN_SUITE),$(if $(FILES),,all)),$(BIN)/python -m pytest $(1) $(OPTIONS) $(IN_SUITE))
+	$(if $(or $(IN_KERNELS),$(if $(FILES),,all)),TRITON_INTERPRET=1 $(BIN)/python -m pytest $(1) $(OPTIONS) \
+	  $(or $(IN_KERNELS),tests/kernels) || test $$? -eq 5)
+endef
 
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-	$(KERNELS) $(PYTEST_ARGS) || test $$? -eq 5
+	$(call both)
 
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
-	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
-	$(KERNELS) -m "" $(PYTEST_ARGS) || test $$? -eq 5
+	$(call both,-m "")
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3
