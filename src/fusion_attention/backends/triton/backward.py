@@ -164,9 +164,9 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
             dp = tl.where(keep, dp / keep_prob, 0.0)
         p = tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None]
         ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
-        if dbias is not None:  # here, since nothing mends what is added
-            added = seen & (s != -float("inf"))
-            add_dbias(dbias, where, row[:, None], j[None, :], added, ds * factor, (q_len, kv_len, shift), BIAS)
+        if dbias is not None:  # nothing mends what is added to it
+            ds = tl.where(s == -float("inf"), 0.0, ds)
+            add_dbias(dbias, where, row[:, None], j[None, :], seen, ds * factor, (q_len, kv_len, shift), BIAS)
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
