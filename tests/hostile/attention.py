@@ -28,7 +28,7 @@ from .dense import (
     poison_matrix,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, garbage, leaf, lengths, maybe, normal, pick, place, size
+from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 
 UNLIMITED = 2**31 - 1
 
@@ -158,9 +158,7 @@ def draw(rng: Rng) -> Drawn:
     if maybe(rng, 0.35):
         blocked = draw_blocked(rng, batch.whole, broadcast_shape(rng, batch.whole), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
-        counts = [
-            torch.where(blocked.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)
-        ]
+        counts = [torch.where(blocked.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)]
     call["empty_rows"] = str(pick(rng, "zero", "zero", "mean"))
     mean = call["empty_rows"] == "mean"
     matrix: Matrix | None = None
@@ -186,7 +184,7 @@ def draw(rng: Rng) -> Drawn:
     call |= {name: leaf(call[name]) for name in asked}
     if matrix is not None and maybe(rng, 0.3):
         call["bias"] = expanded(rng, call["bias"], batch.whole)
-        matrix = Matrix(matrix.tensor, matrix.whole)
+        matrix.widened = True
     batch.draw("dy", "q", batch.heads, batch.dim_v)
     call["dy"] = batch.tensor("dy", "q") if asked else None
     leaves = {name: (matrix.tensor if name == "bias" and matrix else call[name]) for name in asked}
@@ -205,9 +203,7 @@ def _run(call: dict[str, Any], leaves: dict[str, Tensor]) -> Results:
     return found
 
 
-def _expect(
-    batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: Matrix | None
-) -> dict[str, Value]:
+def _expect(batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: Matrix | None) -> dict[str, Value]:
     scale = (batch.dim + batch.dim_rope) ** -0.5 if e["scale"] is None else e["scale"]
     every = [rows_of(batch, b, e, scale) for b in range(len(batch.q_len))]
     expected = {"out": batch.lay([(r.out, r.stored_error) for r in every], "q")}
@@ -232,6 +228,3 @@ def rows_of(batch: Batch, b: int, e: dict[str, Any], scale: float) -> Rows:
     if e["mean"] and sink is None and batch.kv_len[b]:
         return Rows(rows.q, batch.k(b), batch.v(b), scale, count, batch.dtype, bias, rows.keep, None, rows.empty)
     return rows
-
-
-__all__ = ["draw", "garbage", "size"]

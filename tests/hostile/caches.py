@@ -12,7 +12,7 @@ import torch
 import fusion_attention as fa
 
 from .core import Value
-from .formulas import U, Rows
+from .formulas import Rows, U
 from .places import Rng, Tensor, garbage, maybe, normal, pick, place
 
 STEPS = 32639.0  # a query row beside stored integers has this many steps to its largest element
@@ -97,13 +97,13 @@ def draw_side(rng: Rng, slots: Sequence[int], heads: int, dim: int, stored: str,
     return Side(parts, kind=stored)
 
 
-def draw_pages(cache: Cache) -> None:
-    """A shuffled table, in which entries behind the last page are garbage."""
+def draw_pages(cache: Cache, least: int = 0) -> None:
+    """A shuffled table, in which entries behind the last page are garbage; least: of columns."""
     rng = cache.rng
     needed = [-(-n // cache.page) for n in cache.slots]
     cache.pages = sum(needed) + int(rng.integers(0, 4)) + 1
     numbers = rng.permutation(cache.pages)
-    width = max(needed) + int(rng.integers(0, 3))
+    width = max(max(needed) + int(rng.integers(0, 3)), least)
     table = np.full((len(needed), width), int(rng.choice([-1, 2**31 - 1, -(2**31), cache.pages])), np.int32)
     first = 0
     for b, count in enumerate(needed):
@@ -144,15 +144,23 @@ def integer_spill(cache: Cache, rows: Rows, b: int, span: slice, group: int) -> 
     return coarse + (weights.shape[-1] + 8) * U * (weights @ size)
 
 
-def own_cache(cache: Cache, kv_len: Sequence[int]) -> tuple[fa.PagedKVCache, list[int], dict[str, tuple[Tensor, Value]]]:
+def own_cache(
+    cache: Cache, kv_len: Sequence[int]
+) -> tuple[fa.PagedKVCache, list[int], dict[str, tuple[Tensor, Value]]]:
     """The keys and values in a PagedKVCache, its sequences, and per side (what it stored, what it was given)."""
     rng, shares = cache.rng, cache.values is None
     size = int(rng.choice([1, 3, 8, 16]))
     needed = sum(-(-n // size) for n in kv_len) + len(kv_len) + int(rng.integers(0, 9))
     made = fa.PagedKVCache(
-        *(cache.heads, cache.dim, needed + 2), dim_v=cache.dim_v, page_size=size, dtype=cache.dtype, stored=cache.stored,
+        cache.heads,
+        cache.dim,
+        needed + 2,
+        dim_v=cache.dim_v,
+        page_size=size,
+        dtype=cache.dtype,
+        stored=cache.stored,
         shares_kv=shares,
-    )  # fmt: skip
+    )
     spare = made.allocate() if maybe(rng, 0.3) else None
     sequences = [made.allocate() for _ in kv_len]
     sides = [cache.keys] if shares else [cache.keys, cache.values]

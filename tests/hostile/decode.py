@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 
 import fusion_attention as fa
 
+from . import rules
 from .attention import draw_scale
 from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill, own_cache
 from .core import Drawn, Results, Value
-from .dense import HIDDEN_BY_INF, Matrix, broadcast_shape, draw_bias, draw_blocked, poison_matrix
-from .formulas import U, Rows, rounding
+from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, poison_matrix
+from .formulas import Rows, U, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lengths, maybe, normal, pick, place, size
 
 
@@ -92,7 +92,7 @@ def hide(s: Step, may_mean: bool) -> None:
             if may_mean and (not keys or cache.values is None):
                 seen = torch.ones_like(seen)
             unseen[first : first + s.kv_len[b]] = ~seen
-            if s.biases is not None and HIDDEN_BY_INF and not keys and not may_mean and maybe(rng, 0.3):
+            if s.biases is not None and rules.HIDDEN_BY_INF and not keys and not may_mean and maybe(rng, 0.3):
                 counted = (count > 0) & (s.biases[b] != -torch.inf)
                 unseen[first : first + s.kv_len[b]] = ~counted.any(1).unflatten(0, (cache.heads, -1)).any(1).T
             if not side.kind:
@@ -181,7 +181,9 @@ def _draw_stored(s: Step, call: dict[str, Any], form: str) -> None:
         for side in (cache.keys, cache.values):
             if side is not None:
                 side.stored = [side.stored[i] for i in order]
-                side.scale, side.offset = ([part[i] for i in order] if part else [] for part in (side.scale, side.offset))
+                side.scale, side.offset = (
+                    [part[i] for i in order] if part else [] for part in (side.scale, side.offset)
+                )
         return
     if cache.stored:
         for name, side, elements in (("k", cache.keys, cache.dim), ("v", cache.values, cache.dim_v)):
@@ -210,9 +212,7 @@ def _columns(s: Step, call: dict[str, Any], form: str) -> int:
 
 def _run(s: Step, call: dict[str, Any]) -> Results:
     given = dict(call)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out, lse = fa.decode_attention(given.pop("q"), given.pop("cache"), **given)
+    out, lse = fa.decode_attention(given.pop("q"), given.pop("cache"), **given)
     return {"out": out, "lse": lse} | {"stored " + name: found for name, (found, _) in s.checks.items()}
 
 

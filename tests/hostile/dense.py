@@ -1,4 +1,4 @@
-"""What families of dense rows draw alike: sequences, matrices over [B, N, S1, S2], dropout, gradients and their sums."""
+"""What families of dense rows draw alike: sequences, matrices over [B, N, S1, S2], dropout, gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core import Value, exact
-from .formulas import HALF, Rows, Slopes, U, given_bits, rounding
+from . import rules
+from .core import Value
+from .formulas import HALF, Slopes, U, drawn_bits, given_bits, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
 
-# A score of -inf is a key that is not seen, whatever its value row holds.
-HIDDEN_BY_INF = False
 LARGEST = 1_500_000  # elements of a call's scores
 
 
@@ -73,7 +72,9 @@ class Batch:
         """Statistics from (value, error) [heads, length] per sequence."""
         value = lay_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
         error = lay_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
-        return Value(value, torch.where(value.isfinite(), error, 0.0) + U * value.abs().nan_to_num(0, 0, 0), torch.float32)
+        return Value(
+            value, torch.where(value.isfinite(), error, 0.0) + U * value.abs().nan_to_num(0, 0, 0), torch.float32
+        )
 
     def rows(self, b: int, name: str, group: int = 1) -> Tensor:
         """[heads, length, elements] of a sequence, key heads repeated."""
@@ -137,10 +138,14 @@ def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
 
 @dataclass
 class Matrix:
-    """A matrix that broadcasts to [B, N, S1, S2]: the tensor that is passed, and its values with all four axes."""
+    """A matrix that broadcasts to [B, N, S1, S2]: the tensor that is passed, and its values with all four axes.
+
+    widened: the caller expands it, so torch adds up gradients that are already stored.
+    """
 
     tensor: Tensor
     whole: Tensor
+    widened: bool = False
 
     def of(self, b: int, rows: int, keys: int, heads: int) -> Tensor:
         own = self.whole[b if self.whole.shape[0] > 1 else 0]
@@ -158,7 +163,8 @@ class Matrix:
         axes = [axis for axis in range(4) if shape[axis] == 1]
         count = int(np.prod([whole.shape[axis] for axis in axes]))
         value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (whole, off, terms))
-        error = abs(scale) * (error + count * U * most)
+        stored = HALF[self.tensor.dtype] if self.widened else 0.0
+        error = abs(scale) * (error + (count * U + stored) * most)
         error = torch.where(error > 0, rounding(abs(scale) * value.abs(), error, self.tensor.dtype), 0.0)
         return Value((scale * value).reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
 
@@ -192,7 +198,8 @@ def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes:
     dtype = dtypes[int(rng.integers(len(dtypes)))]
     bytes_ = torch.from_numpy(rng.integers(1, 256 if dtype == torch.uint8 else 2, shape).astype(np.uint8))
     stored = torch.where(values, bytes_, torch.zeros((), dtype=torch.uint8)).to(dtype)
-    return Matrix(expanded(rng, place(rng, stored), whole), four(values))
+    placed = place(rng, stored) if rules.EMPTY_MATRICES or stored.numel() else stored
+    return Matrix(expanded(rng, placed, whole), four(values))
 
 
 def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
@@ -218,12 +225,13 @@ def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], whole: Seq
             read = read.any(dim=axis, keepdim=True)
         matrix.tensor[~read.reshape(matrix.tensor.shape)] = torch.nan
     matrix.whole = four(matrix.tensor.double())
-    matrix.tensor = place(rng, matrix.tensor)
+    if rules.EMPTY_MATRICES or matrix.tensor.numel():
+        matrix.tensor = place(rng, matrix.tensor)
 
 
 def hide_by_inf(batch: Batch, counts: Sequence[Tensor], matrix: Matrix, mean: bool) -> None:
     """NaN in the value rows of keys whose every score that counts is -inf."""
-    if not HIDDEN_BY_INF or mean or not maybe(batch.rng, 0.5):
+    if not rules.HIDDEN_BY_INF or mean or not maybe(batch.rng, 0.5):
         return
     for b, count in enumerate(counts):
         bias = matrix.of(b, count.shape[1], count.shape[2], batch.heads)
@@ -246,8 +254,6 @@ class Dropout:
             return None
         shape = (batch.heads, batch.q_len[b], batch.kv_len[b])
         if self.bits is None:
-            from .formulas import drawn_bits
-
             kept = drawn_bits(self.seed, self.offset, self.keep_prob, b * batch.heads, shape)
         elif batch.packed:
             first = batch.heads * sum(m * n for m, n in zip(batch.q_len[:b], batch.kv_len[:b], strict=True))
@@ -264,7 +270,7 @@ def draw_bits(batch: Batch) -> Tensor:
     rng, b = batch.rng, batch
     scores = sum(m * n for m, n in zip(b.q_len, b.kv_len, strict=True))
     scores = scores if b.packed else len(b.q_len) * b.tokens[0] * b.tokens[1]
-    count = -(-b.heads * scores // 8) + int(rng.integers(0, 20))
+    count = max(-(-b.heads * scores // 8), 1) + int(rng.integers(0, 20))  # an empty mask counts as none
     return torch.from_numpy(rng.integers(0, 256, count).astype(np.uint8))
 
 
@@ -284,7 +290,9 @@ def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) 
         side = "q" if name.startswith("q") else "kv"
         parts = []
         for own in slopes:
-            value, error = own.dq() if side == "q" else own.dv(batch.heads_kv) if name == "v" else own.dk(batch.heads_kv)
+            value, error = (
+                own.dq() if side == "q" else own.dv(batch.heads_kv) if name == "v" else own.dk(batch.heads_kv)
+            )
             parts.append((value[..., tail[name]], error[..., tail[name]]))
         found["d" + name] = batch.lay(parts, side)
     return found
@@ -294,6 +302,3 @@ def dsink(batch: Batch, slopes: Sequence[Slopes]) -> Value:
     value = sum((own.dsink()[0] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
     error = sum((own.dsink()[1] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
     return Value(value, error + (len(slopes) + 1) * U * value.abs(), torch.float32)
-
-
-__all__ = ["HALF", "Rows", "exact"]

@@ -4,8 +4,8 @@
     out = (P * keep) v;  dV = (P * keep)^T dY;  dP = keep * dY v^T;  dS = P * (dP - dY . out)
     dQ = scale * dS k;  dK = scale * dS^T q
 
-Errors follow the same sums over absolute terms: a sum of n float32 terms is off by n * U of them at most, 2^x by EXP, and
-what ruling 10 lets a program narrow once (P and dS of bfloat16 inputs) by half a unit of that dtype.
+Errors follow the same sums over absolute terms: a sum of n float32 terms is off by n * U of them at most, 2^x by EXP,
+and what ruling 10 lets a program narrow once (P and dS of bfloat16 inputs) by half a unit of that dtype.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def zeroed(rows: Tensor, used: Tensor) -> Tensor:
 
 @dataclass
 class Rows:
-    """One sequence: q [N, R, D], k [N, K, D], v [N, K, Dv] (key heads repeated), count [N, R, K]: how often a row counts
-    a key; bias and keep (0 or 1 / keep_prob) like it; sink [N]; mean [N, R]: empty rows that return the mean of v.
+    """One sequence: q [N, R, D], k [N, K, D], v [N, K, Dv] (key heads repeated), count [N, R, K]: how often a row
+    counts a key; bias and keep (0 or 1 / keep_prob) like it; sink [N]; mean [N, R]: empty rows that return v's mean.
 
     blur: what scores may be off by besides; spill: what out may be (a cache of integers).
     """
@@ -115,7 +115,9 @@ class Rows:
 
     @cached_property
     def lse_error(self) -> Tensor:
-        return self.max_error + (self.count.shape[-1] + 8) * U + EXP + 8 * U * self.max.nan_to_num(0, 0, 0).abs() + 8 * U
+        return (
+            self.max_error + (self.count.shape[-1] + 8) * U + EXP + 8 * U * self.max.nan_to_num(0, 0, 0).abs() + 8 * U
+        )
 
     def _exp(self, peak: Tensor) -> Tensor:
         peak = peak.masked_fill(~peak.isfinite(), 0.0)[..., None]
@@ -209,7 +211,11 @@ class Slopes:
         r = self.rows
         p, off = self.p * r.kept, self.p_error * r.kept
         off = off + (narrowing(r.dtype) + 8 * U) * (p + off) + self._rows(heads) * U * p
-        return grouped(p.mT @ self.dy, heads), grouped(off.mT @ self.dy.abs(), heads)
+        error = grouped(off.mT @ self.dy.abs(), heads)
+        if bool(r.mean.any()):  # added to what is stored of the other rows: one more rounding
+            others = grouped(torch.where(r.mean[..., None], 0.0, p).mT @ self.dy, heads)
+            error = error + HALF[r.dtype] * (others.abs() + error)
+        return grouped(p.mT @ self.dy, heads), error
 
     def dsink(self) -> tuple[Tensor, Tensor]:
         """[N]: -sum over rows of D * p_sink."""

@@ -76,7 +76,7 @@ def place(rng: Rng, values: Tensor, plain: float = 0.25) -> Tensor:
 
 
 def lay(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
-    """Sequences [length, heads, dim] in a layout; tokens: S of a padded one, T of a packed one; fill: behind lengths."""
+    """Sequences [length, heads, dim] in a layout; tokens: its S, packed its T; fill: behind lengths."""
     heads, elements = parts[0].shape[1:]
     if layout == "TND":
         rest = tokens - sum(len(part) for part in parts)

@@ -16,7 +16,7 @@ from .attention import draw_scale
 from .caches import Cache, Side, draw_pages
 from .core import Drawn, Results, Value
 from .dense import Batch, dsink, gradients, hide_unseen
-from .formulas import Rows, Slopes, U, rounding
+from .formulas import Rows, Slopes, U
 from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, size
 
 
@@ -120,14 +120,14 @@ def lay_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Te
     return place(batch.rng, whole.to(dtype))
 
 
-def lay_pages(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors of keys as pages of one table."""
+def lay_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of keys as pages of one table, which a CANN face takes for absent where it has no column."""
     rng = batch.rng
     parts = [batch.parts[name] for name in names]
     none = Side([])
     cache = Cache(rng, "pages", "BSND", "", batch.dtype, batch.kv_len, batch.heads_kv, 1, 1, none, none)
     cache.page = int(rng.choice([1, 3, 8, 16, 32]))
-    draw_pages(cache)
+    draw_pages(cache, 0 if own else 1)
     assert cache.table is not None
     return {n: cache.lay(own, batch.dtype) for n, own in zip(names, parts, strict=True)}, place(rng, cache.table)
 
@@ -197,7 +197,7 @@ def _arguments(p: Plan, causal: bool, pages: bool) -> None:
         b, p.lists.entries, torch.int64 if maybe(rng, 0.4) else torch.int32
     )
     keys = [name for name in ("k", "v", "k_rope") if name in b.parts and not (name == "v" and p.shares)]
-    laid, table = lay_pages(b, keys) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
+    laid, table = lay_pages(b, keys, own) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
     laid |= {name: b.tensor(name, "q") for name in ("q", "q_rope") if name in b.parts}
     laid |= {"sink": place(rng, p.sink)} if p.sink is not None else {}
     p.call |= {_name(p, name): tensor for name, tensor in laid.items()}
@@ -223,7 +223,14 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         out, top, total = npu.npu_sparse_flash_attention(**p.call)
         found = {"out": out, "max": top, "sum": total}
     if p.face == "npu gradient":
-        gone = ("actual_seq_lengths_query", "actual_seq_lengths_kv", "layout_query", "layout_kv", "block_table", "sinks")
+        gone = (
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_kv",
+            "layout_query",
+            "layout_kv",
+            "block_table",
+            "sinks",
+        )
         given = {name: v for name, v in p.call.items() if name not in (*gone, "return_softmax_lse")}
         given |= {"actual_seq_qlen": p.call.get(gone[0]), "actual_seq_kvlen": p.call.get(gone[1])}
         given |= {"layout": p.batch.layout, "d_out": dy, "out": place(p.batch.rng, out)}
@@ -316,6 +323,3 @@ def _both(b: Batch, slopes: Sequence[Slopes]) -> Value:
         error[..., : b.dim_v] += dv_error + U * dv.abs()
         parts.append((value, error))
     return b.lay(parts, "kv")
-
-
-__all__ = ["draw", "rounding"]

@@ -11,47 +11,29 @@ import torch
 
 from fusion_attention import npu
 
+from . import rules
 from .attention import UNLIMITED, draw_scale, mode_visible
 from .core import Drawn, Results, Value, exact
-from .dense import Batch, Dropout, draw_batch, draw_bits, draw_blocked, draw_seed, dsink, fill_batch, gradients
-from .dense import HIDDEN_BY_INF, hide_unseen
-from .formulas import Rows, Slopes, U, rounding
+from .dense import (
+    Batch,
+    Dropout,
+    draw_batch,
+    draw_bits,
+    draw_blocked,
+    draw_seed,
+    dsink,
+    fill_batch,
+    gradients,
+    hide_unseen,
+)
+from .formulas import Rows
 from .places import DENSE_LAYOUTS, Rng, Tensor, garbage, leaf, lengths, maybe, normal, pick, place
-
-# A dropout mask and a seed in one call: the mask says what is kept, the seed is handed back.
-MASK_AND_SEED = False
-# One start index alone: the other one is 0.
-ONE_START = False
+from .pse import Pse, draw_pse
 
 FLT_MAX = float(np.finfo(np.float32).max)
 SQUARE, TALL = (2048, 2048), (3072, 2048)
 _TRIANGLE = torch.ones(SQUARE, dtype=torch.bool).triu(1)
 _PREFIX = torch.cat((_TRIANGLE, (torch.arange(2048) >= 1024).expand(1024, 2048)))
-
-
-@dataclass
-class Pse:
-    """What pse adds: for every sequence which of its elements, counted row-major, a score reads."""
-
-    values: Tensor
-    places: list[Tensor]
-    scale: float
-    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def bias(self, b: int) -> Tensor:
-        return self.scale * self.values.double().reshape(-1)[self.places[b]]
-
-    def gradient(self, slopes: Sequence[Slopes]) -> Value:
-        value, error, terms, count = (torch.zeros(self.values.numel(), dtype=torch.float64) for _ in range(4))
-        for places, own in zip(self.places, slopes, strict=True):
-            flat = places.reshape(-1)
-            for total, part in ((value, own.ds), (error, own.ds_error), (terms, own.ds.abs())):
-                total.index_add_(0, flat, part.reshape(-1))
-            count.index_add_(0, flat, torch.ones(len(flat), dtype=torch.float64))
-        off = abs(self.scale) * (error + (count + 2) * U * terms)
-        value = self.scale * value
-        off = torch.where(off > 0, rounding(value, off, self.values.dtype), 0.0)
-        return Value(value.view(self.values.shape), off.view(self.values.shape), self.values.dtype)
 
 
 @dataclass
@@ -155,7 +137,9 @@ def _draw_mode(p: Plan) -> None:
     full = [torch.ones(m, n, dtype=torch.bool) for m, n in zip(b.q_len, b.kv_len, strict=True)]
     p.bands = full
     names = ("pre_tokens", "next_tokens") if p.version == 2 else ("pre_tockens", "next_tockens")
-    p.call |= {"sparse_mode": mode} | ({} if maybe(rng, 0.1) and pre == next_ == UNLIMITED else dict(zip(names, (pre, next_), strict=True)))
+    p.call |= {"sparse_mode": mode} | (
+        {} if maybe(rng, 0.1) and pre == next_ == UNLIMITED else dict(zip(names, (pre, next_), strict=True))
+    )
     if maybe(rng, 0.15):
         p.counts = [band.expand(b.heads, -1, -1).int() for band in full]
         return
@@ -184,101 +168,6 @@ def _draw_mode(p: Plan) -> None:
         p.counts = [torch.where(mask, count, 0) for mask, count in zip(masks, p.counts, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- pse
-
-
-def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
-    found, first = [], 0
-    for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True)):
-        h, i, j = torch.arange(b.heads)[:, None, None], torch.arange(m)[:, None], torch.arange(n)
-        if form == "blocks":
-            places = first + (h * m + i) * n + j
-            first += b.heads * m * n
-        elif form == "lines":
-            places = first + h * n + j + 0 * i
-            first += b.heads * n
-        elif form == "table":
-            stored = torch.where(i >= m - 1024, i - (m - 1024), i % 1024)
-            column = (shape[3] - n if b.packed else 0) + j + (m - 1024 + stored) - i
-            item = s if shape[0] > 1 else 0
-            places = ((item * b.heads + h) * 1024 + stored) * shape[3] + column.clamp(0, shape[3] - 1)
-        else:
-            item = s if shape[0] > 1 else 0
-            places = ((item * b.heads + h) * shape[2] + (i if shape[2] > 1 else 0 * i)) * shape[3] + j
-        found.append(places)
-    return found
-
-
-def _draw_pse(p: Plan) -> None:
-    b, rng = p.batch, p.batch.rng
-    kind = int(rng.integers(4)) if p.version == 2 else 1
-    if kind in (2, 3):
-        return _draw_slopes(p, kind)
-    batches = len(b.q_len) if maybe(rng, 0.5) else 1
-    long = max(b.q_len) > 1024
-    if b.packed:
-        form = str(pick(rng, "blocks", "lines", "table"))
-        shape: tuple[int, ...] = (batches, b.heads, 1024, b.whole[3])
-        pairs = list(zip(b.q_len, b.kv_len, strict=True))
-        if form != "table":
-            shape = (b.heads * sum(m * n if form == "blocks" else n for m, n in pairs),)
-    else:
-        form = "table" if long and maybe(rng, 0.8) else "full"
-        rows = 1024 if form == "table" else b.tokens[0] if maybe(rng, 0.6) else 1
-        shape = (batches, b.heads, rows, b.tokens[1])
-    if int(np.prod(shape)) > 3_000_000 or not all(shape) or not sum(b.q_len):
-        return None
-    values = normal(rng, *shape).to(b.dtype)
-    scale = p.scale if kind == 1 else 1.0
-    if kind == 0 or p.scale > 0:
-        if maybe(rng, 0.3):
-            values[torch.from_numpy(rng.random(shape) < rng.choice([0.05, 0.5, 0.95]))] = -torch.inf
-        if maybe(rng, 0.2):
-            values[..., int(rng.integers(shape[-1])) :] = -torch.inf
-    pse = Pse(values, _pse_places(b, form, shape), scale)
-    _poison_pse(p, pse)
-    p.pse = pse
-    p.call["pse"] = pse.tensor
-    if p.version == 2 and (kind == 0 or maybe(rng, 0.5)):
-        p.call["pse_type"] = kind
-    return None
-
-
-def _poison_pse(p: Plan, pse: Pse) -> None:
-    """NaN where no score that counts reads, and in the value rows whose every score is -inf."""
-    b, rng = p.batch, p.batch.rng
-    if maybe(rng, 0.6):
-        read = torch.zeros(pse.values.numel(), dtype=torch.bool)
-        for places, count in zip(pse.places, p.counts, strict=True):
-            read[places[count > 0]] = True
-        pse.values.view(-1)[~read] = torch.nan
-    pse.tensor = place(rng, pse.values, 0.5)
-
-
-def _draw_slopes(p: Plan, kind: int) -> None:
-    b, rng = p.batch, p.batch.rng
-    shape = [(b.heads,), (1, b.heads), (len(b.q_len), b.heads)][int(rng.integers(3))]
-    slopes = normal(rng, *shape).float()
-    p.call |= {"pse": place(rng, slopes), "pse_type": kind}
-    start = [0, 0]
-    mode = p.call["sparse_mode"]
-    if maybe(rng, 0.5) and not (mode == 8 and p.call.get("atten_mask") is None):
-        start = [int(rng.integers(0, 60)), int(rng.integers(0, 60))]
-        p.call |= {"q_start_idx": start[:1], "kv_start_idx": start[1:]}
-        if ONE_START and maybe(rng, 0.2):
-            gone = int(rng.integers(2))
-            del p.call[("q_start_idx", "kv_start_idx")[gone]]
-            start[gone] = 0
-    first = next((s for s, m in enumerate(b.q_len) if m), 0)
-    p.slopes = []
-    for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True)):
-        own = start if mode != 8 or s == first else [0, 0]
-        distance = (torch.arange(n) + own[1] - torch.arange(m)[:, None] - own[0]).abs().double()
-        each = slopes.double().reshape(-1, b.heads)
-        each = each[s if len(each) > 1 else 0][:, None, None]
-        p.slopes.append(-each * (distance if kind == 2 else distance.sqrt()))
-
-
 # ---------------------------------------------------------------------------------------------------------------- calls
 
 
@@ -291,7 +180,7 @@ def _draw_dropout(p: Plan) -> None:
     if p.version != 3 and maybe(rng, 0.5):
         drop.bits = draw_bits(p.batch)
         p.call["dropout_mask"] = place(rng, drop.bits)
-        if MASK_AND_SEED and maybe(rng, 0.3):
+        if rules.MASK_AND_SEED and maybe(rng, 0.3):
             drop.seed, drop.offset = draw_seed(rng)
     elif p.version != 3 and maybe(rng, 0.6):
         drop.seed, drop.offset = draw_seed(rng)
@@ -329,7 +218,7 @@ def _draw_plan(rng: Rng) -> Plan:
         p.counts = [band.expand(batch.heads, -1, -1).int() for band in p.bands]
     p.call["inner_precise"] = int(rng.integers(3))
     if maybe(rng, 0.35) or batch.tokens[0] > 1024:
-        _draw_pse(p)
+        draw_pse(p)
     if maybe(rng, 0.2):
         p.sink = normal(rng, batch.heads).float()
         p.call["sink"] = place(rng, p.sink)
@@ -353,7 +242,7 @@ def draw(rng: Rng) -> Drawn:
     p = _draw_plan(rng)
     b, may_mean = p.batch, _means(p)
     hide_unseen(b, p.counts, any(bool(m.any()) for m in may_mean))
-    if HIDDEN_BY_INF and p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
+    if rules.HIDDEN_BY_INF and p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
         for s, count in enumerate(p.counts):
             unseen = ~((count > 0) & (p.pse.bias(s) != -torch.inf)).any(1).unflatten(0, (b.heads_kv, -1)).any(1).T
             b.parts["v"][s][unseen] = float(garbage(rng, b.dtype))
@@ -370,7 +259,11 @@ def draw(rng: Rng) -> Drawn:
     elif how < 0.8 and p.drop.bits is None:
         p.saves, p.asked = True, names
     dy = b.tensor("dy", "q") if p.asked else None
-    about = {"function": f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}", **p.call, "dy": dy}
+    about = {
+        "function": f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}",
+        **p.call,
+        "dy": dy,
+    }
     return Drawn(about, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
 
 
@@ -427,7 +320,10 @@ def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor
         form = torch.where(rows.mean, float(rows.count.shape[-1]), FLT_MAX)
         total = torch.where(rows.empty, form, total)
     plain = ~rows.empty | (torch.tensor(rows.sink is not None))
-    return (top, torch.where(plain, rows.max_error, 0.0)), (total, torch.where(plain, rows.sum_error, 0.0).nan_to_num(0))
+    return (top, torch.where(plain, rows.max_error, 0.0)), (
+        total,
+        torch.where(plain, rows.sum_error, 0.0).nan_to_num(0),
+    )
 
 
 def _lanes(p: Plan, parts: list[tuple[Tensor, Tensor]]) -> Value:
