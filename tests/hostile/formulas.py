@@ -194,18 +194,19 @@ class Slopes:
         alive = r.seen & ~r.empty[..., None]
         self.ds = torch.where(alive, self.p * inner, 0.0)
         off = self.p * inner_error + self.p_error * (inner.abs() + inner_error)
-        self.ds_error = torch.where(alive, off + (narrowing(r.dtype) + 8 * U) * (self.ds.abs() + off), 0.0)
+        self.ds_error = torch.where(alive, off + (narrowing(r.dtype) + 8 * U) * (self.ds.abs() + off) + TINY, 0.0)
 
     def dq(self) -> tuple[Tensor, Tensor]:
         r = self.rows
         off = self.ds_error + (self.ds.shape[-1] + 4) * U * self.ds.abs()
-        return r.scale * (self.ds @ r.k), abs(r.scale) * (off @ r.k.abs())
+        return r.scale * (self.ds @ r.k), abs(r.scale) * (off @ r.k.abs() + self.ds.shape[-1] * TINY)
 
     def dk(self, heads: int) -> tuple[Tensor, Tensor]:
         """Summed over the query heads of each of the key heads."""
         r = self.rows
         off = self.ds_error + self._rows(heads) * U * self.ds.abs()
-        return grouped(r.scale * (self.ds.mT @ r.q), heads), grouped(abs(r.scale) * (off.mT @ r.q.abs()), heads)
+        error = off.mT @ r.q.abs() + self._rows(heads) * TINY
+        return grouped(r.scale * (self.ds.mT @ r.q), heads), grouped(abs(r.scale) * error, heads)
 
     def dv(self, heads: int) -> tuple[Tensor, Tensor]:
         r = self.rows

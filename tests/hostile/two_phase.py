@@ -36,7 +36,7 @@ def draw(rng: Rng) -> Drawn:
     rule = op.asked[int(rng.integers(len(op.asked)))]
     layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
     args = sample(op, **{op.layout_attr: layouts[0], **rule.given})
-    if not rule.given or maybe(rng, 0.2) or not _taken(op, args):
+    if not rule.given or maybe(rng, 0.2) or not _taken(op, args) or not _all_outputs(op, args):
         args = sample(op, **{op.layout_attr: str(pick(rng, *op.layouts))})
     args = {name: _other_numbers(rng, op, name, value) for name, value in args.items()}
     if maybe(rng, 0.25):
@@ -61,6 +61,12 @@ def _taken(op: Op, args: Args) -> bool:
         except ContractError:
             return False
     return True
+
+
+def _all_outputs(op: Op, args: Args) -> bool:
+    """Whether the call's own tensors show how large its outputs are."""
+    outputs = outputs_of(op, args)
+    return all(p.optional or outputs[p.name] is not None for p in op.tensors(output=True))
 
 
 def _lists(value: Any) -> bool:
