@@ -11,7 +11,7 @@ import torch
 
 from . import rules
 from .core import Value
-from .formulas import HALF, Slopes, U, drawn_bits, given_bits, rounding
+from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
 
 LARGEST = 1_500_000  # elements of a call's scores
@@ -163,8 +163,11 @@ class Matrix:
         axes = [axis for axis in range(4) if shape[axis] == 1]
         count = int(np.prod([whole.shape[axis] for axis in axes]))
         value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (whole, off, terms))
-        stored = HALF[self.tensor.dtype] if self.widened else 0.0
-        error = abs(scale) * (error + (count * U + stored) * most)
+        error = abs(scale) * (error + count * U * most)
+        if self.widened:
+            error = torch.where(
+                error > 0, error + HALF[self.tensor.dtype] * most + count * SMALLEST[self.tensor.dtype], 0.0
+            )
         error = torch.where(error > 0, rounding(abs(scale) * value.abs(), error, self.tensor.dtype), 0.0)
         return Value((scale * value).reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
 
