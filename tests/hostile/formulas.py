@@ -144,7 +144,8 @@ class Rows:
     @cached_property
     def out_error(self) -> Tensor:
         off = self.weight_error + (narrowing(self.dtype) + 8 * U) * (self.weights + self.weight_error)
-        return (off * self.kept) @ self.v.abs() + self.spill
+        flushed = TINY * (self.seen | self.mean[..., None]) * self.kept  # a product that is no normal number
+        return (off * self.kept) @ self.v.abs() + flushed.sum(-1, keepdim=True) + self.spill
 
     @property
     def stored_error(self) -> Tensor:
