@@ -25,7 +25,8 @@ struct KeysArgument {
         keys.stride_table = item<std::int64_t>(t, 6);
         keys.page_size = item<std::int64_t>(t, 7);
         keys.stride_page = item<std::int64_t>(t, 8);
-        if (!keys.table || keys.page_size < 1) refuse(std::string(name) + " has no pages");
+        // A table without columns has no address: no sequence has a key then, and nothing is read.
+        if (keys.page_size < 1) refuse(std::string(name) + " has no pages");
     }
 
 private:

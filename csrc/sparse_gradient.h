@@ -366,11 +366,13 @@ void store_head_gradients(const Descent<Format> &w, const float *dq, const float
     });
 }
 
-// The keys of the row in ascending order, and their places in its list; returns their number.
+// The keys of the row in ascending order, and (an indexer's) their slots in its list; returns their number.
 template <class Format> std::int64_t sort_keys(const Descent<Format> &w, std::uint64_t *&sorted) {
     const std::int64_t count = expand(w.job, w.item, w.s.keys);
-    for (std::int64_t i = 0; i < count; ++i) {
-        w.s.list[i] = static_cast<std::uint64_t>(w.s.keys[i]) << 32 | static_cast<std::uint64_t>(i);
+    const auto *entries = row_of<const std::int32_t>(w.job.operands->indices, w.item.seq, w.item.head_kv, w.item.row);
+    for (std::int64_t i = 0, slot = 0; i < count; ++i, ++slot) {
+        while (w.p.indexes && entries[slot] != w.s.keys[i]) ++slot;  // passes over entries that the row does not see
+        w.s.list[i] = static_cast<std::uint64_t>(w.s.keys[i]) << 32 | static_cast<std::uint64_t>(slot);
     }
     const int bits = bits_for(w.job.sequences[w.item.seq].kv_len);
     sorted = sort_upward(w.s.list, w.s.spare, count, 32, 32 + bits, w.s.histogram);

@@ -80,12 +80,13 @@ public:
     using Word = typename Format::Word;
     static constexpr std::int64_t width = lanes * Format::depth;  // elements of a vector of words
 
-    // buffer: two blocks of rows; across: of `columns` elements of each row, with `deep` word rows.
+    // buffer: two blocks of rows; across: of the first `columns` elements of each row, with `deep` word rows.
     Stream(const SparseJob &job, const SparseItem &item, const SparseSizes<Format> &sizes, const std::int32_t *keys,
            std::int64_t count, Word *buffer, Word *across, std::int64_t deep, std::int64_t columns)
         : p_(*job.problem), o_(*job.operands), item_(item), keys_(keys), count_(count), words_(sizes.words),
-          main_(p_.dim_qk / width), times_(2 * (sizes.words / lanes)), crossed_(columns / width), buffer_(buffer),
-          across_(across), deep_(deep), rope_base_(sizes.main_columns * deep) {
+          main_(p_.dim_qk / width), times_(2 * (sizes.words / lanes)), crossed_(columns / width),
+          first_(least(p_.dim_qk, columns)), buffer_(buffer), across_(across), deep_(deep),
+          rope_base_(sizes.main_columns * deep) {
         now_.main_words = sizes.main_words;
         now_.tail_words = sizes.words - sizes.main_words;
     }
@@ -195,7 +196,7 @@ private:
     }
 
     FUSION_INLINE void cross(bool tail, std::int64_t d) const {
-        const std::int64_t n = tail ? p_.dim_rope : p_.dim_qk, column = d / panel * panel;
+        const std::int64_t n = tail ? p_.dim_rope : first_, column = d / panel * panel;
         const std::int64_t pitch = least<std::int64_t>(panel, n - column), at = d / width * lanes * sizeof(Word);
         Word *to = across_ + (tail ? rope_base_ : 0) + column * deep_ + at_ * pitch + (d - column);
         const char *const *const from = tail ? now_.tail : now_.main;
@@ -217,7 +218,7 @@ private:
     const SparseOperands &o_;
     const SparseItem &item_;
     const std::int32_t *keys_;
-    std::int64_t count_, words_, main_, times_, crossed_;
+    std::int64_t count_, words_, main_, times_, crossed_, first_;
     Word *buffer_, *across_;
     std::int64_t deep_, rope_base_;
     BlockRows now_;

@@ -287,3 +287,12 @@ def test_bad_calls_say_what_is_wrong() -> None:
         npu.npu_lightning_indexer_grad(q, k, dy, indices, w)
     with pytest.raises(fa.ContractError, match="sparse_indices: expected axis 2 to be K=4 as in dy, got 3"):
         npu.npu_lightning_indexer_grad(q, k, dy, indices[..., :3], w)
+
+
+def test_a_table_without_columns_serves_sequences_without_keys() -> None:
+    q, pages, weights = torch.randn(1, 3, 2, 8), torch.randn(2, 4, 1, 8), torch.ones(1, 3, 2)
+    given = {"kv_len": [0], "page_table": torch.zeros(1, 0, dtype=torch.int32)}
+    indices, values = fa.lightning_indexer(q, pages, weights, 2, **given)
+    assert (indices == -1).all()
+    assert (values == -torch.inf).all()
+    assert not fa.sparse_attention(q, pages, pages, indices, **given).any()

@@ -117,9 +117,15 @@ def formulas(call: IndexerCall, indices: Tensors, wide: torch.dtype) -> Results:
     results = {n: [torch.zeros(t.shape, dtype=wide) for t in getattr(call, n[1:])] for n in ("dq", "dk", "dweights")}
     for b in range(len(call.extents)):
         for i in range(int(call.extents.q_len[b])):
-            js = scan(indices[b][0, i].tolist(), vis(call, b, i), 1)
+            listed = indices[b][0, i].tolist()
+            js, seen = scan(listed, vis(call, b, i), 1), vis(call, b, i)
+            slots = [
+                slot
+                for slot, entry in enumerate(listed[: listed.index(-1) if -1 in listed else None][:seen])
+                if entry < seen
+            ]
             q, k, w = call.q[b][:, i].to(wide), call.k[b][0, js].to(wide), call.weights[b][0, i].to(wide)
-            s, dy = q @ k.mT, call.dvalues[b][0, i, : len(js)].to(wide)
+            s, dy = q @ k.mT, call.dvalues[b][0, i, slots].to(wide)
             ds = torch.where(s > 0, dy * w[:, None], 0)
             ds = ds.to(low).to(wide) if p.dtype == "bfloat16" else ds
             results["dweights"][b][0, i] = (dy * s.relu()).sum(-1)
@@ -186,6 +192,19 @@ def test_gradients_against_the_formulas(seed: int) -> None:
             for b, tensor in enumerate(tensors):
                 at = f"{call.problem} {name}[{b}]"
                 compare(at, tensor, wanted[name][b], plain[name][b], int(call.extents.kv_len.max()))
+
+
+@pytest.mark.parametrize("seed", range(90, 96))
+def test_a_value_keeps_its_gradient_behind_entries_that_its_row_does_not_see(seed: int) -> None:
+    call = make_indexer(IndexerProblem(3, 8, "float32", "float32", 17), (9, 4), (30, 12), True, seed)
+    rng = torch.Generator().manual_seed(seed)
+    indices = [torch.randint(-1 + seed % 2, n, (1, m, 17), generator=rng).int() for m, n in ((9, 30), (4, 12))]
+    assert any((own[0, 0] >= vis(call, b, 0)).any() for b, own in enumerate(indices))
+    wanted, plain = formulas(call, indices, torch.float64), formulas(call, indices, torch.float32)
+    for variant in VARIANTS:
+        for name, tensors in gradients(call, indices, variant).items():
+            for b, tensor in enumerate(tensors):
+                compare(f"{name}[{b}]", tensor, wanted[name][b], plain[name][b], 30)
 
 
 def test_threads_change_no_bit() -> None:

@@ -202,6 +202,16 @@ def test_values_that_end_within_a_word_of_the_keys(dtype: str, dim_v: int) -> No
         judge(call, backward(call, saved, variant), exact, measure)
 
 
+@pytest.mark.parametrize("dim_v", [4, 8, 16, 20, 32, 48, 64, 80, 96, 112])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_values_that_are_any_part_of_the_keys(dtype: str, dim_v: int) -> None:
+    problem = Problem(8, 1, 128, dim_v, 32, dtype, 0.1, shares_kv=True, select_count=40)
+    call = make_sparse(problem, (9,), (40,), False, 12)
+    wanted, plain = formulas(call, torch.float64), formulas(call, torch.float32)
+    for variant in VARIANTS:
+        judge(call, forward(call, variant), wanted, plain)
+
+
 def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     problem = Problem(16, 1, 64, 64, dtype="float32", scale=0.125, select_count=96)
     call = make_sparse(problem, (6,), (96,), False, 5)

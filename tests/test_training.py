@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES, DENSE, DTYPES, PACKED, operands, same_bits
 
+import fusion_attention as fa
 from fusion_attention import ContractWarning
 from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
 from fusion_attention.ops import flash
@@ -239,3 +240,15 @@ def test_the_comparison_finds_what_it_should(dtype: str) -> None:
     wrong = ours["max"].clone()
     wrong[wrong == -FLT_MAX] = -torch.inf
     refused("max", wrong, r"max\[.*\]: a value that is not finite")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_rows_in_mean_form_are_rounded_together(dtype: torch.dtype) -> None:
+    rows, keys = 1500, 4
+    q, k = torch.zeros(1, rows, 1, 8, dtype=dtype), torch.zeros(1, keys, 1, 8, dtype=dtype)
+    dy = torch.rand(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    v = torch.zeros_like(k).requires_grad_()
+    blocked = torch.ones(rows, keys, dtype=torch.bool)
+    fa.attention(q, k, v, blocked=blocked, empty_rows="mean").backward(dy)
+    assert v.grad is not None
+    assert torch.equal(v.grad, (dy.double().sum(1) / keys).to(dtype)[:, None].expand_as(v))

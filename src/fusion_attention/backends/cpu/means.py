@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -43,20 +45,28 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to every key's dv what the rows in mean form give it."""
+    """Adds to every key's dv what the rows in mean form give it, all together: what is stored is rounded once more."""
     p, heads = problem, problem.heads_q
-    for b, rows in _tiles(extents):
-        peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in (operands.stats.max, operands.stats.sum))
-        mean = (peak == -math.inf) & (total > 0)
-        if not mean.any():
-            continue
-        dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
-        share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
-        for keys in _steps(int(extents.kv_len[b]), _KEYS):
-            given = _kept_sum(_kept(p, operands, b, rows, keys).mT, share)
+    for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
+        kv_len = int(extents.kv_len[b])
+        given = None
+        for _, rows in tiles:
+            stats = operands.stats.max, operands.stats.sum
+            peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in stats)
+            mean = (peak == -math.inf) & (total > 0)
+            if not mean.any():
+                continue
+            dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
+            share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
+            if given is None:
+                given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
+            for keys in _steps(kv_len, _KEYS):
+                by_head = _kept_sum(_kept(p, operands, b, rows, keys).mT, share)
+                given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
+        if given is not None:
             assert grads.dv is not None  # a problem with means has a v of its own
-            target = grads.dv.sequence(b, p.heads_kv, keys.stop)[:, keys]
-            target.copy_(target.float() + given.unflatten(0, (p.heads_kv, p.group)).sum(1))
+            target = grads.dv.sequence(b, p.heads_kv, kv_len)
+            target.copy_(target.float() + given)
 
 
 def _steps(length: int, size: int) -> Iterator[slice]:

@@ -1,0 +1,230 @@
+"""fa.attention and its derivatives: everything that its record lets a call combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fusion_attention as fa
+
+from .core import Drawn, Results, Value
+from .dense import (
+    Batch,
+    Dropout,
+    Matrix,
+    broadcast_shape,
+    draw_batch,
+    draw_bias,
+    draw_bits,
+    draw_blocked,
+    draw_seed,
+    dsink,
+    expanded,
+    fill_batch,
+    gradients,
+    hide_by_inf,
+    hide_unseen,
+    poison_matrix,
+)
+from .formulas import Rows
+from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
+
+UNLIMITED = 2**31 - 1
+
+
+def _lengths(batch: Batch, call: dict[str, Any]) -> None:
+    rng = batch.rng
+    if batch.packed:
+        call["q_len"] = lengths(rng, batch.q_len)
+        if batch.q_len != batch.kv_len or maybe(rng, 0.5):
+            call["kv_len"] = lengths(rng, batch.kv_len)
+        return
+    for name, own, whole in (("q_len", batch.q_len, batch.tokens[0]), ("kv_len", batch.kv_len, batch.tokens[1])):
+        if maybe(rng, 0.4):
+            own[:] = [int(rng.integers(0, whole + 1)) for _ in own]
+            call[name] = lengths(rng, own)
+
+
+def _edge(rng: Rng, most: int) -> int:
+    """A count of tokens: mostly a few, sometimes negative, sometimes without end."""
+    return UNLIMITED if maybe(rng, 0.2) else int(rng.integers(-3 if maybe(rng, 0.3) else 0, most + 3))
+
+
+def _draw_band(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
+    """[R, K] of every sequence: the keys that the band leaves."""
+    rng, kind = batch.rng, batch.rng.random()
+    most = max([*batch.q_len, *batch.kv_len, 1])
+    align = str(pick(rng, "start", "end"))
+    left, right = _edge(rng, most), _edge(rng, most)
+    prefixes = [int(rng.integers(0, n + 2)) for n in batch.kv_len]
+    if kind < 0.2:
+        call["band"] = fa.Band.causal(align)
+        left, right = UNLIMITED, 0
+    elif kind < 0.4:
+        call["band"] = fa.Band.window(left, right, align)
+    elif kind < 0.5:
+        call["band"] = fa.Band.prefix_causal(prefixes)
+    elif kind < 0.75:
+        return _draw_mode(batch, call, left, right)
+    found = []
+    for m, n, prefix in zip(batch.q_len, batch.kv_len, prefixes, strict=True):
+        shift = n - m if align == "end" or 0.4 <= kind < 0.5 else 0
+        apart = torch.arange(n) - torch.arange(m)[:, None] - shift
+        if kind < 0.4:
+            found.append((apart >= -left) & (apart <= right))
+        elif kind < 0.5:
+            found.append((apart <= 0) | (torch.arange(n) < prefix))
+        else:
+            found.append(torch.ones(m, n, dtype=torch.bool))
+    return found
+
+
+def mode_visible(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list[int]) -> list[Tensor]:
+    """[R, K] of every sequence, by the table of the modes."""
+    found, filled = [], [b for b, m in enumerate(q_len) if m]
+    for b, (m, n) in enumerate(zip(q_len, kv_len, strict=True)):
+        i, j, right = torch.arange(m)[:, None], torch.arange(n), n - m
+        if mode == 0:
+            seen = (j >= i - pre) & (j <= i + next_)
+        elif mode == 1:
+            seen = torch.ones(m, n, dtype=torch.bool)
+        elif mode == 4:
+            seen = (j >= i + right - pre) & (j <= i + right + next_)
+        elif mode in (7, 8) and filled and b == filled[-1 if mode == 7 else 0]:
+            seen = j <= i + right + next_
+        else:
+            seen = j <= i + (0 if mode in (2, 8) else right)
+        found.append(seen)
+    return found
+
+
+def _draw_mode(batch: Batch, call: dict[str, Any], left: int, right: int) -> list[Tensor]:
+    mode = int(pick(batch.rng, 0, 1, 2, 3, 4, 7, 8))  # type: ignore[call-overload]
+    call["sparse_mode"] = mode
+    pre, next_ = (left, right) if maybe(batch.rng, 0.8) else (UNLIMITED, UNLIMITED)
+    call |= {"pre_tokens": pre, "next_tokens": next_}
+    return mode_visible(mode, pre, next_, batch.q_len, batch.kv_len)
+
+
+def _draw_slopes(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
+    """[N, R, K] of every sequence."""
+    rng, count = batch.rng, len(batch.q_len)
+    shape = [(batch.heads,), (1, batch.heads), (count, batch.heads)][int(rng.integers(3))]
+    slopes = normal(rng, *shape).float()
+    call["alibi_slopes"] = place(rng, slopes)
+    start = None
+    if maybe(rng, 0.5):
+        start = [int(rng.integers(-50, 50)), int(rng.integers(0, 5000))]
+        call["alibi_start"] = start
+    found = []
+    for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
+        first, key = (0, m - n) if start is None else start
+        distance = (torch.arange(n) + key - torch.arange(m)[:, None] - first).abs().double()
+        own = slopes.double().reshape(-1, batch.heads)
+        found.append(-own[b if len(own) > 1 else 0][:, None, None] * distance)
+    return found
+
+
+def _draw_dropout(batch: Batch, call: dict[str, Any]) -> Dropout:
+    rng = batch.rng
+    if maybe(rng, 0.7):
+        return Dropout()
+    drop = Dropout(float(rng.choice([0.9, 0.5, 0.1, 0.8])))
+    call["keep_prob"] = drop.keep_prob
+    if maybe(rng, 0.5):
+        drop.bits = draw_bits(batch)
+        call["drop_bits"] = place(rng, drop.bits)
+    else:
+        drop.seed, drop.offset = draw_seed(rng)
+        call |= {"seed": drop.seed, "offset": drop.offset}
+    return drop
+
+
+def draw_scale(rng: Rng, dims: int) -> float:
+    """Mostly what models use; zero, negative and large ones too."""
+    return float(rng.choice([dims**-0.5, 1.0, 0.0, -0.3, 4.0], p=[0.6, 0.2, 0.05, 0.1, 0.05]))
+
+
+def draw(rng: Rng) -> Drawn:
+    batch = draw_batch(rng, (*DENSE_LAYOUTS, "TND"))
+    call: dict[str, Any] = {"layout": batch.layout}
+    if batch.layout in ("BSH", "SBH") or maybe(rng, 0.2):
+        call["heads"] = batch.heads
+    _lengths(batch, call)
+    fill_batch(batch)
+    bands = _draw_band(batch, call)
+    counts = [band.expand(batch.heads, -1, -1).int() for band in bands]
+    if maybe(rng, 0.35):
+        blocked = draw_blocked(rng, batch.whole, broadcast_shape(rng, batch.whole), (torch.bool, torch.uint8))
+        call["blocked"] = blocked.tensor
+        counts = [torch.where(blocked.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)]
+    call["empty_rows"] = str(pick(rng, "zero", "zero", "mean"))
+    mean = call["empty_rows"] == "mean"
+    matrix: Matrix | None = None
+    biases: list[Tensor] | None = None
+    if maybe(rng, 0.35):
+        matrix = draw_bias(rng, batch.whole, broadcast_shape(rng, batch.whole), batch.dtype)
+        hide_by_inf(batch, counts, matrix, mean)
+        poison_matrix(rng, matrix, counts, batch.whole)
+        biases = [matrix.of(b, *count.shape[1:], batch.heads) for b, count in enumerate(counts)]
+        call["bias"] = matrix.tensor
+    elif maybe(rng, 0.2):
+        biases = _draw_slopes(batch, call)
+    hide_unseen(batch, counts, mean)
+    scale = None
+    if maybe(rng, 0.6):
+        scale = call["scale"] = draw_scale(rng, batch.dim + batch.dim_rope)
+    sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) else None
+    drop = _draw_dropout(batch, call)
+    call |= {"sink": None if sink is None else place(rng, sink), "return_lse": True}
+    call |= {name: batch.tensor(name, "q" if name[0] == "q" else "kv") for name in batch.parts}
+    asked = [name for name in ("q", "k", "v", "q_rope", "k_rope", "bias", "sink") if call.get(name) is not None]
+    asked = [name for name in asked if maybe(rng, 0.7)] if maybe(rng, 0.7) else []
+    call |= {name: leaf(call[name]) for name in asked}
+    if matrix is not None and maybe(rng, 0.3):
+        call["bias"] = expanded(rng, call["bias"], batch.whole)
+        matrix.widened = True
+    batch.draw("dy", "q", batch.heads, batch.dim_v)
+    call["dy"] = batch.tensor("dy", "q") if asked else None
+    leaves = {name: (matrix.tensor if name == "bias" and matrix else call[name]) for name in asked}
+    if "bias" in leaves:
+        leaves["bias"] = call["bias"] if call["bias"].is_leaf else call["bias"]._base
+    extra = {"scale": scale, "sink": sink, "drop": drop, "biases": biases, "counts": counts, "mean": mean}
+    return Drawn(call, lambda: _run(call, leaves), lambda _: _expect(batch, extra, leaves, matrix))
+
+
+def _run(call: dict[str, Any], leaves: dict[str, Tensor]) -> Results:
+    out, lse = fa.attention(**{name: value for name, value in call.items() if name != "dy"})
+    found = {"out": out, "lse": lse}
+    if leaves:
+        grads = torch.autograd.grad(out, list(leaves.values()), call["dy"])
+        found |= {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+    return found
+
+
+def _expect(batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: Matrix | None) -> dict[str, Value]:
+    scale = (batch.dim + batch.dim_rope) ** -0.5 if e["scale"] is None else e["scale"]
+    every = [rows_of(batch, b, e, scale) for b in range(len(batch.q_len))]
+    expected = {"out": batch.lay([(r.out, r.stored_error) for r in every], "q")}
+    expected["lse"] = batch.by_row([(r.lse, r.lse_error) for r in every], -torch.inf)
+    if leaves:
+        slopes = [r.slopes(batch.rows(b, "dy")) for b, r in enumerate(every)]
+        expected |= gradients(batch, slopes, leaves)
+        if "bias" in leaves:
+            assert matrix is not None
+            expected["dbias"] = matrix.summed(batch, [(s.ds, s.ds_error) for s in slopes])
+        if "sink" in leaves:
+            expected["dsink"] = dsink(batch, slopes)
+    return expected
+
+
+def rows_of(batch: Batch, b: int, e: dict[str, Any], scale: float) -> Rows:
+    """One sequence of a call."""
+    count = e["counts"][b]
+    sink = None if e["sink"] is None else e["sink"].double()
+    bias = None if e["biases"] is None else e["biases"][b]
+    rows = Rows(batch.q(b), batch.k(b), batch.v(b), scale, count, batch.dtype, bias, e["drop"].keep(batch, b), sink)
+    if e["mean"] and sink is None and batch.kv_len[b]:
+        return Rows(rows.q, batch.k(b), batch.v(b), scale, count, batch.dtype, bias, rows.keep, None, rows.empty)
+    return rows

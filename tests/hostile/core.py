@@ -1,0 +1,90 @@
+"""A drawn call, what may come back from it, and the comparison."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import ContractWarning
+
+Tensor = torch.Tensor
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A quantity, and how far from it a right program may be: float64 tensors of one shape; dtype: as it must come."""
+
+    value: Tensor
+    error: Tensor
+    dtype: torch.dtype | None = None
+
+
+def exact(value: Tensor) -> Value:
+    """What must come bit for bit (apart from the sign of 0)."""
+    return Value(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One call: run() makes it, expect(results) says what results may be (a gradient's depend on what was saved)."""
+
+    about: Mapping[str, Any]
+    run: Callable[[], Results]
+    expect: Callable[[Results], Mapping[str, Value]]
+
+
+class Mismatch(AssertionError):
+    """A result that no right program gives."""
+
+
+def compare(got: Mapping[str, Tensor], expected: Mapping[str, Value]) -> None:
+    """Raises Mismatch at the worst element of the first result that is further from its value than its error."""
+    if missing := expected.keys() - got.keys():
+        raise Mismatch(f"no {sorted(missing)} came back")
+    for name, want in expected.items():
+        have = got[name]
+        if have.shape != want.value.shape:
+            raise Mismatch(f"{name}: shape {list(have.shape)} for {list(want.value.shape)}")
+        if want.dtype is not None and have.dtype != want.dtype:
+            raise Mismatch(f"{name}: {have.dtype} for {want.dtype}")
+        value, mine = want.value, have.detach().double()
+        same = (mine == value) | (mine.isnan() & value.isnan())
+        off = (mine - value).abs()
+        wrong = ~(same | (off <= want.error))
+        if bool(wrong.any()):
+            beyond = torch.where(wrong, off.nan_to_num(torch.inf) / want.error.clamp_min(1e-300), 0.0)
+            at = tuple(int(n) for n in np.unravel_index(int(beyond.argmax()), tuple(beyond.shape)))
+            raise Mismatch(
+                f"{name}{list(at)}: expected {value[at]:.9g} to within {want.error[at]:.3g}, got {mine[at]:.9g} "
+                f"(off by {off[at]:.3g}; {int(wrong.sum())} of {wrong.numel()} elements are wrong)"
+            )
+
+
+def judge(drawn: Drawn) -> None:
+    """Makes a call and compares; a refusal of what was drawn to be legal is a failure like any other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContractWarning)
+        got = drawn.run()
+    compare(got, drawn.expect(got))
+
+
+def told(about: Mapping[str, Any]) -> str:
+    """A call in words: names, and tensors by dtype, shape, strides and offset."""
+    return "\n".join(f"  {name} = {_told(value)}" for name, value in about.items() if value is not None)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        where = f"strides {list(value.stride())}, offset {value.storage_offset()}"
+        small = f" = {value.detach().tolist()}" if value.numel() <= 8 else ""
+        return f"{kind} {list(value.shape)}, {where}{', requires grad' * value.requires_grad}{small}"
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
+        return "[" + "; ".join(_told(part) for part in value) + "]"
+    return repr(value)

@@ -1,0 +1,307 @@
+"""What families of dense rows draw alike: sequences, matrices over [B, N, S1, S2], dropout, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import rules
+from .core import Value
+from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
+from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
+
+LARGEST = 1_500_000  # elements of a call's scores
+
+
+@dataclass
+class Batch:
+    """Sequences of a dense call, as float64 parts [length, heads, elements] of every tensor."""
+
+    rng: Rng
+    dtype: torch.dtype
+    layout: str
+    q_len: list[int]
+    kv_len: list[int]
+    heads: int
+    heads_kv: int
+    dim: int
+    dim_v: int
+    dim_rope: int = 0
+    tokens: tuple[int, int] = (0, 0)  # S1 and S2, packed: T1 and T2
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bool:
+        return self.layout == "TND"
+
+    @property
+    def whole(self) -> tuple[int, int, int, int]:
+        """[B, N, S1, S2] as matrices see it: packed, S is the longest length."""
+        s1, s2 = self.tokens
+        if self.packed:
+            s1, s2 = max(self.q_len, default=0), max(self.kv_len, default=0)
+        return len(self.q_len), self.heads, s1, s2
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.heads_kv
+
+    def draw(self, name: str, side: str, heads: int, elements: int) -> None:
+        """A tensor's parts, as its dtype holds them."""
+        known = self.q_len if side == "q" else self.kv_len
+        whole = normal(self.rng, sum(known), heads, elements).to(self.dtype).double()
+        self.parts[name] = list(whole.split(known)) if known else []
+
+    def tensor(self, name: str, side: str) -> Tensor:
+        """The tensor of a name in the call's layout, at any strides, NaN behind every length."""
+        parts = [part.to(self.dtype) for part in self.parts[name]]
+        laid = lay(parts, self.layout, self.tokens[side == "kv"], float(garbage(self.rng, self.dtype)))
+        return place(self.rng, laid)
+
+    def lay(self, parts: Sequence[tuple[Tensor, Tensor]], side: str) -> Value:
+        """What comes back in a layout, from (value, error) per sequence by head, [heads, length, elements]."""
+        tokens = self.tokens[side == "kv"]
+        value, error = (lay([p[i].transpose(0, 1) for p in parts], self.layout, tokens) for i in (0, 1))
+        return Value(value, torch.where(error > 0, rounding(value, error, self.dtype), 0.0), self.dtype)
+
+    def by_row(self, parts: Sequence[tuple[Tensor, Tensor]], fill: float = 0.0, head_major: bool = False) -> Value:
+        """Statistics from (value, error) [heads, length] per sequence."""
+        value = lay_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
+        error = lay_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
+        return Value(
+            value, torch.where(value.isfinite(), error, 0.0) + U * value.abs().nan_to_num(0, 0, 0), torch.float32
+        )
+
+    def rows(self, b: int, name: str, group: int = 1) -> Tensor:
+        """[heads, length, elements] of a sequence, key heads repeated."""
+        return self.parts[name][b].transpose(0, 1).repeat_interleave(group, 0)
+
+    def q(self, b: int) -> Tensor:
+        own = [self.rows(b, name) for name in ("q", "q_rope") if name in self.parts]
+        return torch.cat(own, -1)
+
+    def k(self, b: int) -> Tensor:
+        return torch.cat([self.rows(b, name, self.group) for name in ("k", "k_rope") if name in self.parts], -1)
+
+    def v(self, b: int) -> Tensor:
+        return self.rows(b, "v", self.group)
+
+
+def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25, no_rope_limit: int = 300) -> Batch:
+    """Sequences and their q, k, v (and rope parts)."""
+    layout, dtype = str(pick(rng, *layouts)), DTYPES[int(rng.choice(3, p=[0.5, 0.3, 0.2]))]
+    count = int(rng.integers(1, 5 if layout == "TND" else 4))
+    heads_kv, group = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    if layout == "TND":
+        q_len, kv_len = [size(rng) for _ in range(count)], [size(rng) for _ in range(count)]
+        if maybe(rng, 0.3):
+            kv_len = list(q_len)
+        tokens = (sum(q_len) + int(rng.integers(0, 4)), sum(kv_len) + int(rng.integers(0, 4)))
+    else:
+        tokens = (size(rng), size(rng))
+        tokens = (tokens[0], tokens[0]) if maybe(rng, 0.3) else tokens
+        q_len, kv_len = [tokens[0]] * count, [tokens[1]] * count
+    while heads_kv * group * sum(m * n for m, n in zip(q_len, kv_len, strict=True)) > LARGEST and group > 1:
+        group -= 1
+    batch = Batch(rng, dtype, layout, q_len, kv_len, heads_kv * group, heads_kv, dim(rng), dim(rng), tokens=tokens)
+    if maybe(rng, rope):
+        batch.dim_rope = dim(rng, 64)
+    return batch
+
+
+def fill_batch(batch: Batch) -> None:
+    """Draws the numbers, once lengths are known."""
+    b = batch
+    b.draw("q", "q", b.heads, b.dim)
+    b.draw("k", "kv", b.heads_kv, b.dim)
+    b.draw("v", "kv", b.heads_kv, b.dim_v)
+    if b.dim_rope:
+        b.draw("q_rope", "q", b.heads, b.dim_rope)
+        b.draw("k_rope", "kv", b.heads_kv, b.dim_rope)
+
+
+def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
+    """NaN and infinity in the key and value rows that nobody sees: memory that must never reach a result."""
+    if not maybe(batch.rng, 0.7):
+        return
+    names = ("k", "k_rope") if mean else ("k", "v", "k_rope")
+    for b, count in enumerate(counts):
+        unseen = ~(count > 0).any(1).unflatten(0, (batch.heads_kv, -1)).any(1).T  # [K, heads_kv]
+        for name in names:
+            if name in batch.parts:
+                batch.parts[name][b][unseen] = float(garbage(batch.rng, batch.dtype))
+
+
+@dataclass
+class Matrix:
+    """A matrix that broadcasts to [B, N, S1, S2]: the tensor that is passed, and its values with all four axes.
+
+    widened: the caller expands it, so torch adds up gradients that are already stored.
+    """
+
+    tensor: Tensor
+    whole: Tensor
+    widened: bool = False
+
+    def of(self, b: int, rows: int, keys: int, heads: int) -> Tensor:
+        own = self.whole[b if self.whole.shape[0] > 1 else 0]
+        own = own.expand(heads, max(rows, 1) if own.shape[1] == 1 else -1, max(keys, 1) if own.shape[2] == 1 else -1)
+        return own[:, :rows, :keys]
+
+    def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> Value:
+        """The gradient of the passed tensor from dS [N, R, K] per sequence, summed over the axes that it broadcasts."""
+        whole = torch.zeros(batch.whole, dtype=torch.float64)
+        off, terms = torch.zeros_like(whole), torch.zeros_like(whole)
+        for b, (value, error) in enumerate(parts):
+            place_ = (b, slice(None), slice(0, value.shape[1]), slice(0, value.shape[2]))
+            whole[place_], off[place_], terms[place_] = value, error, value.abs()
+        shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
+        axes = [axis for axis in range(4) if shape[axis] == 1]
+        count = int(np.prod([whole.shape[axis] for axis in axes]))
+        value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (whole, off, terms))
+        error = abs(scale) * (error + count * U * most)
+        if self.widened:
+            error = torch.where(
+                error > 0, error + HALF[self.tensor.dtype] * most + count * SMALLEST[self.tensor.dtype], 0.0
+            )
+        error = torch.where(error > 0, rounding(abs(scale) * value.abs(), error, self.tensor.dtype), 0.0)
+        return Value((scale * value).reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
+
+
+def broadcast_shape(rng: Rng, whole: Sequence[int]) -> tuple[int, ...]:
+    """Any axes of size 1, leading ones perhaps left out."""
+    shape = [n if maybe(rng, 0.65) else 1 for n in whole]
+    while len(shape) > 1 and shape[0] == 1 and maybe(rng, 0.6):
+        shape.pop(0)
+    return tuple(shape)
+
+
+def expanded(rng: Rng, tensor: Tensor, whole: Sequence[int]) -> Tensor:
+    """The same matrix, perhaps with some axes repeated by stride 0."""
+    tail = tuple(whole)[len(whole) - tensor.dim() :]
+    return tensor.expand([n if maybe(rng, 0.3) else m for m, n in zip(tensor.shape, tail, strict=True)])
+
+
+def four(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+
+
+def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Matrix:
+    """True removes; some rows and some columns wholly."""
+    share = float(rng.choice([0.1, 0.5, 0.9, 1.0], p=[0.4, 0.4, 0.15, 0.05]))
+    values = torch.from_numpy(rng.random(shape) < share)
+    if values.dim() >= 2 and values.shape[-2] > 1 and maybe(rng, 0.4):
+        values[..., int(rng.integers(values.shape[-2])), :] = True
+    if values.shape[-1] > 1 and maybe(rng, 0.4):
+        values[..., : int(rng.integers(values.shape[-1]))] = True
+    dtype = dtypes[int(rng.integers(len(dtypes)))]
+    bytes_ = torch.from_numpy(rng.integers(1, 256 if dtype == torch.uint8 else 2, shape).astype(np.uint8))
+    stored = torch.where(values, bytes_, torch.zeros((), dtype=torch.uint8)).to(dtype)
+    placed = place(rng, stored) if rules.EMPTY_MATRICES or stored.numel() else stored
+    return Matrix(expanded(rng, placed, whole), four(values))
+
+
+def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+    """Numbers, some of them -inf."""
+    values = normal(rng, *shape).to(dtype)
+    if maybe(rng, 0.3):
+        values[torch.from_numpy(rng.random(shape) < rng.choice([0.05, 0.5, 0.95]))] = -torch.inf
+    if values.shape[-1] > 1 and maybe(rng, 0.25):
+        values[..., int(rng.integers(values.shape[-1])) :] = -torch.inf
+    return Matrix(values, four(values.double()))
+
+
+def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], whole: Sequence[int]) -> None:
+    """NaN in the elements of a bias that no score which counts reads, then its place in memory."""
+    if maybe(rng, 0.6):
+        seen = torch.zeros(tuple(whole), dtype=torch.bool)
+        for b, count in enumerate(counts):
+            seen[b, :, : count.shape[1], : count.shape[2]] = count > 0
+        shape = matrix.whole.shape
+        axes = [axis for axis in range(4) if shape[axis] == 1]
+        read = seen.any(dim=axes[0], keepdim=True) if axes else seen
+        for axis in axes[1:]:
+            read = read.any(dim=axis, keepdim=True)
+        matrix.tensor[~read.reshape(matrix.tensor.shape)] = torch.nan
+    matrix.whole = four(matrix.tensor.double())
+    if rules.EMPTY_MATRICES or matrix.tensor.numel():
+        matrix.tensor = place(rng, matrix.tensor)
+
+
+def hide_by_inf(batch: Batch, counts: Sequence[Tensor], matrix: Matrix, mean: bool) -> None:
+    """NaN in the value rows of keys whose every score that counts is -inf."""
+    if not rules.HIDDEN_BY_INF or mean or not maybe(batch.rng, 0.5):
+        return
+    for b, count in enumerate(counts):
+        bias = matrix.of(b, count.shape[1], count.shape[2], batch.heads)
+        counted = (count > 0) & (bias != -torch.inf)
+        unseen = ~counted.any(1).unflatten(0, (batch.heads_kv, -1)).any(1).T
+        batch.parts["v"][b][unseen] = float(garbage(batch.rng, batch.dtype))
+
+
+@dataclass
+class Dropout:
+    """none, given bits or drawn ones: `keep` of every sequence, with 1 / keep_prob."""
+
+    keep_prob: float = 1.0
+    bits: Tensor | None = None
+    seed: int = 0
+    offset: int = 0
+
+    def keep(self, batch: Batch, b: int) -> Tensor | None:
+        if self.keep_prob == 1.0:
+            return None
+        shape = (batch.heads, batch.q_len[b], batch.kv_len[b])
+        if self.bits is None:
+            kept = drawn_bits(self.seed, self.offset, self.keep_prob, b * batch.heads, shape)
+        elif batch.packed:
+            first = batch.heads * sum(m * n for m, n in zip(batch.q_len[:b], batch.kv_len[:b], strict=True))
+            kept = given_bits(self.bits.reshape(-1).numpy(), first, shape)
+        else:
+            whole = (batch.heads, *batch.tokens)
+            own = given_bits(self.bits.reshape(-1).numpy(), b * int(np.prod(whole)), whole)
+            kept = own[:, : shape[1], : shape[2]]
+        return kept / self.keep_prob
+
+
+def draw_bits(batch: Batch) -> Tensor:
+    """Enough packed bytes for every score, perhaps more than enough."""
+    rng, b = batch.rng, batch
+    scores = sum(m * n for m, n in zip(b.q_len, b.kv_len, strict=True))
+    scores = scores if b.packed else len(b.q_len) * b.tokens[0] * b.tokens[1]
+    count = max(-(-b.heads * scores // 8), 1) + int(rng.integers(0, 20))  # an empty mask counts as none
+    return torch.from_numpy(rng.integers(0, 256, count).astype(np.uint8))
+
+
+def draw_seed(rng: Rng) -> tuple[int, int]:
+    seed = int(rng.choice([1, 7, 2**31, 2**32 + 5, 2**62 + 12345])) + int(rng.integers(0, 1000))
+    return seed, int(rng.choice([0, 1, 5, 2**31 - 1]))
+
+
+def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) -> dict[str, Value]:
+    """The gradients of q, k, v and the rope parts that are asked for, by name."""
+    found: dict[str, Value] = {}
+    tail = {"q": slice(0, batch.dim), "q_rope": slice(batch.dim, None)}
+    tail |= {"k": tail["q"], "k_rope": tail["q_rope"], "v": slice(None)}
+    for name in asked:
+        if name not in batch.parts:
+            continue
+        side = "q" if name.startswith("q") else "kv"
+        parts = []
+        for own in slopes:
+            value, error = (
+                own.dq() if side == "q" else own.dv(batch.heads_kv) if name == "v" else own.dk(batch.heads_kv)
+            )
+            parts.append((value[..., tail[name]], error[..., tail[name]]))
+        found["d" + name] = batch.lay(parts, side)
+    return found
+
+
+def dsink(batch: Batch, slopes: Sequence[Slopes]) -> Value:
+    value = sum((own.dsink()[0] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
+    error = sum((own.dsink()[1] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
+    return Value(value, error + (len(slopes) + 1) * U * value.abs(), torch.float32)

@@ -1,0 +1,268 @@
+"""Attention by its formulas, in float64, with the error that rounding may leave in every element.
+
+    s = scale * q . k + bias;  P = count * exp(s - max) / (sum count * exp(s - max) + exp(sink - max))
+    out = (P * keep) v;  dV = (P * keep)^T dY;  dP = keep * dY v^T;  dS = P * (dP - dY . out)
+    dQ = scale * dS k;  dK = scale * dS^T q
+
+Errors follow the same sums over absolute terms: a sum of n float32 terms is off by n * U of them at most, 2^x by EXP,
+and what ruling 10 lets a program narrow once (P and dS of bfloat16 inputs) by half a unit of that dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+U = 2.0**-24  # half a unit of float32's last place
+EXP = 2e-7  # relative error of 2^x, as csrc/vec.h states it
+TINY = 2.0**-126  # smaller numbers may be flushed to zero
+HALF = {torch.float32: U, torch.float64: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST = {torch.float32: TINY, torch.float64: TINY, torch.bfloat16: TINY, torch.float16: 2.0**-25}
+
+
+def narrowing(dtype: torch.dtype) -> float:
+    """What P and dS may lose before the second product (ruling 10)."""
+    return HALF[dtype] if dtype == torch.bfloat16 else 0.0
+
+
+def rounding(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of a result once it is stored in dtype."""
+    return error + (value.abs() + error) * HALF[dtype] + SMALLEST[dtype]
+
+
+def zeroed(rows: Tensor, used: Tensor) -> Tensor:
+    """Rows that nobody sees as zeros, whatever they hold."""
+    return torch.where(used[..., None], rows, 0.0)
+
+
+@dataclass
+class Rows:
+    """One sequence: q [N, R, D], k [N, K, D], v [N, K, Dv] (key heads repeated), count [N, R, K]: how often a row
+    counts a key; bias and keep (0 or 1 / keep_prob) like it; sink [N]; mean [N, R]: empty rows that return v's mean.
+
+    blur: what scores may be off by besides; spill: what out may be (a cache of integers).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    count: Tensor
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    keep: Tensor | None = None
+    sink: Tensor | None = None
+    mean: Tensor | None = None
+    blur: Tensor | float = 0.0
+    spill: Tensor | float = 0.0
+
+    def __post_init__(self) -> None:
+        self.mean = torch.zeros(self.count.shape[:2], dtype=torch.bool) if self.mean is None else self.mean
+        seen = self.count > 0
+        bias = 0.0 if self.bias is None else torch.where(seen, self.bias, 0.0)
+        hidden = seen & (torch.as_tensor(bias) == -torch.inf)  # a score of -inf is a key that is not seen
+        self.count = torch.where(hidden, 0, self.count)
+        self.seen = self.count > 0
+        self.added = torch.where(hidden, 0.0, bias) if self.bias is not None else torch.zeros(())
+        used = self.seen.any(1)
+        self.k, self.v = zeroed(self.k, used), zeroed(self.v, used | self.mean.any(1)[:, None])
+        self.kept = torch.ones(()).double() if self.keep is None else self.keep
+
+    @cached_property
+    def scores(self) -> Tensor:
+        return self.scale * (self.q @ self.k.mT) + self.added
+
+    @cached_property
+    def score_error(self) -> Tensor:
+        """Products and sums in float32, the scale, the bias, and the conversion to powers of two."""
+        terms = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + self.added.abs()
+        return (self.q.shape[-1] + 8) * U * terms + self.blur + 4 * U * self.scores.abs()
+
+    @cached_property
+    def max(self) -> Tensor:
+        top = self.scores.masked_fill(~self.seen, -torch.inf)
+        own = top.amax(-1) if top.shape[-1] else top.new_full(top.shape[:2], -torch.inf)
+        return own if self.sink is None else torch.maximum(own, self.sink[:, None].expand_as(own))
+
+    @cached_property
+    def max_error(self) -> Tensor:
+        """The largest error of a score that counts, [N, R]."""
+        own = self.score_error.masked_fill(~self.seen, 0.0)
+        largest = own.amax(-1) if own.shape[-1] else own.new_zeros(own.shape[:2])
+        return largest + 4 * U * (0.0 if self.sink is None else self.sink.abs()[:, None])
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """[N, R]: rows that see no key."""
+        return ~self.seen.any(-1)
+
+    @cached_property
+    def sum(self) -> Tensor:
+        total = self._exp(self.max).sum(-1)
+        return total if self.sink is None else total + (self.sink[:, None] - self.max).exp()
+
+    @cached_property
+    def sum_error(self) -> Tensor:
+        return self.sum * (torch.expm1(2 * self.max_error) + (self.count.shape[-1] + 8) * U + EXP)
+
+    @cached_property
+    def lse(self) -> Tensor:
+        return torch.where(self.sum > 0, self.max + self.sum.log(), -torch.inf)
+
+    @cached_property
+    def lse_error(self) -> Tensor:
+        return (
+            self.max_error + (self.count.shape[-1] + 8) * U + EXP + 8 * U * self.max.nan_to_num(0, 0, 0).abs() + 8 * U
+        )
+
+    def _exp(self, peak: Tensor) -> Tensor:
+        peak = peak.masked_fill(~peak.isfinite(), 0.0)[..., None]
+        return torch.where(self.seen, self.count * (self.scores - peak).masked_fill(~self.seen, 0).exp(), 0.0)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """P, with 1 / n in rows of the mean form."""
+        own = self._exp(self.max) / torch.where(self.sum > 0, self.sum, 1.0)[..., None]
+        return torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), own)
+
+    @cached_property
+    def weight_error(self) -> Tensor:
+        """Absolute error of P before it may be narrowed; no weight is further off than 1 (times its count)."""
+        shift = (self.score_error + self.max_error[..., None]).clamp(max=50.0)
+        share = torch.expm1(shift) + (self.count.shape[-1] + 8) * U + 2 * EXP
+        off = torch.minimum(self.weights * share, self.count.clamp(min=1).double())
+        return torch.where(self.seen | self.mean[..., None], off + TINY, 0.0)
+
+    @cached_property
+    def out(self) -> Tensor:
+        return (self.weights * self.kept) @ self.v
+
+    @cached_property
+    def out_error(self) -> Tensor:
+        off = self.weight_error + (narrowing(self.dtype) + 8 * U) * (self.weights + self.weight_error)
+        flushed = TINY * (self.seen | self.mean[..., None]) * self.kept  # a product that is no normal number
+        return (off * self.kept) @ self.v.abs() + flushed.sum(-1, keepdim=True) + self.spill
+
+    @property
+    def stored_error(self) -> Tensor:
+        """Of out in its dtype."""
+        return rounding(self.out, self.out_error, self.dtype)
+
+    def saved(self, out: Tensor, max_: Tensor, sum_: Tensor, dy: Tensor) -> Slopes:
+        """Derivatives from what a forward saved, taken as it is: out [N, R, Dv], max and sum [N, R]."""
+        peak = torch.where(self.empty, 0.0, max_)
+        total = torch.where(sum_ > 0, sum_, 1.0)
+        own = self._exp(peak) / total[..., None]
+        p = torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), own)
+        shift = self.score_error + 4 * U * (peak.abs() + total.log().abs())[..., None]
+        error = p * (torch.expm1(shift.clamp(max=50.0)) + 2 * EXP + 16 * U) + TINY
+        seen = self.seen | self.mean[..., None]
+        sink = None if self.sink is None else torch.where(sum_ > 0, (self.sink[:, None] - max_).exp() / total, 0.0)
+        return Slopes(self, p, torch.where(seen, error, 0.0), out, torch.zeros_like(out), dy, sink)
+
+    def slopes(self, dy: Tensor) -> Slopes:
+        """Derivatives of this very forward, whose stored out a program uses."""
+        sink = None
+        if self.sink is not None:
+            sink = torch.where(self.sum > 0, (self.sink[:, None] - self.max).exp() / self.sum, 0.0)
+        return Slopes(self, self.weights, 2 * self.weight_error, self.out, self.stored_error, dy, sink)
+
+
+@dataclass
+class Slopes:
+    """Gradients of one sequence from P and the output, each with its error."""
+
+    rows: Rows
+    p: Tensor
+    p_error: Tensor
+    out: Tensor
+    out_error: Tensor
+    dy: Tensor
+    p_sink: Tensor | None
+
+    def __post_init__(self) -> None:
+        r, dy = self.rows, self.dy
+        n = dy.shape[-1] + 4
+        self.delta = (dy * self.out).sum(-1, keepdim=True)
+        self.delta_error = (dy.abs() * (self.out_error + n * U * self.out.abs())).sum(-1, keepdim=True)
+        dp = (dy @ r.v.mT) * r.kept
+        dp_error = n * U * (dy.abs() @ r.v.abs().mT) * r.kept
+        inner, inner_error = dp - self.delta, dp_error + self.delta_error
+        alive = r.seen & ~r.empty[..., None]
+        self.ds = torch.where(alive, self.p * inner, 0.0)
+        off = self.p * inner_error + self.p_error * (inner.abs() + inner_error)
+        self.ds_error = torch.where(alive, off + (narrowing(r.dtype) + 8 * U) * (self.ds.abs() + off) + TINY, 0.0)
+
+    def dq(self) -> tuple[Tensor, Tensor]:
+        r = self.rows
+        off = self.ds_error + (self.ds.shape[-1] + 4) * U * self.ds.abs()
+        return r.scale * (self.ds @ r.k), abs(r.scale) * (off @ r.k.abs() + self.ds.shape[-1] * TINY)
+
+    def dk(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Summed over the query heads of each of the key heads."""
+        r = self.rows
+        off = self.ds_error + self._rows(heads) * U * self.ds.abs()
+        error = off.mT @ r.q.abs() + self._rows(heads) * TINY
+        return grouped(r.scale * (self.ds.mT @ r.q), heads), grouped(abs(r.scale) * error, heads)
+
+    def dv(self, heads: int) -> tuple[Tensor, Tensor]:
+        r = self.rows
+        p, off = self.p * r.kept, self.p_error * r.kept
+        off = off + (narrowing(r.dtype) + 8 * U) * (p + off) + self._rows(heads) * U * p
+        error = grouped(off.mT @ self.dy.abs(), heads)
+        if bool(r.mean.any()):  # added to what is stored of the other rows: one more rounding
+            others = grouped(torch.where(r.mean[..., None], 0.0, p).mT @ self.dy, heads)
+            error = error + HALF[r.dtype] * (others.abs() + error)
+        return grouped(p.mT @ self.dy, heads), error
+
+    def dsink(self) -> tuple[Tensor, Tensor]:
+        """[N]: -sum over rows of D * p_sink."""
+        assert self.p_sink is not None
+        each = self.delta[..., 0] * self.p_sink
+        relative = torch.expm1(2 * self.rows.max_error) + (sum(self.p.shape[1:]) + 16) * U + 2 * EXP
+        off = self.delta_error[..., 0] * self.p_sink * (1 + relative) + each.abs() * relative + TINY
+        return -each.sum(-1), off.sum(-1)
+
+    def _rows(self, heads: int) -> int:
+        """How many terms a key's sum has."""
+        return self.p.shape[1] * (self.p.shape[0] // max(heads, 1)) + 4
+
+
+def grouped(by_head: Tensor, heads: int) -> Tensor:
+    """[heads, ..]: sums over the query heads that share a key head."""
+    return by_head.unflatten(0, (heads, -1)).sum(1)
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(counter: tuple[np.ndarray, ...], seed: int) -> np.ndarray:
+    """[.., 4] words of Philox4x32-7 for counters of four words."""
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) & _LOW for c in np.broadcast_arrays(*counter))
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
+    for _ in range(7):
+        left, right = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = right >> np.uint64(32) ^ c1 ^ k0, right & _LOW, left >> np.uint64(32) ^ c3 ^ k1, left & _LOW
+        k0, k1 = k0 + np.uint64(0x9E3779B9) & _LOW, k1 + np.uint64(0xBB67AE85) & _LOW
+    return np.stack((c0, c1, c2, c3), -1)
+
+
+def drawn_bits(seed: int, offset: int, keep_prob: float, stream: int, shape: tuple[int, int, int]) -> Tensor:
+    """[heads, rows, keys] of 0 and 1 by ruling 9; stream: sequence * heads."""
+    heads, rows, keys = shape
+    counter = (np.arange(-(-keys // 8)), np.arange(rows)[:, None], stream + np.arange(heads)[:, None, None], offset)
+    words = philox(tuple(np.asarray(c) for c in counter), seed)
+    halves = np.stack((words & np.uint64(0xFFFF), words >> np.uint64(16)), -1).reshape(heads, rows, -(-keys // 8) * 8)
+    return torch.from_numpy((halves[..., :keys] < round(65536 * keep_prob)).astype(np.float64))
+
+
+def given_bits(bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> Tensor:
+    """[heads, rows, keys] of 0 and 1 from packed bytes, lowest bit first, from bit `first` on."""
+    flat = np.unpackbits(bits, bitorder="little")[first : first + int(np.prod(shape))]
+    return torch.from_numpy(flat.reshape(shape).astype(np.float64))

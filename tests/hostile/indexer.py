@@ -1,0 +1,284 @@
+"""lightning_indexer and torch_npu's indexer: what is chosen, in which order, and the gradient of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+
+from .core import Drawn, Results, Value
+from .dense import Batch
+from .formulas import HALF, U, narrowing, rounding
+from .places import Rng, Tensor, lay, leaf, maybe, normal, pick, place
+from .sparse import Lists, draw_lists, draw_sequences, given_lengths, lay_lists, lay_pages, read_entries, visible
+
+
+@dataclass
+class Scores:
+    """One sequence: s [N, R, K] = q . k, I [R, K] = sum_h w_h * max(0, s_h), and what rounding does to both."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    dtype: torch.dtype
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        self.s = self.q @ self.k.mT
+        self.s_error = (self.q.shape[-1] + 4) * U * (self.q.abs() @ self.k.abs().mT)
+        w = self.w.T[..., None]
+        self.value = (w * self.s.clamp(min=0)).sum(0)
+        terms = w.abs() * self.s.abs()
+        self.error = (w.abs() * self.s_error).sum(0) + (len(self.w.T) + 4) * U * terms.sum(0)
+        if self.exact:  # small whole numbers: no program rounds them
+            self.s_error, self.error = torch.zeros_like(self.s), torch.zeros_like(self.value)
+
+    def gradients(self, di: Tensor, di_error: Tensor, size: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """dq [N, R, D], dk [K, D] and dw [R, N] from dI [R, K]: 1 where s > 0, unknown where s might be either.
+
+        size: the absolute dI of all entries that name a key, each of which may be narrowed by itself.
+        """
+        w = self.w.T[..., None]
+        on = (self.s > 0).double()
+        unsure = (self.s.abs() <= self.s_error) & (self.s_error > 0)
+        positive = self.s.clamp(min=0)
+        dw = (di * positive).sum(-1)
+        dw_error = (di_error * positive + size * (self.s_error + (di.shape[-1] + 4) * U * positive)).sum(-1)
+        ds = di * w * on
+        wide = (size + di_error) * w.abs()
+        ds_error = di_error * w.abs() * on + torch.where(unsure, wide, 0.0) + (narrowing(self.dtype) + 8 * U) * wide
+        dq, dk = ds @ self.k, (ds.mT @ self.q).sum(0)
+        dq_error = (ds_error + (ds.shape[-1] + 4) * U * ds.abs()) @ self.k.abs()
+        rows = ds.shape[0] * ds.shape[1] + 4
+        dk_error = ((ds_error + rows * U * ds.abs()).mT @ self.q.abs()).sum(0)
+        return {"dq": (dq, dq_error), "dk": (dk, dk_error), "dw": (dw.T, dw_error.T)}
+
+
+def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "k", "w")) -> torch.dtype:
+    """q, k and weights of an indexer; coarse: whole numbers, full of ties. Returns the weights' dtype."""
+    rng, b = batch.rng, batch
+    kind = torch.float32 if maybe(rng, 0.5) else b.dtype
+    for name, own, heads, elements in zip(
+        names, (b.q_len, b.kv_len, b.q_len), (b.heads, 1, 1), (b.dim, b.dim, b.heads), strict=True
+    ):
+        if coarse:
+            whole = torch.from_numpy(rng.integers(-2, 3, (sum(own), heads, elements)).astype(np.float64))
+        else:
+            whole = normal(rng, sum(own), heads, elements)
+        b.parts[name] = list(whole.to(kind if name == names[2] else b.dtype).double().split(own))
+    return kind
+
+
+def lay_weights(batch: Batch, parts: Sequence[Tensor], dtype: torch.dtype, fill: float) -> Tensor:
+    """[B, S1, N] or [T1, N] from [R, 1, N]."""
+    return place(batch.rng, lay([p.to(dtype) for p in parts], batch.layout, batch.tokens[0], fill).squeeze(-2))
+
+
+@dataclass
+class Plan:
+    """What a drawn call says besides its tensors."""
+
+    batch: Batch
+    call: dict[str, Any]
+    face: str
+    kind: torch.dtype
+    causal: bool
+    count: int
+    coarse: bool
+    asked: list[str]
+    lists: Lists | None = None
+    values: bool = True
+
+
+def draw(rng: Rng) -> Drawn:
+    batch = draw_sequences(rng, 300)
+    batch.heads_kv, batch.heads = 1, int(rng.integers(1, 9)) if maybe(rng, 0.9) else int(rng.integers(9, 65))
+    if maybe(rng, 0.6):
+        batch.dim = min(batch.dim, 48)
+    face = str(pick(rng, "own", "npu", "npu gradient"))
+    coarse = maybe(rng, 0.3)
+    kind = draw_parts(batch, coarse)
+    count = int(rng.integers(1, 16)) if maybe(rng, 0.6) else int(rng.integers(1, 400))
+    p = Plan(batch, {}, face, kind, maybe(rng, 0.7), count, coarse, [])
+    pages = maybe(rng, 0.2) and face != "npu gradient"
+    own = face == "own"
+    names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_key")
+    p.call |= given_lengths(batch, not own, names, pages)
+    _hide(batch)
+    laid, table = lay_pages(batch, ["k"], own) if pages else ({"k": batch.tensor("k", "kv")}, None)
+    laid |= {"q": batch.tensor("q", "q"), "w": lay_weights(batch, batch.parts["w"], kind, torch.nan)}
+    long = {"q": "query", "k": "key", "w": "weights"}
+    p.call |= {name if own and name != "w" else long[name]: tensor for name, tensor in laid.items()}
+    if face == "npu gradient":
+        return _draw_gradient(p)
+    if own:
+        p.call |= {"top_k": count, "layout": batch.layout, "causal": p.causal, "page_table": table}
+    else:
+        p.values = maybe(rng, 0.7)
+        p.call |= {"sparse_count": count, "layout_query": batch.layout, "sparse_mode": 3 if p.causal else 0}
+        p.call |= {"layout_key": "PA_BSND" if pages else batch.layout, "block_table": table, "return_value": p.values}
+    dy = None
+    if p.values and not pages and maybe(rng, 0.6):
+        p.asked = [name for name in ("q", "k", "w") if maybe(rng, 0.7)]
+        names_of = {name: name if own and name != "w" else long[name] for name in p.asked}
+        p.call |= {names_of[name]: leaf(p.call[names_of[name]]) for name in p.asked}
+        batch.parts["dy"] = [normal(rng, m, 1, count).to(batch.dtype).double() for m in batch.q_len]
+        dy = batch.tensor("dy", "q") if p.asked else None
+    return Drawn({"face": face, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
+
+
+def _hide(batch: Batch) -> None:
+    """Nothing: every key behind a length is NaN already, and each of the others is scored by some row or by none."""
+    for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
+        if m == 0 and n:
+            batch.parts["k"][b] = torch.full_like(batch.parts["k"][b], torch.nan)
+
+
+def _run(p: Plan, dy: Tensor | None) -> Results:
+    if p.face == "own":
+        chosen, values = fa.lightning_indexer(**p.call)
+    else:
+        chosen, values = npu.npu_lightning_indexer(**p.call)
+    found = {"indices": chosen, "values": values}
+    if p.asked:
+        long = {"q": "query", "k": "key", "w": "weights"}
+        leaves = [p.call[n if p.face == "own" and n != "w" else long[n]] for n in p.asked]
+        found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(values, leaves, dy), strict=True)}
+    return found
+
+
+def scores_of(batch: Batch, b: int, exact: bool = False, names: tuple[str, str, str] = ("q", "k", "w")) -> Scores:
+    q, k, w = (batch.parts[name][b] for name in names)
+    k = torch.zeros_like(k) if not len(q) else k
+    return Scores(q.transpose(0, 1), k[:, 0], w[:, 0], batch.dtype, exact)
+
+
+def fair(own: Scores, chosen: Tensor, seen: Tensor, count: int) -> Tensor:
+    """[R, count]: the list itself where it is one that rounding allows, else the list that the formula orders."""
+    want = torch.full((len(seen), count), -1, dtype=torch.int64)
+    for row, vis in enumerate(seen.tolist()):
+        value, error = own.value[row, :vis], own.error[row, :vis]
+        most = min(count, vis)
+        order = torch.from_numpy(np.lexsort((np.arange(vis), -value.numpy()))[:most].copy())
+        want[row, :most] = order
+        mine = chosen[row, :most]
+        legal = (
+            bool(((mine >= 0) & (mine < vis)).all())
+            and len(mine.unique()) == most
+            and bool((chosen[row, most:] == -1).all())
+        )
+        if not legal or torch.equal(mine, order) or not most:
+            continue
+        low, off = value[mine], error[mine]
+        rest = torch.ones(vis, dtype=torch.bool)
+        rest[mine] = False
+        falls = bool((low[:-1] + off[:-1] >= low[1:] - off[1:]).all())
+        ties = (low[:-1] == low[1:]) & (off[:-1] == 0) & (off[1:] == 0) & (mine[:-1] > mine[1:])
+        left = value[rest] - error[rest]
+        if falls and not bool(ties.any()) and (not len(left) or bool(left.max() <= (low + off).min())):
+            want[row, :most] = mine
+    return want
+
+
+def _lists(p: Plan, chosen: Tensor) -> list[Tensor]:
+    """[R, K] of every sequence."""
+    b, own = p.batch, chosen.long().squeeze(-2)
+    return list(own[: sum(b.q_len)].split(b.q_len)) if b.packed else [own[s, :m] for s, m in enumerate(b.q_len)]
+
+
+def _expect(p: Plan, got: Results) -> dict[str, Value]:
+    b = p.batch
+    every = [scores_of(b, s, p.coarse) for s in range(len(b.q_len))]
+    seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
+    wanted = [fair(e, own, v, p.count) for e, own, v in zip(every, _lists(p, got["indices"]), seen, strict=True)]
+    expected = {
+        "indices": Value(
+            _lay(b, [w.double() for w in wanted], -1.0), _lay(b, [0.0 * w for w in wanted], 0.0), torch.int32
+        )
+    }
+    if p.values:
+        value = [torch.where(w >= 0, _at(e.value, w), -torch.inf) for e, w in zip(every, wanted, strict=True)]
+        error = [torch.where(w >= 0, _at(e.error, w), 0.0) for e, w in zip(every, wanted, strict=True)]
+        laid = _lay(b, value, -torch.inf)
+        off = rounding(laid.nan_to_num(0, 0, 0), _lay(b, error, 0.0), b.dtype)
+        expected["values"] = Value(laid, torch.where(laid.isfinite(), off, 0.0), b.dtype)
+    else:
+        expected["values"] = Value(torch.empty(0).double(), torch.empty(0).double(), b.dtype)
+    if p.asked:
+        expected |= _slopes(p, every, wanted, seen)
+    return expected
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """values[row, places[row]], anything where there is none."""
+    return values.gather(1, places.clamp(min=0)) if values.shape[1] else torch.zeros(places.shape, dtype=torch.float64)
+
+
+def _lay(batch: Batch, parts: Sequence[Tensor], fill: float) -> Tensor:
+    return lay([part[:, None] for part in parts], batch.layout, batch.tokens[0], fill)
+
+
+def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Tensor:
+    """[R, keys]: sums of what is given per slot, over the slots that are read."""
+    total = torch.zeros(len(slots), keys + 1, dtype=torch.float64)
+    total.scatter_add_(1, torch.where(read, entries.clamp(max=keys), keys), torch.where(read, slots, 0.0))
+    return total[:, :keys]
+
+
+def lay_gradients(
+    batch: Batch, every: Sequence[dict[str, tuple[Tensor, Tensor]]], kind: torch.dtype
+) -> dict[str, Value]:
+    """dq, dk and dw in the layout."""
+    expected = {
+        "dq": batch.lay([e["dq"] for e in every], "q"),
+        "dk": batch.lay([(e["dk"][0][None], e["dk"][1][None]) for e in every], "kv"),
+    }
+    value, error = (_lay(batch, [e["dw"][i] for e in every], 0.0).squeeze(-2) for i in (0, 1))
+    expected["dw"] = Value(value, torch.where(error > 0, rounding(value, error, kind), HALF[kind] * value.abs()), kind)
+    return expected
+
+
+def _slopes(p: Plan, every: Sequence[Scores], lists: Sequence[Tensor], seen: Sequence[Tensor]) -> dict[str, Value]:
+    b, found = p.batch, []
+    for s, own in enumerate(every):
+        read = read_entries(lists[s], seen[s], 1) & (lists[s] < seen[s][:, None])
+        dy = b.parts["dy"][s][:, 0]
+        di = scatter_slots(dy, lists[s], read, b.kv_len[s])
+        count = scatter_slots(torch.ones_like(dy), lists[s], read, b.kv_len[s])
+        terms = scatter_slots(dy.abs(), lists[s], read, b.kv_len[s])
+        found.append(own.gradients(di, count * U * terms, terms))
+    names = ("dq", "dk", "dw")
+    laid = lay_gradients(b, found, p.kind)
+    return {n: laid[n] for n in names if n[1:] in p.asked}
+
+
+def _draw_gradient(p: Plan) -> Drawn:
+    b, rng = p.batch, p.batch.rng
+    p.lists = draw_lists(b, 1, 1, p.causal)
+    count = p.lists.entries[0].shape[-1]
+    b.parts["dy"] = [normal(rng, m, 1, count).to(b.dtype).double() for m in b.q_len]
+    lists = lay_lists(b, p.lists.entries, torch.int64 if maybe(rng, 0.5) else torch.int32)
+    dy = b.tensor("dy", "q")
+    if maybe(rng, 0.4):
+        lists = lists.squeeze(-2)
+    if maybe(rng, 0.4):
+        dy = dy.squeeze(-2)
+    p.call |= {"sparse_indices": lists, "dy": dy, "layout": b.layout, "sparse_mode": 3 if p.causal else 0}
+    p.asked = ["q", "k", "w"]
+
+    def run() -> Results:
+        return dict(zip(("dq", "dk", "dw"), npu.npu_lightning_indexer_grad(**p.call), strict=True))
+
+    def expect(_: Results) -> dict[str, Value]:
+        assert p.lists is not None
+        every = [scores_of(b, s, p.coarse) for s in range(len(b.q_len))]
+        seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
+        return _slopes(p, every, [own[0] for own in p.lists.entries], seen)
+
+    return Drawn({"face": p.face, **p.call}, run, expect)

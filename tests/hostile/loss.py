@@ -1,0 +1,267 @@
+"""The indexer's loss: indexer_loss, torch_npu's sparse and dense loss functions, and its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+
+from .attention import draw_scale
+from .core import Drawn, Results, Value
+from .dense import Batch, hide_unseen
+from .formulas import EXP, Rows, U
+from .indexer import Scores, draw_parts, lay_gradients, lay_weights, scores_of
+from .places import Rng, Tensor, dim, lay_rows, leaf, maybe, normal, pick, place
+from .sparse import Lists, draw_lists, draw_sequences, given_lengths, lay_lists, lay_stats, visible
+
+INDEX = ("iq", "ik", "iw")
+LEAST = 1e-8  # of a probability in a logarithm
+
+
+@dataclass
+class Plan:
+    """What a drawn call says besides its tensors; counts: how often a row counts each key, [R, K] per sequence."""
+
+    batch: Batch
+    index: Batch
+    call: dict[str, Any]
+    face: str
+    kind: torch.dtype
+    scale: float
+    counts: list[Tensor]
+    sink: Tensor | None
+    lists: Lists | None
+    asked: list[str]
+    lse: list[Tensor]
+    given: tuple[list[Tensor], list[Tensor]]
+    factor: float = 1.0
+
+
+def _attention(batch: Batch, s: int, count: Tensor, scale: float, sink: Tensor | None) -> Rows:
+    own = None if sink is None else sink.double()
+    whole = count.expand(batch.heads, -1, -1)
+    return Rows(batch.q(s), batch.k(s), batch.k(s)[..., :1], scale, whole, batch.dtype, sink=own)
+
+
+def draw(rng: Rng) -> Drawn:
+    batch = draw_sequences(rng, 130)
+    if maybe(rng, 0.3):
+        batch.dim_rope = dim(rng, 32)
+    batch.dim = min(batch.dim, 100)
+    index = replace(batch, heads=int(rng.integers(1, 9)) if maybe(rng, 0.9) else int(rng.integers(9, 40)), heads_kv=1)
+    index.dim, index.dim_rope, index.parts = dim(rng, 64), 0, {}
+    face = str(pick(rng, "own", "npu sparse", "npu dense", "npu statistics"))
+    causal = maybe(rng, 0.7)
+    for name, side, heads, elements in (
+        *(("q", "q", batch.heads, batch.dim), ("k", "kv", batch.heads_kv, batch.dim)),
+        *(("q_rope", "q", batch.heads, batch.dim_rope), ("k_rope", "kv", batch.heads_kv, batch.dim_rope)),
+    ):
+        if elements:
+            batch.draw(name, side, heads, elements)
+    kind = draw_parts(index, maybe(rng, 0.1), INDEX)
+    selects = face == "npu sparse" or (face == "own" and maybe(rng, 0.6))
+    lists = draw_lists(batch, 1, 1, causal) if selects else None
+    everything = [
+        (torch.arange(n) < visible(m, n, causal)[:, None]).int() for m, n in zip(batch.q_len, batch.kv_len, strict=True)
+    ]
+    counts = everything if lists is None else [own[0] for own in lists.counts]
+    sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) and face in ("own", "npu sparse") else None
+    p = Plan(
+        batch, index, {}, face, kind, draw_scale(rng, batch.dim + batch.dim_rope), counts, sink, lists, [], [], ([], [])
+    )
+    denser = maybe(rng, 0.15)
+    for s, count in enumerate(everything if denser else counts):
+        rows = _attention(batch, s, count, p.scale, sink if batch.kv_len[s] else None)
+        p.lse.append(rows.lse.float().double())
+        gone = ~rows.max.isfinite()
+        p.given[0].append(torch.where(gone, 0.0, rows.max).float().double())
+        p.given[1].append(torch.where(gone, 0.0, rows.sum).float().double())
+    if not denser:
+        hide_unseen(batch, [count.expand(batch.heads, -1, -1) for count in counts], True)
+        if maybe(rng, 0.6):
+            for s, count in enumerate(counts):
+                index.parts["ik"][s][~(count > 0).any(0)] = torch.nan
+    _arguments(p, causal)
+    about = {"face": face, "factor": p.factor, **p.call}
+    return Drawn(about, lambda: _run(p), lambda _: _expect(p))
+
+
+def _arguments(p: Plan, causal: bool) -> None:
+    b, rng, own = p.batch, p.batch.rng, p.face == "own"
+    names = ("q_len", "kv_len") if own else ("actual_seq_qlen", "actual_seq_klen")
+    p.call |= given_lengths(b, not own, names)
+    index = {"q": p.index.tensor("iq", "q"), "k": p.index.tensor("ik", "kv")}
+    index["w"] = lay_weights(b, p.index.parts["iw"], p.kind, torch.nan)
+    long = {"q": "query_index", "k": "key_index", "w": "weights"}
+    index = {("index_" + n if n != "w" else "weights") if own else long[n]: t for n, t in index.items()}
+    p.call |= index | {"layout": b.layout}
+    p.call |= {"causal": causal} if own else {"sparse_mode": 3 if causal else 0}
+    if p.face == "npu statistics":
+        return
+    kinds = {"q": "query", "k": "key", "q_rope": "query_rope", "k_rope": "key_rope"}
+    p.call |= {n if own else kinds[n]: b.tensor(n, "q" if n[0] == "q" else "kv") for n in kinds if n in b.parts}
+    p.call["scale" if own else "scale_value"] = p.scale
+    if p.sink is not None:
+        p.call["sink" if own else "sinks"] = place(rng, p.sink)
+    if p.lists is not None:
+        dtype = torch.int64 if maybe(rng, 0.4) else torch.int32
+        p.call["indices" if own else "sparse_indices"] = lay_lists(b, p.lists.entries, dtype)
+    if own:
+        p.call["lse"] = place(rng, lay_rows(p.lse, b.packed, b.tokens[0], -torch.inf).float())
+        p.asked = [n for n in ("index_q", "index_k", "weights") if maybe(rng, 0.7)]
+        p.call |= {n: leaf(p.call[n]) for n in p.asked}
+        p.factor = float(rng.choice([1.0, 2.0, -4.0]))
+        return
+    for name, parts in zip(("softmax_max", "softmax_sum"), p.given, strict=True):
+        p.call[name] = place(rng, lay_stats(b, parts).float())
+    if p.face == "npu dense":
+        for name, parts in zip(("softmax_max_index", "softmax_sum_index"), _index_statistics(p), strict=True):
+            p.call[name] = place(rng, _by_row(p, [own.float() for own, _ in parts]))
+
+
+def _by_row(p: Plan, parts: Sequence[Tensor]) -> Tensor:
+    """[B, 1, S1] or [1, T1] from [R] per sequence."""
+    laid = lay_rows([own[None] for own in parts], p.batch.packed, p.batch.tokens[0])
+    return laid.T if p.batch.packed else laid
+
+
+def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
+    """(scores of the indexer over the keys that count, count, error of its scores)."""
+    count = p.counts[s]
+    index = p.index
+    key = index.parts["ik"][s]
+    index.parts["ik"][s] = torch.where((count > 0).any(0)[:, None, None], key, 0.0)
+    own = scores_of(index, s, names=INDEX)
+    index.parts["ik"][s] = key
+    return own, count, own.error + 4 * U * own.value.abs()
+
+
+def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """(max, error) and (sum, error) [R] of every sequence; 0 and 0 where a row sees no key."""
+    tops, sums = [], []
+    for s in range(len(p.counts)):
+        own, count, error = _masked(p, s)
+        seen = count > 0
+        none = ~seen.any(-1)
+        top = own.value.masked_fill(~seen, -torch.inf)
+        peak = (top.amax(-1) if top.shape[1] else top.new_zeros(len(top))).masked_fill(none, 0.0)
+        worst = torch.where(seen, error, 0.0)
+        off = worst.amax(-1) if worst.shape[1] else worst.new_zeros(len(worst))
+        total = torch.where(seen, (own.value - peak[:, None]).exp(), 0.0).sum(-1)
+        tops.append((peak, torch.where(none, 0.0, off + U * peak.abs())))
+        relative = torch.expm1(2 * off) + EXP + (seen.shape[1] + 9) * U
+        sums.append((total, torch.where(none, 0.0, total * relative)))
+    return tops, sums
+
+
+def _run(p: Plan) -> Results:
+    if p.face == "npu statistics":
+        call = p.call
+        return dict(zip(("max", "sum"), npu.npu_dense_lightning_indexer_softmax_lse(**call), strict=True))
+    if p.face == "own":
+        loss = fa.indexer_loss(**p.call)
+        found = {"loss": loss.detach().reshape(1)}
+        if p.asked:
+            grads = torch.autograd.grad(loss, [p.call[n] for n in p.asked], torch.tensor(p.factor))
+            short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
+            found |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
+        return found
+    name = (
+        "npu_sparse_lightning_indexer_grad_kl_loss"
+        if p.face == "npu sparse"
+        else "npu_dense_lightning_indexer_grad_kl_loss"
+    )
+    return dict(zip(("dq", "dk", "dw", "loss"), getattr(npu, name)(**p.call), strict=True))
+
+
+def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
+    """p [R, K] of every key that counts, and its error."""
+    b, count = p.batch, p.counts[s]
+    rows = _attention(b, s, count, p.scale, None)
+    if p.face == "own":
+        lse, size = p.lse[s], p.lse[s].nan_to_num(0, 0, 0).abs()
+    else:
+        peak, total = p.given[0][s], p.given[1][s]
+        lse = torch.where(total > 0, peak + total.log(), -torch.inf)
+        size = peak.abs() + total.clamp(min=1e-30).log().abs()
+    # 1 / N1 sum_h exp(s - lse), over real keys alone: without what goes to the sinks
+    each = torch.where(rows.seen, (rows.scores - lse[..., None].nan_to_num(0, 0, 0)).exp(), 0.0)
+    shift = rows.score_error + 4 * U * size[..., None]
+    off = each * (torch.expm1(shift.clamp(max=50)) + 2 * EXP + 16 * U) + (2 * U + TINY_WEIGHT) * (each > 0)
+    heads, doubt = torch.full(count.shape[:1], float(b.heads)).double(), torch.zeros(count.shape[0]).double()
+    if p.sink is not None and b.kv_len[s]:
+        gone = torch.where(lse.isfinite(), (p.sink.double()[:, None] - lse).exp(), 0.0)
+        heads = heads - gone.sum(0)
+        doubt = (gone * (8 * U * (size + p.sink.double().abs()[:, None]) + 2 * EXP + 16 * U)).sum(0) + b.heads * 4 * U
+    relative = (doubt / heads.clamp(min=1e-30))[:, None] + (b.heads + 8) * U
+    heads = torch.where(rows.empty.all(0), 1.0, heads)[:, None]
+    value = each.sum(0) / heads
+    return value, off.sum(0) / heads * (1 + relative) + value * relative
+
+
+TINY_WEIGHT = 2.0**-126
+
+
+def _own(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tuple[Scores, Tensor, Tensor]:
+    """(scores, y [R, K], its error) of the indexer."""
+    own, count, error = _masked(p, s)
+    seen = count > 0
+    none = ~seen.any(-1, keepdim=True)
+    if given is not None:
+        peak, total = given[0][s][:, None], given[1][s][:, None]
+        off = torch.zeros_like(peak)
+    else:
+        top = own.value.masked_fill(~seen, -torch.inf)
+        peak = (top.amax(-1, keepdim=True) if top.shape[1] else top.new_zeros(len(top), 1)).masked_fill(none, 0.0)
+        total = torch.where(seen, count * (own.value - peak).exp(), 0.0).sum(-1, keepdim=True)
+        worst = torch.where(seen, error, 0.0)
+        off = worst.amax(-1, keepdim=True) if worst.shape[1] else worst.new_zeros(len(worst), 1)
+    y = torch.where(seen, (own.value - peak).exp() / torch.where(total > 0, total, 1.0), 0.0)
+    relative = torch.expm1((error + off + 4 * U * peak.abs()).clamp(max=50)) + 2 * EXP + (seen.shape[1] + 16) * U
+    return own, y, torch.where(seen, y * relative + TINY_WEIGHT, 0.0)
+
+
+def _expect(p: Plan) -> dict[str, Value]:
+    if p.face == "npu statistics":
+        found = {}
+        for name, parts in zip(("max", "sum"), _index_statistics(p), strict=True):
+            value, error = (_by_row(p, [own[i] for own in parts]) for i in (0, 1))
+            found[name] = Value(value, error + U * value.abs(), torch.float32)
+        return found
+    given = None
+    if p.face == "npu dense":
+        tops, sums = _index_statistics(p)
+        given = [t.float().double() for t, _ in tops], [t.float().double() for t, _ in sums]
+    loss, doubt, slopes = 0.0, 0.0, []
+    for s, count in enumerate(p.counts):
+        own, y, y_error = _own(p, s, given)
+        t, t_error = _target(p, s)
+        inside, off = _terms(t, t_error, y, y_error, p.lists is not None)
+        loss += float((count * inside).sum())
+        doubt += float((count * (off + (count.shape[1] + 8) * U * inside.abs())).sum())
+        di, di_error = count * (y - t), count * (y_error + t_error + 4 * U * (y + t))
+        di, di_error = (torch.where(count > 0, x, 0.0) for x in (di, di_error))
+        slopes.append(own.gradients(di, di_error, di.abs()))
+    value = torch.tensor([loss], dtype=torch.float64)
+    expected = {"loss": Value(value, doubt + 4 * U * value.abs() + 1e-37, torch.float32)}
+    laid = lay_gradients(p.index, slopes, p.kind)
+    short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
+    asked = [short[n] for n in p.asked] if p.face == "own" else list(laid)
+    scaled = {n: Value(laid[n].value * p.factor, laid[n].error * abs(p.factor), laid[n].dtype) for n in asked}
+    return expected | scaled
+
+
+def _terms(t: Tensor, t_error: Tensor, y: Tensor, y_error: Tensor, selected: bool) -> tuple[Tensor, Tensor]:
+    """p * (ln max(p, 1e-8) - ln max(y, 1e-8)) of each key, with p clamped too where keys were selected."""
+    high, low = t.clamp(min=LEAST), y.clamp(min=LEAST)
+    factor = high if selected else t
+    logs = high.log() - low.log()
+    of_logs = torch.minimum(t_error / (t - t_error).clamp(min=LEAST), t_error / LEAST)
+    of_logs = of_logs + y_error / (y - y_error).clamp(min=LEAST)
+    of_logs = of_logs + 4 * EXP + 8 * U * (high.log().abs() + low.log().abs())
+    return factor * logs, t_error * logs.abs() + (factor + t_error) * of_logs

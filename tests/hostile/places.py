@@ -1,0 +1,114 @@
+"""Where tensors lie: any strides, any offset, and NaN or garbage in every element that is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+Rng = np.random.Generator
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DENSE_LAYOUTS = ("BSND", "BNSD", "BSH", "SBH")
+
+
+def maybe(rng: Rng, probability: float) -> bool:
+    return bool(rng.random() < probability)
+
+
+def pick(rng: Rng, *values: object) -> object:
+    return values[int(rng.integers(len(values)))]
+
+
+def size(rng: Rng, most: int = 300) -> int:
+    """Mostly tiny; sometimes more than a tile of any kernel; sometimes nothing."""
+    kind = rng.random()
+    top = 12 if kind < 0.6 else 40 if kind < 0.88 else 130 if kind < 0.97 else 300
+    return 0 if kind < 0.04 else int(rng.integers(1, min(top, most) + 1))
+
+
+def dim(rng: Rng, most: int = 300) -> int:
+    """Elements of a row: odd ones, powers of two, and a few long ones."""
+    kind = rng.random()
+    if kind < 0.35:
+        return min(int(2 ** rng.integers(0, 8)), most)
+    return int(rng.integers(1, min(24 if kind < 0.8 else 100 if kind < 0.95 else 300, most) + 1))
+
+
+def normal(rng: Rng, *shape: int) -> Tensor:
+    """float64 numbers of one magnitude; now and then all zero."""
+    size = float(rng.choice([1.0, 1.0, 1.0, 0.1, 3.0, 0.0], p=[0.3, 0.3, 0.2, 0.1, 0.08, 0.02]))
+    return torch.from_numpy(rng.standard_normal(shape) * size)
+
+
+def garbage(rng: Rng, dtype: torch.dtype) -> float | int | bool:
+    """What a gap holds."""
+    if dtype.is_floating_point:
+        return float(rng.choice([np.nan, np.nan, np.inf, -np.inf]))
+    if dtype == torch.bool:
+        return bool(rng.integers(2))
+    return int(rng.integers(0, 256)) if dtype == torch.uint8 else int(rng.integers(-128, 128))
+
+
+def place(rng: Rng, values: Tensor, plain: float = 0.25) -> Tensor:
+    """The values at other strides: axes in any order, steps and gaps between elements, an offset, garbage around."""
+    dims = values.dim()
+    if maybe(rng, plain):
+        return values.clone(memory_format=torch.contiguous_format)
+    order = list(rng.permutation(dims)) if maybe(rng, 0.5) else list(range(dims))
+    if maybe(rng, 0.6) and dims:  # neighbouring elements in rows, as models have them
+        order = [axis for axis in order if axis != dims - 1] + [dims - 1]
+    small = values.numel() <= 20000
+    steps = [int(rng.choice([1, 1, 1, 2, 3])) if small else 1 for _ in range(dims)]
+    if dims and maybe(rng, 0.7):
+        steps[-1] = 1
+    before = [int(rng.integers(0, 3)) if small else int(rng.integers(0, 2)) for _ in range(dims)]
+    behind = [int(rng.integers(0, 3)) if small else 0 for _ in range(dims)]
+    room = [b + n * s + e for n, s, b, e in zip(values.shape, steps, before, behind, strict=True)]
+    offset = int(rng.integers(0, 9))
+    memory = torch.full((offset + int(np.prod([1, *room])),), garbage(rng, values.dtype), dtype=values.dtype)
+    whole = memory[offset:].view([room[axis] for axis in order]).permute([order.index(axis) for axis in range(dims)])
+    for axis in range(dims):
+        whole = whole.narrow(axis, before[axis], values.shape[axis] * steps[axis])
+        whole = whole[(slice(None),) * axis + (slice(None, None, steps[axis]),)]
+    return whole.copy_(values)
+
+
+def lay(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
+    """Sequences [length, heads, dim] in a layout; tokens: its S, packed its T; fill: behind lengths."""
+    heads, elements = parts[0].shape[1:]
+    if layout == "TND":
+        rest = tokens - sum(len(part) for part in parts)
+        return torch.cat([*parts, parts[0].new_full((rest, heads, elements), fill)])
+    whole = parts[0].new_full((len(parts), tokens, heads, elements), fill)
+    for b, part in enumerate(parts):
+        whole[b, : len(part)] = part
+    whole = whole.transpose(1, 2) if layout == "BNSD" else whole.flatten(2) if layout in ("BSH", "SBH") else whole
+    return whole.transpose(0, 1) if layout == "SBH" else whole
+
+
+def lay_rows(parts: Sequence[Tensor], packed: bool, tokens: int, fill: float = 0.0, head_major: bool = False) -> Tensor:
+    """Numbers per row [heads, length] as [B, heads, S], or packed [T, heads] (head_major: item by item [heads, L])."""
+    heads = parts[0].shape[0]
+    if packed:
+        rest = parts[0].new_full(((tokens - sum(part.shape[1] for part in parts)), heads), fill)
+        own = [part.reshape(-1) if head_major else part.T.reshape(-1) for part in parts]
+        return torch.cat([*own, rest.reshape(-1)]).view(tokens, heads)
+    whole = parts[0].new_full((len(parts), heads, tokens), fill)
+    for b, part in enumerate(parts):
+        whole[b, :, : part.shape[1]] = part
+    return whole
+
+
+def lengths(rng: Rng, values: Sequence[int]) -> object:
+    """Lengths in any of the types that faces take."""
+    kind = int(rng.integers(4))
+    if kind < 2:
+        return tuple(values) if kind else list(values)
+    return torch.tensor(list(values), dtype=torch.int64 if kind == 2 else torch.int32)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """The same memory as a leaf that asks for a gradient."""
+    return tensor.detach().requires_grad_()

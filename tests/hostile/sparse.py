@@ -1,0 +1,325 @@
+"""sparse_attention and torch_npu's sparse functions: lists of any kind, blocks, pages, shared values, all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import fusion_attention as fa
+from fusion_attention import npu
+
+from .attention import draw_scale
+from .caches import Cache, Side, draw_pages
+from .core import Drawn, Results, Value
+from .dense import Batch, dsink, gradients, hide_unseen
+from .formulas import Rows, Slopes, U
+from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, size
+
+
+def draw_sequences(rng: Rng, most: int = 300) -> Batch:
+    """Padded or packed sequences with lengths of their own."""
+    layout, dtype = str(pick(rng, "BSND", "TND")), DTYPES[int(rng.choice(3, p=[0.5, 0.3, 0.2]))]
+    count = int(rng.integers(1, 4))
+    q_len, kv_len = ([size(rng, most) for _ in range(count)] for _ in range(2))
+    heads_kv = int(rng.choice([1, 1, 1, 2, 3]))
+    group = int(rng.integers(1, 6)) if maybe(rng, 0.9) else 16
+    while heads_kv * group * sum(m * n for m, n in zip(q_len, kv_len, strict=True)) > 600_000 and group > 1:
+        group -= 1
+    tokens = (sum(q_len) + int(rng.integers(0, 4)), sum(kv_len) + int(rng.integers(0, 4)))
+    if layout == "BSND":
+        tokens = (max(q_len) + int(rng.integers(0, 3)), max(kv_len) + int(rng.integers(0, 3)))
+        if maybe(rng, 0.3):
+            q_len, kv_len = [tokens[0]] * count, [tokens[1]] * count
+    return Batch(rng, dtype, layout, q_len, kv_len, heads_kv * group, heads_kv, dim(rng), dim(rng), tokens=tokens)
+
+
+def given_lengths(batch: Batch, ends: bool, names: tuple[str, str], pages: bool = False) -> dict[str, object]:
+    """The arguments that say how long sequences are; ends: packed ones are cumulative."""
+    rng, found = batch.rng, {}
+    sides = zip(names, (batch.q_len, batch.kv_len), batch.tokens, (False, pages), strict=True)
+    for name, own, tokens, paged in sides:
+        packed = batch.packed and not paged
+        if packed or paged or own != [tokens] * len(own) or maybe(rng, 0.5):
+            values = [int(n) for n in np.cumsum(own)] if packed and ends else own
+            found[name] = lengths(rng, values)
+    return found
+
+
+def visible(m: int, n: int, causal: bool) -> Tensor:
+    """[R]: how many keys each row sees."""
+    return (torch.arange(m) + n - m + 1).clamp(0, n) if causal else torch.full((m,), n)
+
+
+def draw_list(rng: Rng, count: int, blocks: int, seen: Tensor) -> Tensor:
+    """[R, K] entries: packed well, duplicate, with holes, beyond what a row sees, or nothing."""
+    rows = len(seen)
+    found = np.full((rows, count), -1, np.int64)
+    if not blocks:
+        return torch.from_numpy(found)
+    style = rng.random()
+    for row in range(rows):
+        own = int(seen[row]) if style < 0.4 else blocks
+        order = rng.permutation(max(own, 0))[:count] if style < 0.6 else rng.integers(0, blocks, count)
+        found[row, : len(order)] = order
+    if style > 0.7:
+        found[rng.random(found.shape) < 0.15] = -1
+    if maybe(rng, 0.3):
+        found[rng.random(rows) < 0.3] = -1
+    return torch.from_numpy(found)
+
+
+def read_entries(entries: Tensor, seen: Tensor, block: int) -> Tensor:
+    """[R, K] bool: the entries that count: the first ceil(seen / block) at most, none from the first -1 on."""
+    slot = torch.arange(entries.shape[1])
+    return (slot < -(-seen // block)[:, None]) & (entries >= 0).int().cumprod(-1).bool()
+
+
+def count_keys(entries: Tensor, seen: Tensor, keys: int, block: int) -> Tensor:
+    """[R, keys]: how often a row counts each key; blocks are clipped to what it sees."""
+    read = read_entries(entries, seen, block)
+    blocks = torch.zeros(len(seen), -(-keys // block) + 1, dtype=torch.int32)
+    blocks.scatter_add_(1, torch.where(read, entries, blocks.shape[1] - 1), read.int())
+    each = blocks[:, :-1].repeat_interleave(block, 1)[:, :keys]
+    return torch.where(torch.arange(keys) < seen[:, None], each, 0)
+
+
+@dataclass
+class Lists:
+    """Lists of every sequence, [heads_kv, R, K], and what they count, [heads_kv, R, keys]."""
+
+    entries: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+
+def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
+    rng, found = batch.rng, Lists()
+    count = int(rng.integers(1, 12)) if maybe(rng, 0.6) else int(rng.integers(1, 300))
+    for m, n in zip(batch.q_len, batch.kv_len, strict=True):
+        seen = visible(m, n, causal)
+        lists = [draw_list(rng, count, -(-n // block), -(-seen // block)) for _ in range(heads)]
+        found.entries.append(torch.stack(lists))
+        found.counts.append(torch.stack([count_keys(own, seen, n, block) for own in lists]))
+    return found
+
+
+def lay_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[B, S1, heads, K] or [T1, heads, K]; garbage in rows that no sequence has."""
+    heads, _, count = entries[0].shape
+    wild = int(batch.rng.choice([-7, 0, 10**6]))
+    parts = [own.transpose(0, 1) for own in entries]
+    if batch.packed:
+        rest = torch.full((batch.tokens[0] - sum(batch.q_len), heads, count), wild)
+        return place(batch.rng, torch.cat([*parts, rest]).to(dtype))
+    whole = torch.full((len(parts), batch.tokens[0], heads, count), wild)
+    for b, part in enumerate(parts):
+        whole[b, : len(part)] = part
+    return place(batch.rng, whole.to(dtype))
+
+
+def lay_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of keys as pages of one table, which a CANN face takes for absent where it has no column."""
+    rng = batch.rng
+    parts = [batch.parts[name] for name in names]
+    none = Side([])
+    cache = Cache(rng, "pages", "BSND", "", batch.dtype, batch.kv_len, batch.heads_kv, 1, 1, none, none)
+    cache.page = int(rng.choice([1, 3, 8, 16, 32]))
+    draw_pages(cache, 0 if own else 1)
+    assert cache.table is not None
+    return {n: cache.lay(own, batch.dtype) for n, own in zip(names, parts, strict=True)}, place(rng, cache.table)
+
+
+@dataclass
+class Plan:
+    """What a drawn call says besides its tensors."""
+
+    batch: Batch
+    call: dict[str, Any]
+    face: str
+    lists: Lists
+    block: int
+    scale: float
+    sink: Tensor | None
+    shares: bool
+    asked: list[str] = field(default_factory=list)
+
+
+NPU = {"q": "query", "k": "key", "v": "value", "q_rope": "query_rope", "k_rope": "key_rope", "sink": "sinks"}
+
+
+def draw(rng: Rng) -> Drawn:
+    batch = draw_sequences(rng, 130)
+    face = str(pick(rng, "own", "npu", "npu gradient"))
+    causal, block = maybe(rng, 0.7), 1 if maybe(rng, 0.5) else int(rng.integers(1, 129 if maybe(rng, 0.3) else 17))
+    shares, pages = maybe(rng, 0.3), maybe(rng, 0.2) and face != "npu gradient"
+    if shares:
+        batch.dim_v = int(rng.integers(1, batch.dim + 1)) if face == "own" and maybe(rng, 0.6) else batch.dim
+    if maybe(rng, 0.4):
+        batch.dim_rope = dim(rng, 64)
+    b = batch
+    for name, side, heads, elements in (
+        *(("q", "q", b.heads, b.dim), ("k", "kv", b.heads_kv, b.dim), ("v", "kv", b.heads_kv, b.dim_v)),
+        *(("q_rope", "q", b.heads, b.dim_rope), ("k_rope", "kv", b.heads_kv, b.dim_rope)),
+    ):
+        if elements and not (name == "v" and shares):
+            b.draw(name, side, heads, elements)
+    lists = draw_lists(b, b.heads_kv, block, causal)
+    hide_unseen(b, [own.repeat_interleave(b.group, 0) for own in lists.counts], False)
+    if shares:
+        b.parts["v"] = [part[..., : b.dim_v] for part in b.parts["k"]]
+    sink = normal(rng, b.heads).float() if maybe(rng, 0.25) and face != "npu gradient" else None
+    scale = draw_scale(rng, b.dim + b.dim_rope)
+    p = Plan(b, {}, face, lists, block, scale, sink, shares)
+    _arguments(p, causal, pages)
+    given = [name for name in ("q", "k", "v", "q_rope", "k_rope", "sink") if p.call.get(_name(p, name)) is not None]
+    if face == "npu gradient":
+        p.asked = given
+    elif not pages and maybe(rng, 0.6):
+        p.asked = [name for name in given if maybe(rng, 0.7)]
+        p.call |= {_name(p, name): leaf(p.call[_name(p, name)]) for name in p.asked}
+    b.draw("dy", "q", b.heads, b.dim_v)
+    dy = b.tensor("dy", "q") if p.asked else None
+    return Drawn({"face": face, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
+
+
+def _name(p: Plan, short: str) -> str:
+    return short if p.face == "own" else NPU.get(short, short)
+
+
+def _arguments(p: Plan, causal: bool, pages: bool) -> None:
+    b, rng, own = p.batch, p.batch.rng, p.face == "own"
+    names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_kv")
+    p.call |= given_lengths(b, not own, names, pages)
+    p.call["indices" if own else "sparse_indices"] = lay_lists(
+        b, p.lists.entries, torch.int64 if maybe(rng, 0.4) else torch.int32
+    )
+    keys = [name for name in ("k", "v", "k_rope") if name in b.parts and not (name == "v" and p.shares)]
+    laid, table = lay_pages(b, keys, own) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
+    laid |= {name: b.tensor(name, "q") for name in ("q", "q_rope") if name in b.parts}
+    laid |= {"sink": place(rng, p.sink)} if p.sink is not None else {}
+    p.call |= {_name(p, name): tensor for name, tensor in laid.items()}
+    if p.shares:
+        p.call[_name(p, "v")] = None
+    if own:
+        p.call |= {"layout": b.layout, "causal": causal, "block": p.block, "page_table": table, "return_lse": True}
+        p.call |= {"dim_v": b.dim_v} if p.shares and (b.dim_v != b.dim or maybe(rng, 0.5)) else {}
+        if p.scale == (b.dim + b.dim_rope) ** -0.5 and maybe(rng, 0.5):
+            return
+        p.call["scale"] = p.scale
+        return
+    p.call |= {"scale_value": p.scale, "sparse_block_size": p.block, "sparse_mode": 3 if causal else 0}
+    p.call |= {"layout_query": b.layout, "layout_kv": "PA_BSND" if pages else b.layout, "attention_mode": 2}
+    p.call |= {"block_table": table, "return_softmax_lse": True}
+
+
+def _run(p: Plan, dy: Tensor | None) -> Results:
+    if p.face == "own":
+        out, lse = fa.sparse_attention(**p.call)
+        found = {"out": out, "lse": lse}
+    else:
+        out, top, total = npu.npu_sparse_flash_attention(**p.call)
+        found = {"out": out, "max": top, "sum": total}
+    if p.face == "npu gradient":
+        gone = (
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_kv",
+            "layout_query",
+            "layout_kv",
+            "block_table",
+            "sinks",
+        )
+        given = {name: v for name, v in p.call.items() if name not in (*gone, "return_softmax_lse")}
+        given |= {"actual_seq_qlen": p.call.get(gone[0]), "actual_seq_kvlen": p.call.get(gone[1])}
+        given |= {"layout": p.batch.layout, "d_out": dy, "out": place(p.batch.rng, out)}
+        given |= {"softmax_max": place(p.batch.rng, top), "softmax_sum": place(p.batch.rng, total)}
+        grads = npu.npu_sparse_flash_attention_grad(**given)
+        found |= {"d" + n: g for n, g in zip(("q", "k", "v", "q_rope", "k_rope"), grads, strict=True)}
+    elif p.asked:
+        leaves = [p.call[_name(p, name)] for name in p.asked]
+        found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
+    return found
+
+
+def _rows(p: Plan, s: int) -> Rows:
+    b = p.batch
+    count = p.lists.counts[s].repeat_interleave(b.group, 0)
+    sink = None if p.sink is None or not b.kv_len[s] else p.sink.double()
+    return Rows(b.q(s), b.k(s), b.v(s), p.scale, count, b.dtype, sink=sink)
+
+
+def lay_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
+    """[B, N2, S1, G] or [N2, T1, G], from [N, R] per sequence."""
+    grouped = [own.unflatten(0, (batch.heads_kv, -1)).transpose(1, 2) for own in parts]
+    if batch.packed:
+        rest = grouped[0].new_zeros(batch.heads_kv, batch.tokens[0] - sum(batch.q_len), batch.group)
+        return torch.cat([*grouped, rest], 1)
+    whole = grouped[0].new_zeros(len(parts), batch.heads_kv, batch.tokens[0], batch.group)
+    for b, own in enumerate(grouped):
+        whole[b, :, : own.shape[1]] = own
+    return whole
+
+
+def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
+    expected = {}
+    for name in ("max", "sum"):
+        gone = [r.empty & torch.tensor(r.sink is None) for r in every]
+        value = [torch.where(g, 0.0, getattr(r, name)) for g, r in zip(gone, every, strict=True)]
+        error = [torch.where(g, 0.0, getattr(r, name + "_error")) for g, r in zip(gone, every, strict=True)]
+        laid = lay_stats(p.batch, value)
+        expected[name] = Value(laid, lay_stats(p.batch, error) + U * laid.abs(), torch.float32)
+    return expected
+
+
+def _saved_rows(p: Plan, stats: Tensor) -> list[Tensor]:
+    """[N, R] of every sequence."""
+    b = p.batch
+    if b.packed:
+        own = stats.double()[:, : sum(b.q_len)].split(b.q_len, 1)
+    else:
+        own = tuple(stats.double()[s, :, :m] for s, m in enumerate(b.q_len))
+    return [part.transpose(1, 2).flatten(0, 1) for part in own]
+
+
+def _outs(b: Batch, out: Tensor) -> list[Tensor]:
+    t = out.double()
+    own = t[: sum(b.q_len)].split(b.q_len) if b.packed else [t[s, :m] for s, m in enumerate(b.q_len)]
+    return [part.transpose(0, 1) for part in own]
+
+
+def _expect(p: Plan, got: Results) -> dict[str, Value]:
+    b = p.batch
+    every = [_rows(p, s) for s in range(len(b.q_len))]
+    expected = {"out": b.lay([(r.out, r.stored_error) for r in every], "q")}
+    if p.face == "own":
+        expected["lse"] = b.by_row([(r.lse, r.lse_error) for r in every], -torch.inf)
+    else:
+        expected |= _stats(p, every)
+    if not p.asked:
+        return expected
+    dys = [b.rows(s, "dy") for s in range(len(b.q_len))]
+    if p.face == "npu gradient":
+        saved = zip(_outs(b, got["out"]), _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
+        slopes = [r.saved(*own, dy) for r, own, dy in zip(every, saved, dys, strict=True)]
+    else:
+        slopes = [r.slopes(dy) for r, dy in zip(every, dys, strict=True)]
+    expected |= gradients(b, slopes, dict.fromkeys(n for n in p.asked if n != "sink"))
+    if p.shares and "k" in p.asked:
+        expected["dk"] = _both(b, slopes)
+    if "sink" in p.asked:
+        expected["dsink"] = dsink(b, [s for s in slopes if s.p_sink is not None])
+    return expected
+
+
+def _both(b: Batch, slopes: Sequence[Slopes]) -> Value:
+    """The gradient of keys that are the values too."""
+    parts = []
+    for own in slopes:
+        (dk, dk_error), (dv, dv_error) = own.dk(b.heads_kv), own.dv(b.heads_kv)
+        value, error = dk[..., : b.dim].clone(), dk_error[..., : b.dim].clone()
+        value[..., : b.dim_v] += dv
+        error[..., : b.dim_v] += dv_error + U * dv.abs()
+        parts.append((value, error))
+    return b.lay(parts, "kv")

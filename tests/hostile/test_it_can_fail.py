@@ -1,0 +1,278 @@
+"""Mistakes on purpose: each is seen within a few dozen calls, so a suite that is green has looked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from . import caches, decode, dense, formulas, indexer, loss, sparse, training, two_phase
+from .core import Drawn, Mismatch, Value, compare, exact, judge
+from .families import drawn
+from .formulas import Rows
+
+Patch = pytest.MonkeyPatch
+CALLS = 150
+
+
+def wrong(family: str, number: int) -> bool:
+    try:
+        judge(drawn(family, number))
+    except Mismatch:
+        return True
+    return False
+
+
+def of_rows(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
+    """A mistake in what one sequence is computed from."""
+
+    def patch(monkeypatch: Patch) -> None:
+        start = Rows.__post_init__
+
+        def changed(self: Rows) -> None:
+            change(vars(self))
+            start(self)
+
+        monkeypatch.setattr(Rows, "__post_init__", changed)
+
+    return patch
+
+
+def scale(rows: dict[str, Any]) -> None:
+    rows["scale"] *= 1.01
+
+
+def one_key(rows: dict[str, Any]) -> None:
+    """The last row loses the last key that it sees."""
+    count = rows["count"].clone()
+    if count.numel():
+        kept = count[:, -1].nonzero()
+        if len(kept):
+            count[kept[-1][0], -1, kept[-1][1]] = 0
+    rows["count"] = count
+
+
+def one_tile(rows: dict[str, Any]) -> None:
+    """A corner of 16 by 16 is not masked."""
+    count = rows["count"].clone()
+    count[:, :16, :16] = count[:, :16, :16].clamp(min=1)
+    rows["count"] = count
+    for name in ("k", "v"):
+        rows[name] = rows[name].nan_to_num(0, 0, 0)
+
+
+def heads(rows: dict[str, Any]) -> None:
+    rows["q"] = rows["q"].roll(1, 0)
+
+
+def no_bias(rows: dict[str, Any]) -> None:
+    rows["bias"] = None
+
+
+def no_sink(rows: dict[str, Any]) -> None:
+    if rows["sink"] is not None:
+        rows["sink"] = rows["sink"] - 0.1
+
+
+def no_divisor(rows: dict[str, Any]) -> None:
+    if rows["keep"] is not None:
+        rows["keep"] = (rows["keep"] > 0).double()
+
+
+def once(rows: dict[str, Any]) -> None:
+    rows["count"] = rows["count"].clamp(max=1)
+
+
+def no_means(rows: dict[str, Any]) -> None:
+    rows["mean"] = None
+
+
+def big_endian(monkeypatch: Patch) -> None:
+    def wrong(bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> torch.Tensor:
+        flat = np.unpackbits(bits)[first : first + int(np.prod(shape))]
+        return torch.from_numpy(flat.reshape(shape).astype(np.float64))
+
+    monkeypatch.setattr(dense, "given_bits", wrong)
+
+
+def next_seed(monkeypatch: Patch) -> None:
+    right = formulas.philox
+    monkeypatch.setattr(formulas, "philox", lambda counter, seed: right(counter, seed + 1))
+
+
+def first_head_alone(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(formulas, "grouped", lambda by_head, n: by_head.unflatten(0, (n, -1))[:, 0])
+
+
+def no_delta(monkeypatch: Patch) -> None:
+    """dS = P * dP."""
+    start = formulas.Slopes.__post_init__
+
+    def changed(self: formulas.Slopes) -> None:
+        self.out = torch.zeros_like(self.out)
+        start(self)
+
+    monkeypatch.setattr(formulas.Slopes, "__post_init__", changed)
+
+
+def other_order(monkeypatch: Patch) -> None:
+    """Packed statistics in the order that was not asked for."""
+    monkeypatch.setattr(training.Plan, "token_major", property(lambda self: self.call.get("softmax_layout") != "TND"))
+
+
+def swapped_nibbles(monkeypatch: Patch) -> None:
+    right = caches.Cache.pack
+    monkeypatch.setattr(caches.Cache, "pack", lambda self, parts: [(p & 15) << 4 | p >> 4 for p in right(self, parts)])
+
+
+def no_window(monkeypatch: Patch) -> None:
+    def wrong(s: decode.Step, call: dict[str, Any]) -> None:
+        right(s, call)
+        s.counts = [torch.ones_like(count) for count in s.counts]
+
+    right = decode.draw_bands
+    monkeypatch.setattr(decode, "draw_bands", wrong)
+
+
+def wrong_rounding(monkeypatch: Patch) -> None:
+    """Results of int8 that are cut, not rounded."""
+    right = decode.stored_out
+
+    def wrong(s: decode.Step, layout: str, rows: list[Rows]) -> Value:
+        found = right(s, layout, rows)
+        return found if s.out_scale is None else Value(found.value - 1, found.error, found.dtype)
+
+    monkeypatch.setattr(decode, "stored_out", wrong)
+
+
+def holes_are_passed(monkeypatch: Patch) -> None:
+    """Lists are read behind a -1 too."""
+
+    def wrong(entries: torch.Tensor, vis: torch.Tensor, block: int) -> torch.Tensor:
+        return (torch.arange(entries.shape[1]) < -(-vis // block)[:, None]) & (entries >= 0)
+
+    monkeypatch.setattr(sparse, "read_entries", wrong)
+    monkeypatch.setattr(indexer, "read_entries", wrong)
+
+
+def slots_close_up(monkeypatch: Patch) -> None:
+    """Gradients of values move to the front where entries are passed over."""
+    right = indexer.scatter_slots
+
+    def wrong(slots: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, keys: int) -> torch.Tensor:
+        moved = slots.gather(1, (read.int().cumsum(1) - 1).clamp(min=0))
+        return right(moved, entries, read, keys)
+
+    monkeypatch.setattr(indexer, "scatter_slots", wrong)
+
+
+def ties_from_behind(monkeypatch: Patch) -> None:
+    def wrong(own: Any, chosen: torch.Tensor, vis: torch.Tensor, count: int) -> torch.Tensor:
+        want = right(own, chosen, vis, count)
+        for row, n in enumerate(vis.tolist()):
+            order = np.lexsort((-np.arange(n), -own.value[row, :n].numpy()))[:count]
+            want[row, : len(order)] = torch.from_numpy(order.copy())
+        return want
+
+    right = indexer.fair
+    monkeypatch.setattr(indexer, "fair", wrong)
+
+
+def no_gate(monkeypatch: Patch) -> None:
+    right = indexer.Scores.gradients
+
+    def wrong(self: indexer.Scores, *given: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        found = right(self, *given)
+        ds = given[0] * self.w.T[..., None]
+        return found | {"dq": (ds @ self.k, found["dq"][1])}
+
+    monkeypatch.setattr(indexer.Scores, "gradients", wrong)
+
+
+def loss_of_means(monkeypatch: Patch) -> None:
+    right = loss._target
+    monkeypatch.setattr(loss, "_target", lambda p, s: tuple(1.02 * part for part in right(p, s)))
+
+
+def no_clamp(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(loss, "LEAST", 1e-30)
+
+
+def other_code(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(two_phase, "exact", lambda value: exact(torch.where(value == 561002, 561000, value)))
+
+
+def written_beside(monkeypatch: Patch) -> None:
+    """Somebody writes one byte of an output's gap, or of a refused call's output."""
+    right = two_phase._phases
+
+    def wrong(op: Any, args: Any, outputs: Mapping[str, Any], *options: Any) -> tuple[int, int]:
+        found = right(op, args, outputs, *options)
+        for tensor in outputs.values():
+            if tensor is not None and tensor.untyped_storage().nbytes():
+                tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
+        return found
+
+    monkeypatch.setattr(two_phase, "_phases", wrong)
+
+
+MISTAKES: tuple[tuple[str, Callable[[Patch], None]], ...] = (
+    *((f, of_rows(m)) for f in ("attention", "training", "decode", "infer", "sparse") for m in (scale, heads)),
+    *((f, of_rows(m)) for f in ("attention", "training", "sparse") for m in (one_key, one_tile, no_sink)),
+    *((f, of_rows(m)) for f in ("attention", "training") for m in (no_bias, no_divisor, no_means)),
+    *((f, of_rows(m)) for f in ("decode", "infer") for m in (one_key, no_bias)),
+    *((f, m) for f in ("attention", "training") for m in (big_endian, next_seed, first_head_alone, no_delta)),
+    *(("training", m) for m in (other_order,)),
+    *(("decode", m) for m in (swapped_nibbles, no_window, wrong_rounding)),
+    *(("sparse", m) for m in (of_rows(once), holes_are_passed, no_delta)),
+    *(("indexer", m) for m in (holes_are_passed, slots_close_up, ties_from_behind, no_gate)),
+    *(("loss", m) for m in (of_rows(scale), loss_of_means, no_clamp, no_gate)),
+    *(("two_phase", m) for m in (other_code, written_beside)),
+)
+
+
+@pytest.mark.parametrize(("family", "mistake"), MISTAKES)
+def test_a_mistake_is_seen(family: str, mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        mistake(patch)
+        number = next((n for n in range(CALLS) if wrong(family, n)), None)
+    assert number is not None
+    judge(drawn(family, number))  # without the mistake it is right
+
+
+def test_a_comparison_knows_what_came() -> None:
+    want = {"out": Value(torch.tensor([1.0, torch.inf, torch.nan, 0.0]).double(), torch.full((4,), 1e-3).double())}
+    compare({"out": torch.tensor([1.0005, torch.inf, torch.nan, -0.0])}, want)
+    for place, value in ((0, 1.002), (0, torch.nan), (1, -torch.inf), (1, 3e38), (2, 0.0), (3, 0.01)):
+        got = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
+        got[place] = value
+        with pytest.raises(Mismatch, match=rf"out\[{place}\]: expected .* \(off by .* 1 of 4 elements are wrong\)"):
+            compare({"out": got}, want)
+    with pytest.raises(Mismatch, match="shape"):
+        compare({"out": torch.zeros(3)}, want)
+    with pytest.raises(Mismatch, match="no \\['out'\\]"):
+        compare({}, want)
+    with pytest.raises(Mismatch, match=r"torch.float32 for torch.int32"):
+        compare({"out": torch.zeros(1)}, {"out": exact(torch.zeros(1, dtype=torch.int32))})
+
+
+def test_a_call_is_the_same_every_time() -> None:
+    """Replaying by number needs no more than the number."""
+    for family in ("attention", "training", "decode", "sparse"):
+        first, second = (drawn(family, 7) for _ in range(2))
+        results = [call.run() for call in (first, second)]
+        assert [*results[0]] == [*results[1]]
+        for name in results[0]:
+            a, b = (found[name].detach().double().nan_to_num(7) for found in results)
+            assert torch.equal(a, b), (family, name)
+
+
+def test_a_refusal_of_a_legal_call_is_a_failure() -> None:
+    def refused() -> dict[str, torch.Tensor]:
+        raise ValueError("expected something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        judge(Drawn({}, refused, lambda _: {}))

@@ -1,0 +1,237 @@
+"""Every two-phase record: legal calls in strange memory, spoiled ones, and phases in the wrong order.
+
+A legal call gives the same bits wherever its tensors lie, and writes nothing but its outputs; a refused one writes
+nothing at all and says which code.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import torch
+from test_aclnn import handle, outputs_of
+
+from fusion_attention import ContractError, ContractWarning, acl, aclnn
+from fusion_attention.contract import bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.record import Op
+from fusion_attention.sampling import Spoiled, sample, spoils
+
+from .core import Drawn, Results, Value, exact
+from .places import Rng, Tensor, maybe, pick, place
+
+OPERATORS = [op for name, op in RECORDS.items() if name.startswith("aclnn")]
+RUNTIME = 361001
+Args = dict[str, Any]
+
+
+def draw(rng: Rng) -> Drawn:
+    op = OPERATORS[int(rng.integers(len(OPERATORS)))]
+    if maybe(rng, 0.45):
+        return _draw_spoiled(rng, op)
+    rule = op.asked[int(rng.integers(len(op.asked)))]
+    layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
+    args = sample(op, **{op.layout_attr: layouts[0], **rule.given})
+    if not rule.given or maybe(rng, 0.2) or not _taken(op, args) or not _all_outputs(op, args):
+        args = sample(op, **{op.layout_attr: str(pick(rng, *op.layouts))})
+    args = {name: _other_numbers(rng, op, name, value) for name, value in args.items()}
+    if maybe(rng, 0.25):
+        return _draw_disorder(rng, op, args)
+    return _draw_legal(rng, op, args)
+
+
+def _other_numbers(rng: Rng, op: Op, name: str, value: Any) -> Any:
+    """Numbers that are not the sample's, where only their kind matters."""
+    free = isinstance(value, Tensor) and value.is_floating_point() and name in ("query", "key", "value", "dy", "pse")
+    if not free or not value.numel() or op.by_name[name].make:  # type: ignore[union-attr]
+        return value
+    return value[torch.from_numpy(rng.permutation(len(value)))] * float(rng.choice([0.5, 1.0, -1.0]))
+
+
+def _taken(op: Op, args: Args) -> bool:
+    """Whether the record takes the settings that one of its rules is asked about; another rule may refuse them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContractWarning)
+        try:
+            bind(op, args, strict=True)
+        except ContractError:
+            return False
+    return True
+
+
+def _all_outputs(op: Op, args: Args) -> bool:
+    """Whether the call's own tensors show how large its outputs are."""
+    outputs = outputs_of(op, args)
+    return all(p.optional or outputs[p.name] is not None for p in op.tensors(output=True))
+
+
+def _lists(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _phases(
+    op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], strict: bool, content: bool
+) -> tuple[int, int]:
+    """(code of phase 1, code of phase 2 or 0)."""
+    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
+    options = {"strict": strict, "check_content": content}
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
+    if first:
+        return first, 0
+    workspace = acl.rt.malloc(size)[0] if size else None
+    return first, getattr(aclnn, op.name)(workspace, size, executor, None)
+
+
+class _Watched:
+    """Outputs in memory of which every byte is known."""
+
+    def __init__(self, rng: Rng, outputs: Mapping[str, Tensor | None], plain: float) -> None:
+        self.tensors = {name: None if t is None else place(rng, t, plain) for name, t in outputs.items()}
+        self.before = {n: _bytes(t) for n, t in self.tensors.items() if t is not None}
+
+    def touched(self, whole: bool) -> int:
+        """Bytes that changed: of everything, or of what lies around the outputs."""
+        count = 0
+        for name, before in self.before.items():
+            tensor = self.tensors[name]
+            assert tensor is not None
+            now = _bytes(tensor)
+            if not whole:
+                kept = tensor.clone()
+                old = torch.empty(0, dtype=tensor.dtype).set_(
+                    before.clone().untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+                )
+                tensor.copy_(old)
+                now = _bytes(tensor)
+                tensor.copy_(kept)
+            count += int((now != before).sum())
+        return count
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).clone()
+
+
+def _started() -> None:
+    acl.init()
+    acl.rt.set_device(0)
+
+
+def _code(found: int) -> Tensor:
+    return torch.tensor([found])
+
+
+def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
+    moved = {
+        name: place(rng, value)
+        if isinstance(value, Tensor)
+        else [place(rng, t) for t in value]
+        if _lists(value)
+        else value
+        for name, value in args.items()
+    }
+    plain, strange = outputs_of(op, args), _Watched(rng, outputs_of(op, args), 0.0)
+
+    def run() -> Results:
+        _started()
+        try:
+            first = _phases(op, args, plain, True, False)
+            second = _phases(op, moved, strange.tensors, False, False)
+        finally:
+            acl.finalize()
+        found = {
+            f"{n} as {where}": _code(code)
+            for where, pair in (("it is", first), ("moved", second))
+            for n, code in zip(("phase 1", "phase 2"), pair, strict=True)
+        }
+        found["bytes written beside outputs"] = _code(strange.touched(whole=False))
+        return found | {name: t.clone() for name, t in strange.tensors.items() if t is not None}
+
+    def expect(got: Results) -> dict[str, Value]:
+        wanted = {name: exact(_code(0)) for name in got if name not in plain}
+        return wanted | {name: exact(t) for name, t in plain.items() if t is not None}
+
+    return Drawn({"operator": op.name, **moved}, run, expect)
+
+
+@cache
+def _mistakes(name: str) -> int:
+    """How many calls a record spoils."""
+    return sum(1 for _ in spoils(RECORDS[name]))
+
+
+def _draw_spoiled(rng: Rng, op: Op) -> Drawn:
+    """A call that breaks one rule, and the code that its record gives."""
+    spoiled: Spoiled = next(islice(spoils(op), int(rng.integers(_mistakes(op.name))), None))
+    outputs = outputs_of(op, spoiled.args)
+    strict = spoiled.level == "limit" or maybe(rng, 0.5)
+    content = spoiled.level == "content"
+    watched = _Watched(rng, outputs, 1.0 if strict else 0.3)
+    refused = spoiled.level in ("meaning", "limit", "content")
+
+    def run() -> Results:
+        _started()
+        try:
+            first, second = _phases(op, spoiled.args, watched.tensors, strict or not watched.tensors, content)
+        finally:
+            acl.finalize()
+        return {"code": _code(first or second), "bytes written": _code(watched.touched(whole=True) if refused else 0)}
+
+    def expect(_: Results) -> dict[str, Value]:
+        return {"code": exact(_code(spoiled.code if refused else 0)), "bytes written": exact(_code(0))}
+
+    about = {"operator": op.name, "spoiled": spoiled.id, "level": spoiled.level, "strict": strict, **spoiled.args}
+    return Drawn(about, run, expect)
+
+
+def _draw_disorder(rng: Rng, op: Op, args: Args) -> Drawn:
+    """Too little workspace, an executor used twice, a tensor destroyed between the phases, no runtime at all."""
+    how = str(pick(rng, "workspace", "twice", "destroyed", "finalized"))
+    watched = _Watched(rng, outputs_of(op, args), 0.5)
+    inputs = [p.name for p in op.params if isinstance(args.get(p.name), Tensor)]
+    victim = str(pick(rng, *inputs))
+
+    def run() -> Results:
+        _started()
+        try:
+            return _disordered(op, args, watched, how, victim)
+        finally:
+            acl.finalize()
+
+    def expect(got: Results) -> dict[str, Value]:
+        return {name: exact(_code(RUNTIME if name == "code" else 0)) for name in got}
+
+    return Drawn({"operator": op.name, "how": how, "victim": victim, **args}, run, expect)
+
+
+def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) -> Results:
+    values = {p.name: args[p.name] if args.get(p.name) is not None else watched.tensors.get(p.name) for p in op.params}
+    handles = {name: handle(value) for name, value in values.items()}
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles.values(), strict=False)
+    workspace = acl.rt.malloc(size)[0] if size else None
+    second = getattr(aclnn, op.name)
+    written = 0
+    if how == "workspace":
+        if not size:  # nothing to take away: the call is legal
+            return {"first": _code(first), "second": _code(second(None, 0, executor, None))}
+        code = second(workspace, size - 1, executor, None)
+    elif how == "twice":
+        done = second(workspace, size, executor, None)
+        if done:
+            return {"first use": _code(done)}
+        watched.before = {n: _bytes(t) for n, t in watched.tensors.items() if t is not None}
+        code = second(workspace, size, executor, None)
+    elif how == "destroyed":
+        acl.destroy_tensor(handles[victim])
+        code = second(workspace, size, executor, None)
+    else:
+        acl.finalize()
+        code = second(workspace, size, executor, None)
+        _started()
+    written = watched.touched(whole=True)
+    return {"first": _code(first), "code": _code(code), "bytes written": _code(written)}
