@@ -307,7 +307,8 @@ def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
         fault: Fault | None = None
         if value is None:
             if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
-                failures.append(Failure(op.name, p.shown, f"a value ({p.text})", "None", code=NULL_POINTER))
+                what = p.text.split(". ")[0].removesuffix(".")
+                failures.append(Failure(op.name, p.shown, f"a value ({what}.)", "None", code=NULL_POINTER))
         elif isinstance(p, Tensors):
             fault = no_tensors(value)
         elif isinstance(p, Tensor):
