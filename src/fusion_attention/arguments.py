@@ -136,9 +136,10 @@ def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
 
 def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """Raises where the storages of some tensors no longer hold them; names: what the tensors are called, in order."""
-    if any(t is not None and lost(t) for t in tensors):
-        named = zip(names, tensors, strict=False)
-        raise ContractError([_loss(op, name, t) for name, t in named if t is not None and lost(t)])
+    for t in tensors:
+        if t is not None and lost(t):
+            named = zip(names, tensors, strict=False)
+            raise ContractError([_loss(op, name, t) for name, t in named if t is not None and lost(t)])
 
 
 # Of one tensor of a call: its parameter's position, its place in a list or -1, bytes of an element, and its span().

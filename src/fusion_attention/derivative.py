@@ -48,11 +48,12 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
 
 def constants(upstream: Iterable[Tensor | None]) -> None:
     """Raises where a loss went through the statistics of an attention."""
-    if any(t is not None for t in upstream):
-        raise NotImplementedError(
-            "fusion_attention: the loss goes through the lse of an attention, which has no derivative: use "
-            "lse.detach() where it is a constant"
-        )
+    for t in upstream:
+        if t is not None:
+            raise NotImplementedError(
+                "fusion_attention: the loss goes through the lse of an attention, which has no derivative: use "
+                "lse.detach() where it is a constant"
+            )
 
 
 @contextmanager
