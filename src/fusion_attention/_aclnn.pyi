@@ -121,8 +121,8 @@ def aclnnFlashAttentionScoreV2GetWorkspaceSize(
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -206,8 +206,8 @@ def aclnnFlashAttentionScoreV3GetWorkspaceSize(
         atten_mask: 1 = this score is removed. May be None.
         sink: One more logit per query head in every denominator. May be None.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -298,8 +298,8 @@ def aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
         input_layout: Axis order of query, key, value and the output.
         inner_precise: 2: rows that see no key return zeros.
         sparse_mode: How mask, window and prefix combine (docs/sparse_modes.md).
-        softmax_max: Row maxima of the scores, eight equal lanes.
-        softmax_sum: Row sums of exp(score - max), eight equal lanes.
+        softmax_max: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_out: Reserved: empty.
         attention_out: The output rows.
         strict: the chip's limits are errors too.
@@ -374,8 +374,8 @@ def aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -385,8 +385,8 @@ def aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
         inner_precise: 2: rows that see no key return zeros.
         sparse_mode: How mask, window and prefix combine (docs/sparse_modes.md).
         pse_type: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
-        softmax_max: Row maxima of the scores, eight equal lanes.
-        softmax_sum: Row sums of exp(score - max), eight equal lanes.
+        softmax_max: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_out: Reserved: empty.
         attention_out: The output rows.
         strict: the chip's limits are errors too.
@@ -465,8 +465,8 @@ def aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -476,8 +476,8 @@ def aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
         inner_precise: 2: rows that see no key return zeros.
         sparse_mode: How mask, window and prefix combine (docs/sparse_modes.md).
         pse_type: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
-        softmax_max: Row maxima of the scores, eight equal lanes.
-        softmax_sum: Row sums of exp(score - max), eight equal lanes.
+        softmax_max: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_out: Reserved: empty.
         attention_out: The output rows.
         strict: the chip's limits are errors too.
@@ -559,8 +559,8 @@ def aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
         inner_precise: 2: rows that see no key return zeros.
         sparse_mode: How mask, window and prefix combine (docs/sparse_modes.md).
         softmax_layout: Order of packed statistics: per sequence head-major, or token-major.
-        softmax_max: Row maxima of the scores, eight equal lanes.
-        softmax_sum: Row sums of exp(score - max), eight equal lanes.
+        softmax_max: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_out: Reserved: empty.
         attention_out: The output rows.
         strict: the chip's limits are errors too.
@@ -642,8 +642,8 @@ def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -654,8 +654,8 @@ def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
         sparse_mode: How mask, window and prefix combine (docs/sparse_modes.md).
         pse_type: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
         softmax_layout: Order of packed statistics: per sequence head-major, or token-major.
-        softmax_max: Row maxima of the scores, eight equal lanes.
-        softmax_sum: Row sums of exp(score - max), eight equal lanes.
+        softmax_max: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_out: Reserved: empty.
         attention_out: The output rows.
         strict: the chip's limits are errors too.
@@ -823,8 +823,8 @@ def aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -919,8 +919,8 @@ def aclnnFlashAttentionScoreGradV3GetWorkspaceSize(
         attention_in: The forward's output.
         sink: One more logit per query head in every denominator. May be None.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -1007,8 +1007,8 @@ def aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(
         drop_mask: One bit per score, 1 = kept. May be None.
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
-        softmax_max: Row maxima that the forward returned.
-        softmax_sum: Row sums that the forward returned.
+        softmax_max: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
@@ -1101,15 +1101,15 @@ def aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
         drop_mask: One bit per score, 1 = kept. May be None.
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
-        softmax_max: Row maxima that the forward returned.
-        softmax_sum: Row sums that the forward returned.
+        softmax_max: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -1204,15 +1204,15 @@ def aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(
         drop_mask: One bit per score, 1 = kept. May be None.
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
-        softmax_max: Row maxima that the forward returned.
-        softmax_sum: Row sums that the forward returned.
+        softmax_max: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
@@ -1301,8 +1301,8 @@ def aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
         drop_mask: One bit per score, 1 = kept. May be None.
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
-        softmax_max: Row maxima that the forward returned.
-        softmax_sum: Row sums that the forward returned.
+        softmax_max: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
@@ -1405,16 +1405,16 @@ def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
         drop_mask: One bit per score, 1 = kept. May be None.
         padding_mask: Reserved. May be None.
         atten_mask: 1 = this score is removed. May be None.
-        softmax_max: Row maxima that the forward returned.
-        softmax_sum: Row sums that the forward returned.
+        softmax_max: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
+        softmax_sum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it.
         softmax_in: Reserved. May be None.
         attention_in: The forward's output.
         sink: One more logit per query head in every denominator. May be None.
         prefix: Per sequence the keys that every row sees (modes 5 and 6). May be None.
         actual_seq_qlen: Cumulative end of every sequence's query rows. May be None.
         actual_seq_kvlen: Cumulative end of every sequence's keys. May be None.
-        q_start_idx: Position of the first query row in the whole sequence (element 0 is read). May be None.
-        kv_start_idx: Position of the first key in the whole sequence (element 0 is read). May be None.
+        q_start_idx: Position of the first query row in its sequence (element 0 is read); None: 0. May be None.
+        kv_start_idx: Position of the first key in its sequence (element 0 is read); None: 0. May be None.
         scale: Factor on query . key.
         keep_prob: Share of probabilities that dropout keeps.
         pre_tokens: Window to the left (modes 0 and 4).
