@@ -18,9 +18,10 @@ import test_native
 import test_native_backward
 import test_native_decode
 import torch
+from bits import same_bits
 from cases import BITS, CAUSAL, DRAWN, compute
 from test_native import VARIANTS, converted, native, threads_as_before
-from test_native_backward import gradients, same_bits
+from test_native_backward import gradients
 from witness import Call, Results, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DENSE, DTYPES, PACKED, operands, same_bits
+from bits import same_bits
+from cases import CASES, DENSE, DTYPES, PACKED, operands
 
 from fusion_attention import ContractWarning
 from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
