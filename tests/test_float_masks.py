@@ -189,7 +189,11 @@ def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, 
         same_bits(got, want)
         assert any(t.any() for t in got["out"])
         for owned in (False, True)[: 1 if size == "odd" else 2]:
-            same_bits(gradients(wild, got, variant, owned=owned), gradients(tame, want, variant, owned=owned))
+            found = [gradients(*saved, variant, owned=owned) for saved in ((wild, got), (tame, want))]
+            for each in found:
+                # 0 times what is hidden: the sign of that zero is what was multiplied, its value is what counts.
+                each["dbias"] = [tensor + 0.0 for tensor in each["dbias"]]
+            same_bits(*found)
 
 
 def biased(seed: int) -> Call:
