@@ -192,16 +192,3 @@ def operands(case: Case) -> Args:
 
 def compute(case: Case, args: Args) -> dict[str, torch.Tensor]:
     return run(lowered(case, args), args["dy"], "cpu")
-
-
-def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.dtype == want.dtype, what
-    assert got.shape == want.shape, what
-    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-    assert torch.equal(got.contiguous().view(size), want.contiguous().view(size)), what
-
-
-def all_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        same_bits(got[name], value, name)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import same
 
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
@@ -111,12 +112,6 @@ def done(
     given = outputs_of(op, args) if outputs is None else outputs
     assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
     return {name: tensor for name, tensor in given.items() if tensor is not None}
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, NaN included."""
-    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 # ----------------------------------------------------------------------------------------------- the same as npu's face

@@ -370,7 +370,8 @@ def test_tensors_of_several_devices() -> None:
 def test_seeds_may_stay_on_the_host() -> None:
     op = flash.TORCH_GRAD_V3
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in sample(op, keep_prob=0.5).items()}
-    bind(op, args | {"seed": torch.tensor([3]), "offset": torch.tensor([0])})
+    bound = bind(op, args | {"seed": torch.tensor([3]), "offset": torch.tensor([0])})
+    assert (bound.names["seed"].item(), bound.names["offset"].item()) == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64])
@@ -385,7 +386,8 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
     op = flash.SCORE_V1
     args = sample(op, drop_mask=None)
     wide = args["query"][:1].expand(2, -1, -1, -1)
-    bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
+    bound = bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
+    assert bound.names["query"] is wide
     text = one(op, args | {"attention_out": wide})
     assert "attention_out: expected memory of its own for every element, got strides (0, 32, 8, 1)" in text
 

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
@@ -105,18 +106,12 @@ def run(problem: Problem, lengths: list[tuple[int, int]], layout: str, first: in
     ]
 
 
-def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other) > 0
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
     packed = run(CASES[name], LENGTHS, "packed")
     assert not any(value.isnan().any() for value in packed)
-    assert_same_bits(packed, run(CASES[name], LENGTHS, "padded"))
-    assert_same_bits(packed, run(CASES[name], LENGTHS, "packed"))
+    same_bits(packed, run(CASES[name], LENGTHS, "padded"))
+    same_bits(packed, run(CASES[name], LENGTHS, "packed"))
 
 
 def test_neighbours_do_not_matter() -> None:
@@ -124,7 +119,7 @@ def test_neighbours_do_not_matter() -> None:
     problem = dataclasses.replace(RICH, dropout="none", keep_prob=1.0)
     together = run(problem, LENGTHS, "packed")
     alone = [value for b, pair in enumerate(LENGTHS) for value in run(problem, [pair], "padded", first=b)]
-    assert_same_bits(together, alone)
+    same_bits(together, alone)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 7])
@@ -139,8 +134,7 @@ def test_threads_share_short_sequences(heads: int) -> None:
             found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
     finally:
         torch.set_num_threads(usual)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    same_bits(found[1:], [found[0]] * 2)
     golden = fa.attention(q, k, v, layout="TND", q_len=lengths, backend="golden")
     torch.testing.assert_close(found[0], golden, rtol=1e-4, atol=1e-5)
 
@@ -151,7 +145,7 @@ def test_threads_do_not_matter() -> None:
         torch.set_num_threads(1)
         one = run(RICH, LENGTHS, "packed")
         torch.set_num_threads(2)
-        assert_same_bits(one, run(RICH, LENGTHS, "packed"))
+        same_bits(one, run(RICH, LENGTHS, "packed"))
     finally:
         torch.set_num_threads(usual)
 
@@ -176,10 +170,9 @@ def test_a_call_that_asks_for_no_statistics_gives_the_same_rows(empty_rows: str)
     first, lse = fa.attention(q, k, v, return_lse=True, **options)
     assert lse[..., :40].eq(-math.inf).all() or empty_rows == "mean"
     for _ in range(2):
-        assert torch.equal(fa.attention(q, k, v, **options), first)
+        same_bits(fa.attention(q, k, v, **options), first)
         out, again = fa.attention(q, k, v, return_lse=True, **options)
-        assert torch.equal(out, first)
-        assert torch.equal(again, lse)
+        same_bits((out, again), (first, lse))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

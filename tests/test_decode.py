@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same
 from decode_cases import CASES, STORES, Args, Case, answer, arguments, logical, pages_of, place, query_of
 
 import fusion_attention as fa
@@ -64,11 +65,6 @@ def test_the_cpu_back_end_agrees_with_golden() -> None:
         plain = query_of(case, answer(case, torch.float32)).to(got.dtype)
         compare(case.id, got, want, plain, max(case.kv_len))
     assert computed > 10
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def backends(*calls: Decode) -> Iterator[str]:

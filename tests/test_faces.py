@@ -9,21 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import (
-    BITS,
-    CASES,
-    CAUSAL,
-    DENSE,
-    DRAWN,
-    DTYPES,
-    FLOATS,
-    PACKED,
-    Args,
-    all_same_bits,
-    compute,
-    operands,
-    same_bits,
-)
+from bits import same_bits
+from cases import BITS, CASES, CAUSAL, DENSE, DRAWN, DTYPES, FLOATS, PACKED, Args, compute, operands
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -124,8 +111,8 @@ def test_all_versions_agree(case: Case) -> None:
         if version == 3:
             assert (seed.dtype, seed.shape, offset.shape) == (torch.int64, (1,), (1,))
         assert (int(seed) > 0) is (case.dropout == "philox")
-    all_same_bits(results[1], results[2])
-    all_same_bits(results[3], results[2])
+    same_bits(results[1], results[2])
+    same_bits(results[3], results[2])
 
 
 @pytest.mark.parametrize("kind", [tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), np.array])
@@ -133,7 +120,7 @@ def test_lengths_of_every_kind(kind: Callable[[list[int]], Any]) -> None:
     case = replace(PACKED, sparse_mode=6, mask="compressed", prefix=(5, 1, 4), disabled=1)
     args = operands(case)
     given = {n: kind(args[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen", "prefix")}
-    all_same_bits(compute(case, {**args, **given}), compute(case, args))
+    same_bits(compute(case, {**args, **given}), compute(case, args))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +163,7 @@ def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
         results.append({str(i): t.detach() for i, t in enumerate((out, top, total, *grads))})
         assert (seed, offset) == ((0, 0) if given else (args["seed"], args["offset"]))
         assert numels == case.heads_q * sum(q * k for q, k in zip(case.q_len, case.kv_len, strict=True))
-    all_same_bits(*results)
+    same_bits(*results)
     other = call_face(*VERSIONS[2][:2], {**args, "offset": args["offset"] + 1})[0]
     assert not torch.equal(other.nan_to_num(), results[0]["0"].nan_to_num())
 
@@ -253,7 +240,7 @@ def test_the_operators_that_torch_sees(case: Case) -> None:
         gradients = torch.autograd.grad(out, leaves, args["dy"])
     results = ["dpse" if n == "pse" else f"d{LEAVES[n]}" for n in names]
     got = {"out": out.detach(), "max": top, "sum": total, **dict(zip(results, gradients, strict=True))}
-    all_same_bits(got, want)
+    same_bits(got, want)
     (forward, given), (backward, saved) = recorder.calls
     assert (forward.__name__, backward.__name__) == ("attn_fwd.default", "attn_bwd.default")
     torch.library.opcheck(forward, given)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import same_bits
+from bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention import npu

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, all_same_bits, compute, operands, same_bits
+from bits import same_bits
+from cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, compute, operands
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -45,7 +46,7 @@ def transposed(t: torch.Tensor) -> torch.Tensor:
 def test_strides_do_not_matter(case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     args = operands(case)
     names = (*FLOATS, "drop_mask") + (() if case.mask == "compressed" else ("atten_mask",))
-    all_same_bits(compute(case, changed(args, change, *names)), compute(case, args))
+    same_bits(compute(case, changed(args, change, *names)), compute(case, args))
 
 
 def test_expanded_inputs() -> None:
@@ -53,7 +54,7 @@ def test_expanded_inputs() -> None:
     case = Case(layout="BNSD", pse="full")
     args = operands(case)
     args = {**args, **{n: args[n][:1].expand_as(args[n]) for n in ("key", "value", "pse")}}
-    all_same_bits(
+    same_bits(
         compute(case, args), compute(case, {**args, **{n: args[n].contiguous() for n in ("key", "value", "pse")}})
     )
 
@@ -129,7 +130,7 @@ def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: fl
     spoilt = fill_unseen(case, args, value)
     count = sum(int(spoilt[n].isnan().sum() + spoilt[n].isinf().sum()) for n in ("query", "key", "value"))
     assert count > sum(int(args[n].isnan().sum()) for n in ("query", "key", "value"))
-    all_same_bits(compute(case, spoilt), compute(case, fill_unseen(case, args, 0.0)))
+    same_bits(compute(case, spoilt), compute(case, fill_unseen(case, args, 0.0)))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -182,7 +183,7 @@ def test_neighbours_do_not_matter(case: Case) -> None:
         for side, names in (("q", ("query", "query_rope", "dy")), ("kv", ("key", "value", "key_rope"))):
             first, n = sum(case.lengths(side)[:b]), case.lengths(side)[b]
             own |= {name: args[name][first : first + n] for name in names if args[name] is not None}
-        all_same_bits(split(alone, compute(alone, {**args, **own}), 0), split(case, together, b))
+        same_bits(split(alone, compute(alone, {**args, **own}), 0), split(case, together, b))
 
 
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
@@ -202,7 +203,7 @@ def test_packed_equals_padded(case: Case) -> None:
         # The pythonic face measures slopes from the same corner only when told so.
         apart = compute(padded, moved)
         for b in range(len(case.q_len)):
-            all_same_bits(split(padded, apart, b), split(case, together, b))
+            same_bits(split(padded, apart, b), split(case, together, b))
         same_bits(apart["dsink"], together["dsink"], "dsink")
 
 
@@ -212,7 +213,7 @@ def test_packed_equals_padded(case: Case) -> None:
 def test_threads_and_repetition_do_not_matter(case: Case) -> None:
     args = operands(case)
     want = compute(case, args)
-    all_same_bits(compute(case, args), want)
+    same_bits(compute(case, args), want)
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        all_same_bits(compute(case, args), want)
+        same_bits(compute(case, args), want)

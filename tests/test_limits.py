@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_aclnn import V2, done, handle, outputs_of, runtime, same
+from bits import same
+from test_aclnn import V2, done, handle, outputs_of, runtime
 
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.ops import RECORDS

@@ -81,8 +81,9 @@ def test_what_is_wrong_is_said_there_too() -> None:
 def test_content_is_not_asked_of_tensors_without_any() -> None:
     q, mask = torch.empty(1, 4, 2, 32, device=META), torch.empty(2048, 2048, dtype=torch.bool, device=META)
     with npu.strict(check_content=True):
-        npu.npu_fusion_attention(q, q, q, 2, "BSND", atten_mask=mask, sparse_mode=3, scale=0.25)
-    bind(RECORDS["attention"], {"q": q, "k": q, "v": q}, check_content=True)
+        out = npu.npu_fusion_attention(q, q, q, 2, "BSND", atten_mask=mask, sparse_mode=3, scale=0.25)[0]
+    assert (out.device, out.shape) == (META, q.shape)
+    assert bind(RECORDS["attention"], {"q": q, "k": q, "v": q}, check_content=True).names["q"] is q
 
 
 def test_a_module_of_a_model_runs_where_it_was_made() -> None:

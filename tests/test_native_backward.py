@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from test_native import (
     VARIANTS,
     assert_close,
@@ -86,14 +87,6 @@ def wanted(call: Call, saved: Results) -> Results:
     wide = {n: [t.double() for t in getattr(call, n)] for n in (*INPUTS, "bias", "dout")}
     single = {n: None if (t := getattr(call, n)) is None else t.double() for n in ("slopes", "sink")}
     return specified(replace(call, **wide, **single), {n: [t.double() for t in saved[n]] for n in saved})
-
-
-def same_bits(got: Results, want: Results) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        for a, b in zip(got[name], want[name], strict=True):
-            assert torch.equal(a.isnan(), b.isnan()), name
-            assert torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5)), name
 
 
 def plain(call: Call, saved: Results, b: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -271,7 +264,7 @@ def test_whole_lines_of_a_bias_gradient_are_what_their_pieces_are(dtype: torch.d
     bias = torch.nn.functional.pad(bias.detach(), (0, 3)).requires_grad_()
     out = fa.attention(q, k, v, bias=bias, layout="BNSD", band=fa.Band.causal(), kv_len=[size])
     (other,) = torch.autograd.grad(out, bias, dout)
-    assert torch.equal(one, other[..., :size])
+    same_bits(one, other[..., :size])
     assert not other[..., size:].any()
 
 
@@ -290,7 +283,7 @@ def test_large_results_have_the_bits_of_small_ones(dtype: torch.dtype) -> None:
     pieces = (t.split(lengths) for t in (q, k, v, dout))
     for b, alone in enumerate(zip(*pieces, strict=True)):
         for got, want in zip(found(lengths[b : b + 1], *alone), (t[b] for t in whole), strict=True):
-            assert torch.equal(got, want)
+            same_bits(got, want)
 
 
 @pytest.mark.parametrize("bias", ["none", "matrix", "slopes", "slopes_sqrt"])
@@ -303,7 +296,7 @@ def test_the_probability_of_an_only_key_is_exactly_one(variant: str, dtype: str,
     saved = native(call, variant)
     got = gradients(call, saved, variant)
     for a, b in zip(got["dv"], call.dout, strict=True):
-        assert torch.equal(a, b.to(a.dtype))
+        same_bits(a, b.to(a.dtype))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from test_native import compare, converted, results, spoil
 from witness import Call, Results, load, make, room, rows
 
@@ -336,17 +337,17 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
     q_len, kv_len = (1, 1, 0, 2), (1300, 77, 5, 520)
     case = plain_case(problem, q_len, kv_len)
     want = bits(native(case, variant, threads=1))
-    assert all(torch.equal(a, b) for a, b in zip(want, bits(native(case, variant, threads=2)), strict=True))
+    same_bits(bits(native(case, variant, threads=2)), want)
     for size in (16, 128, 512):
         paged = replace(case, problem=replace(problem, page_size=size), form="pages")
         got = bits(native(paged, variant, threads=3))
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), size
+        same_bits(got, want, f"pages of {size}")
     for b in (0, 3):
         single = {name: [t] for name in ("q", "k", "v", "blocked") if (ts := getattr(case.call, name)) for t in [ts[b]]}
         extents = Extents(*(getattr(case.call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
         own = Case(replace(case.call, extents=extents, **single), problem, *stored, "rows", 1)
-        assert all(torch.equal(a, want[len(q_len) * i + b]) for i, a in enumerate(bits(native(own, variant))))
+        same_bits(bits(native(own, variant)), want[b :: len(q_len)])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -434,7 +435,7 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
             operands = replace(load(call, torch.bfloat16), stats=stats)
             each.run(operands)
             found.append(bits(results(call, operands)))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), lengths
+        same_bits(*found, f"{lengths}")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from bits import same_bits
 from sparse_calls import Results, Tensors, extents_of, int_rows, pages_of, scan
 from test_native import VARIANTS, threads_as_before
 from witness import read, room, rows
@@ -215,8 +216,8 @@ def test_threads_change_no_bit() -> None:
         dwant = gradients(call, want["indices"], threads=1)
         for threads in (2, 3, 7):
             got, dgot = choose(call, threads=threads), gradients(call, want["indices"], threads=threads)
-            assert all(torch.equal(a, b) for n in want for a, b in zip(got[n], want[n], strict=True))
-            assert all(torch.equal(a, b) for n in dwant for a, b in zip(dgot[n], dwant[n], strict=True))
+            same_bits(got, want)
+            same_bits(dgot, dwant)
 
 
 def test_scores_that_are_no_numbers_have_a_place() -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from sparse_calls import (
     INPUTS,
     Results,
@@ -85,14 +86,6 @@ def judge(call: SparseCall, ours: Results, wanted: Results, plain: Results) -> N
             compare(f"{call.problem} {name}[{b}]", tensor, wanted[name][b], plain[name][b], keys)
 
 
-def same(a: Results, b: Results) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        for x, y in zip(a[name], b[name], strict=True):
-            assert torch.equal(x.isnan(), y.isnan()), name
-            assert torch.equal(x.nan_to_num(nan=0.5), y.nan_to_num(nan=0.5)), name
-
-
 def draw(seed: int) -> SparseCall:
     rng = random.Random(seed)
     heads_kv, dim = rng.choice([1, 1, 1, 2, 3]), rng.choice([1, 7, 16, 33, 48, 64, 96])
@@ -137,7 +130,7 @@ def test_random_calls_against_the_formulas(seed: int) -> None:
 def test_pages_change_no_bit(seed: int, size: int) -> None:
     call = draw(seed)
     for variant in VARIANTS:
-        same(forward(call, variant, page_size=size), forward(call, variant))
+        same_bits(forward(call, variant, page_size=size), forward(call, variant))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -149,8 +142,8 @@ def test_threads_and_layouts_change_no_bit(variant: str, dtype: str) -> None:
     want = backward(call, saved, variant, 1)
     assert not any(t.isnan().any() for name in ("dq", "dv") for t in want[name])
     for threads, packed in ((2, True), (3, False), (5, True)):
-        same(forward(call, variant, threads, packed), saved)
-        same(backward(call, saved, variant, threads, packed), want)
+        same_bits(forward(call, variant, threads, packed), saved)
+        same_bits(backward(call, saved, variant, threads, packed), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,8 +153,8 @@ def test_a_row_alone_uses_all_threads_and_the_same_bits(dtype: str) -> None:
     want = forward(call, threads=1)
     gradients = backward(call, want, threads=1)
     for threads in (2, 3, 7):
-        same(forward(call, threads=threads), want)
-        same(backward(call, want, threads=threads), gradients)
+        same_bits(forward(call, threads=threads), want)
+        same_bits(backward(call, want, threads=threads), gradients)
     judge(call, want, formulas(call, torch.float64), formulas(call, torch.float32))
 
 
@@ -184,8 +177,8 @@ def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
     for variant in VARIANTS:
         ours = forward(call, variant)
         judge(call, ours, wanted, plain)
-        same(forward(apart, variant), ours)
-        same(forward(call, variant, page_size=16), ours)
+        same_bits(forward(apart, variant), ours)
+        same_bits(forward(call, variant, page_size=16), ours)
         judge(call, backward(call, saved, variant), exact, measure)
 
 
@@ -222,7 +215,7 @@ def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     call.indices[0] = call.indices[0].flip(-1).contiguous()
     for name, tensors in forward(call).items():
         torch.testing.assert_close(tensors[0], ascending[name][0], rtol=1e-5, atol=1e-5)
-    same(backward(call, ascending), saved)  # keys are added in their own order there
+    same_bits(backward(call, ascending), saved)  # keys are added in their own order there
 
 
 def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from test_compile import compiled, draw, same
 
 import fusion_attention as fa
@@ -83,8 +84,7 @@ def test_gradients_by_name() -> None:
 
     leaves = [t.detach() for t in leaves_of(choose)]
     fast, _ = compiled(backward)
-    for got, want in zip(fast(*leaves), backward(*leaves), strict=True):
-        assert torch.equal(got, want)
+    same_bits(fast(*leaves), backward(*leaves))
 
 
 def test_losses_by_name() -> None:
@@ -100,8 +100,7 @@ def test_losses_by_name() -> None:
 
     leaves = [t.detach() for t in leaves_of(choose)]
     fast, _ = compiled(losses)
-    for got, want in zip(fast(*leaves), losses(*leaves), strict=True):
-        assert torch.equal(got, want)
+    same_bits(fast(*leaves), losses(*leaves))
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
@@ -113,8 +112,7 @@ def test_functional_gradient(function: Callable[..., Any]) -> None:
     fast, _ = compiled(functional)
     plain = [t.detach() for t in leaves]
     for found in (functional(*plain), fast(*plain)):
-        for a, b in zip(want, found, strict=True):
-            assert torch.equal(a, b)
+        same_bits(found, want)
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)

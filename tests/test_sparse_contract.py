@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import same_bits
+from bits import same_bits
 
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind

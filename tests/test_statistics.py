@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_aclnn import call, done, outputs_of, runtime, same
+from bits import same
+from test_aclnn import call, done, outputs_of, runtime
 from test_native import VARIANTS, converted, native, threads_as_before
 from test_native_backward import gradients
 from witness import forward, make, run

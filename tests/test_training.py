@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DENSE, DTYPES, PACKED, operands, same_bits
+from bits import same_bits
+from cases import CASES, DENSE, DTYPES, PACKED, operands
 
 import fusion_attention as fa
 from fusion_attention import ContractWarning

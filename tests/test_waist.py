@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 
 from fusion_attention import bias, dropout, tiles
 from fusion_attention.kv import MatrixView
@@ -286,6 +287,8 @@ def test_matrix_and_its_gradient_by_tiles(shape: tuple[int, int, int]) -> None:
 
 def test_gradient_of_nothing_touches_nothing() -> None:
     # The last sequence has no rows, so its address lies behind the memory's end.
-    view = MatrixView(torch.zeros(6), np.array([6]), np.array([3]), np.array([0]), 1)
+    memory = torch.linspace(0, 1, 6)
+    before, view = memory.clone(), MatrixView(memory, np.array([6]), np.array([3]), np.array([0]), 1)
     bias.add_matrix_gradient(view, 0, torch.zeros(1, 0, 3), slice(0, 0), slice(0, 3))
     bias.add_table_gradient(view, 0, (0, 3), torch.zeros(1, 0, 3), slice(0, 0), slice(0, 3))
+    same_bits(memory, before)

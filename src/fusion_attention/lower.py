@@ -330,8 +330,8 @@ def clear_gradients(call: Call, gradients: tuple[torch.Tensor, ...], summed: tor
         if uncovered(call, side):
             for tensor in tensors:
                 tensor.zero_()
-    if call.problem.has_sink:
-        dsink.zero_()
+    if call.problem.has_sink and not len(call.extents):
+        dsink.zero_()  # No back end runs.
     if summed is not None:
         summed.zero_()
     elif dbias.numel() and dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):

@@ -18,6 +18,7 @@ from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.derivative import below, no_tangents
+from fusion_attention.memory import empty
 from fusion_attention.operators import (
     Text,
     bound,
@@ -95,7 +96,7 @@ def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors
     op = text.op
     names, trained = names_of(op.name).tensors, _trained(op)
     given = {name: args[name] for name in names if name in trained and args[name] is not None}
-    return _listed({name: t.new_empty(t.shape) for name, t in given.items()}, names, tensors[0])
+    return _listed({name: empty(t, t.shape) for name, t in given.items()}, names, tensors[0])
 
 
 class _Differentiable(_SingleLevelFunction):

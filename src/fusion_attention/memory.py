@@ -1,4 +1,5 @@
-"""Memory for results: torch's own, which asks for huge pages where it is large, and serves again when it is given back.
+"""Memory for results and scratch: torch's own, which asks for huge pages where it is large, and serves again when it is
+given back.
 
 A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
 microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
@@ -43,7 +44,8 @@ def another(template: torch.Tensor) -> torch.Tensor:
 
 
 def _ready(fresh: torch.Tensor) -> torch.Tensor:
-    # The tensors of a trace have another type, and no memory.
+    # All that is given out comes through here, where tests poison it. The tensors of a trace have another type, and no
+    # memory.
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
         if fresh.nbytes <= IDLE:  # Nobody has touched what it had: it costs nothing.
             fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())

@@ -28,6 +28,7 @@ from fusion_attention.dropout import signed
 from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
+from fusion_attention.memory import empty
 from fusion_attention.ops import RECORDS, attention, flash_lower
 from fusion_attention.settings import chosen, current
 
@@ -307,10 +308,10 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
     heads = _heads(text.op, args, q, layout)
     batch, token, head = LAYOUTS[layout]
     dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
-    out = q.new_empty(row_shape(q, layout, heads, dim_v))
+    out = empty(q, row_shape(q, layout, heads, dim_v))
     shape = (q.shape[0], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(shape, dtype=stats), q.new_empty(shape, dtype=stats)
+    return out, empty(q, shape, stats), empty(q, shape, stats)
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
@@ -332,7 +333,7 @@ def _backward_fake(
     given = dict(zip(names, tensors, strict=True))
     present = [*tensors[:3], *(given.get(name) for name in slots[:2]), given.get(slots[2]) if dbias else None]
     present.append(given.get("sink"))
-    return [dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in present]
+    return [dout.new_empty(0) if t is None else empty(t, t.shape) for t in present]
 
 
 class _Differentiable(_SingleLevelFunction):

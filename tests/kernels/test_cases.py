@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
+from bits import same_bits
 from cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
@@ -89,7 +89,7 @@ def test_a_second_run_gives_the_same_bits() -> None:
     case = Case(pse="full", dropout="philox", keep_prob=0.7, **TWO)
     args = arguments(case)
     one, other = (run(lowered(case, args), args["dy"], "triton") for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    same_bits(one, other)
 
 
 def test_an_empty_batch_runs() -> None:

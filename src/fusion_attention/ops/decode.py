@@ -15,6 +15,7 @@ import torch
 from fusion_attention.calls import Filled, room, tensors_in
 from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.lower import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
+from fusion_attention.memory import another, template
 from fusion_attention.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -77,9 +78,7 @@ class Decode:
 
     def results(self) -> dict[str, Tensor]:
         """out in the query's layout, and statistics [B, N1, S1] where they have names."""
-        p, q = self.problem, self.q
-        shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
-        out = q.new_empty(shape) if p.out_quant == "none" else q.new_empty(shape, dtype=torch.int8)
+        out = another(self._templates()[0])
         if len(self.names) == 1:
             return {self.names[0]: out}
         return dict(zip(self.names, (out, *self.stats()), strict=True))
@@ -91,14 +90,20 @@ class Decode:
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
-        known = self.memo.get("stats")
+        _, stats = self._templates()
+        return another(stats), another(stats)
+
+    def _templates(self) -> tuple[Tensor, Tensor]:
+        """Of out and of one statistic."""
+        known: tuple[Tensor, Tensor] | None = self.memo.get("templates")
         if known is None:
+            p, q = self.problem, self.q
             _, token, _ = LAYOUTS[self.layout]
-            dtype = torch.float64 if self.problem.dtype == "float64" else torch.float32
-            shape = self.q.shape[0], self.problem.heads_q, self.q.shape[token]
-            known = self.memo["stats"] = torch.empty(0, dtype=dtype, device=self.q.device), shape
-        blank, shape = known
-        return blank.new_empty(shape), blank.new_empty(shape)
+            shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
+            dtype = torch.float64 if p.dtype == "float64" else torch.float32
+            out = template(q, shape, q.dtype if p.out_quant == "none" else torch.int8)
+            known = self.memo["templates"] = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
+        return known
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of a call, its output and its statistics."""

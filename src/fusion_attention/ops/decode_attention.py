@@ -15,6 +15,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text, show
 from fusion_attention.lower import LAYOUTS, wide
 from fusion_attention.mask import Band
+from fusion_attention.memory import empty
 from fusion_attention.ops.attention import band_fits, broadcasts
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
@@ -275,10 +276,10 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         key, value = (side if isinstance(side, torch.Tensor) else side[0] for side in (k, v))
         dim_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
         dim_v = q.shape[-1] if value.shape[-1] == key.shape[-1] else dim_v
-    out = q.new_empty((*q.shape[:-1], dim_v or q.shape[-1]), dtype=q.dtype if n["out_scale"] is None else torch.int8)
+    out = empty(q, (*q.shape[:-1], dim_v or q.shape[-1]), q.dtype if n["out_scale"] is None else torch.int8)
     tokens, heads = (1, 2) if n["layout"] == "BSND" else (2, 1)
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    max_, sum_ = (q.new_empty((q.shape[0], q.shape[heads], q.shape[tokens]), dtype=stats) for _ in range(2))
+    max_, sum_ = (empty(q, (q.shape[0], q.shape[heads], q.shape[tokens]), stats) for _ in range(2))
     return dict(zip(RESULTS, (out, max_, sum_), strict=True))
 
 

@@ -40,7 +40,7 @@ RESULTS = ("dquery_index", "dkey_index", "dweights", "loss")
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the results of a loss with these arguments."""
     gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
-    loss = n["query"].new_empty(1, dtype=torch.float32)
+    loss = empty(n["query"], (1,), torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
 
 
@@ -49,7 +49,7 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return {name: q.new_empty(shape, dtype=dtype) for name in STATISTICS}
+    return {name: empty(q, shape, dtype) for name in STATISTICS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,8 @@ class _LossRun(Filled):
         )
         sides = ((dq, call.extents.q_len), (dk, call.extents.kv_len), (dweights, call.extents.q_len))
         clears = (tensor for tensor, lengths in sides if not covered(lengths, tensor, call.layout))
-        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, loss))
+        nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
+        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing))
 
     def begin(self) -> None:
         super().begin()

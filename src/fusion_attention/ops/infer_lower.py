@@ -14,6 +14,7 @@ import torch
 from fusion_attention.contract import Bound
 from fusion_attention.expressions import dtype_text
 from fusion_attention.mask import Band
+from fusion_attention.memory import empty
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.infer_checks import page_layout, sizes
 from fusion_attention.problem import Extents, Problem
@@ -58,7 +59,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Memory for the results of a call with these arguments."""
     q = n["query"]
-    return {RESULTS[0]: q.new_empty(q.shape, dtype=q.dtype if n["quant_scale2"] is None else torch.int8)}
+    return {RESULTS[0]: empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:

@@ -90,7 +90,7 @@ class Sparse:
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
     """Room for statistics of query rows as kernels keep them: [B, S1, N1] or [T1, N1]."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape[:-1], dtype=dtype), query.new_empty(query.shape[:-1], dtype=dtype)
+    return empty(query, query.shape[:-1], dtype), empty(query, query.shape[:-1], dtype)
 
 
 def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
@@ -134,7 +134,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
     rows = (heads, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], heads, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    stats = (q.new_empty((*rows, q.shape[-2] // heads), dtype=dtype) for _ in STATISTICS)
+    stats = (empty(q, (*rows, q.shape[-2] // heads), dtype) for _ in STATISTICS)
     return dict(zip(RESULTS, (out, *stats), strict=True))
 
 
@@ -271,7 +271,9 @@ class _BackwardRun(Filled):
         )
         sides = {"dquery": (call.extents.q_len, call.layout), "dkey": (call.extents.kv_len, call.layout_kv)}
         sides |= {"dquery_rope": sides["dquery"], "dvalue": sides["dkey"], "dkey_rope": sides["dkey"]}
-        clears = (t for name, t in g.items() if name == "dsinks" or not covered(sides[name][0], t, sides[name][1]))
+        clears = [g[name] for name, (n, layout) in sides.items() if name in g and not covered(n, g[name], layout)]
+        if "dsinks" in g and not len(call.extents):
+            clears.append(g["dsinks"])  # No back end runs.
         operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
         super().__init__(operands, rooms, tuple(outputs.values()), tuple(clears))
 

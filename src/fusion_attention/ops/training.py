@@ -24,7 +24,7 @@ from fusion_attention.lower import (
     stats_shape,
     uncovered,
 )
-from fusion_attention.memory import empty
+from fusion_attention.memory import another, empty, template
 from fusion_attention.problem import Operands, Stats
 
 Tensor = torch.Tensor
@@ -127,17 +127,16 @@ class _ForwardRun(Filled):
         call, memo = forward.call, forward.memo
         known = memo.get("forward_run")
         if known is None:
-            blank = torch.empty(0, dtype=torch.float32, device=call.q.device)
-            shape = stats_shape(call.q, call.form, call.problem.heads_q)
-            known = memo["forward_run"] = [blank, shape, uncovered(call, "q"), None]
-        blank, shape, clears, rows = known
+            stats = template(call.q, stats_shape(call.q, call.form, call.problem.heads_q), torch.float32)
+            known = memo["forward_run"] = [stats, uncovered(call, "q"), None]
+        stats, clears, rows = known
         target, out = outputs["attention_out"], room(outputs["attention_out"])
         self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
-        rooms = out, blank.new_empty(shape), blank.new_empty(shape)
+        rooms = out, another(stats), another(stats)
         if rows is None:
             operands = operands_of(call, *rooms)
             if out is target:
-                known[3] = pattern(call, operands, rooms)
+                known[2] = pattern(call, operands, rooms)
         else:
             operands = over(rows, (call.q, call.k, call.v, *rooms))
         super().__init__((operands,), rooms, (target,), rooms if clears else ())

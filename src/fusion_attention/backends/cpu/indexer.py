@@ -12,6 +12,7 @@ import torch
 from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.backends.cpu.sparse import arguments, key_rows
+from fusion_attention.memory import empty
 from fusion_attention.problem import (
     Extents,
     IndexerGrads,
@@ -62,7 +63,7 @@ def run_indexer_loss(
     p, o, dtype = problem, operands, problem.torch_dtype
     q_rope, k_rope = (rows_of(view, dtype) if p.dim_rope else None for view in (o.q_rope, o.k_rope))
     max_, sum_ = (rows_of(view, torch.float32) for view in (o.stats.max, o.stats.sum))
-    loss = torch.zeros(1, dtype=torch.float32, device="cpu")
+    loss = empty(o.q.keep[0], (1,), torch.float32)
     with Floats() as floats:
         attention = arguments(
             q=rows_of(o.q, dtype),

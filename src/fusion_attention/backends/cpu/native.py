@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention import _native, dropout
 from fusion_attention.kv import MatrixView, PagedView, RowView
+from fusion_attention.memory import empty
 from fusion_attention.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.tiles import by_query
 
@@ -59,7 +60,7 @@ def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Call
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
     """Writes the gradients, or adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    dsink = torch.zeros(p.heads_q, dtype=torch.float32, device="cpu")
+    dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     if g.dbias is not None and not g.owns_dbias and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (

@@ -13,6 +13,7 @@ import torch
 from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.kv import PagedView, RowView
+from fusion_attention.memory import empty
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 
@@ -33,7 +34,7 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients from the saved statistics and the saved out."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    dsink = torch.zeros(p.heads_q, dtype=torch.float32, device="cpu")
+    dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     written: dict[str, Any] = {
         "dout": rows_of(g.dout, dtype),
         "dq": rows_of(g.dq, dtype),

@@ -18,6 +18,7 @@ from fusion_attention.backends.triton.backward import backward_key, backward_que
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
 from fusion_attention.kv import RowView
+from fusion_attention.memory import empty
 from fusion_attention.problem import Extents, Grads, Operands, Problem
 
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
@@ -259,7 +260,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     """Launches the three kernels of the backward, and those that mend."""
     p, count, kept = problem, len(extents), schedule.kept
     start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
-    flat = torch.empty(PLANES * p.heads_q * schedule.rows, dtype=torch.float32, device=o.q.keep[0].device)
+    flat = empty(o.q.keep[0], (PLANES * p.heads_q * schedule.rows,), torch.float32)
     views = views_of(p, o) | {
         "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
         "dq_rope": g.dq_rope if p.dim_rope else None,
@@ -274,7 +275,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
-    part = torch.empty(len(by_query), p.heads_q, dtype=torch.float32, device=device) if p.has_sink else None
+    part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
     places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
     plane = p.heads_q * schedule.rows
     shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}

@@ -15,6 +15,7 @@ from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
 from fusion_attention.kv import PagedView, RowView
+from fusion_attention.memory import empty
 from fusion_attention.problem import Extents, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
@@ -160,7 +161,7 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
     given = dict.fromkeys(CACHES) | tensors | launch.numbers(p, o) | {
         "table": table, "width": width, "step": stride, "last": last, "splits": splits, "plane": plane,
         "count": count,
-        "part": torch.empty(splits * plane, dtype=torch.float32, device=device),
+        "part": empty(tensors["q"], (splits * plane,), torch.float32),
         "places": kept.places(addresses, device),
         "lengths": kept.on(device, "lengths", memory.lengths),
         "exponent": (p.scale if launch.raw(p) else 1.0) * common.LOG2E.value,

@@ -1,0 +1,37 @@
+"""Whether tensors hold the same bits: -0 is not 0, and a NaN equals only one with its own payload."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bits; strides may differ."""
+    return got.dtype == want.dtype and got.shape == want.shape and not _differ(got, want).any()
+
+
+def same_bits(got: Any, want: Any, what: str = "") -> None:
+    """Asserts same() of two tensors, or of all that two dictionaries, lists or tuples of one form hold."""
+    if isinstance(want, Mapping):
+        assert isinstance(got, Mapping), what
+        assert got.keys() == want.keys(), what
+        for name in want:
+            same_bits(got[name], want[name], f"{what} {name}")
+    elif isinstance(want, Sequence):
+        assert isinstance(got, Sequence), what
+        assert len(got) == len(want) > 0, what
+        for i, value in enumerate(want):
+            same_bits(got[i], value, f"{what}[{i}]")
+    else:
+        assert isinstance(got, torch.Tensor), what
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), what
+        if (differ := _differ(got, want)).any():
+            at = tuple(differ.nonzero()[0].tolist())
+            raise AssertionError(f"{what}: {int(differ.sum())} elements, first {at}: {got[at]!r}, not {want[at]!r}")
+
+
+def _differ(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    one, other = (t.detach().contiguous().view(size) for t in (got, want))
+    return one != other

@@ -1,0 +1,48 @@
+"""Whatever a kernel forgets to write is noticed, of results and of the memory between two kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forgetting import Results, forgets, is_poison
+
+import fusion_attention as fa
+from fusion_attention.backends.triton import launch, paged
+from fusion_attention.testing import Case, arguments, lowered, run
+
+
+def training() -> Results:
+    case = Case(q_len=(5,), kv_len=(7,), pse="full", sink=True, dim_rope=4)
+    args = arguments(case)
+    return run(lowered(case, args), args["dy"], "triton")
+
+
+@pytest.mark.parametrize(("verb", "results"), [("attention_forward", 3), ("attention_backward", 7)])
+def test_a_forgotten_element_is_missed(verb: str, results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forgets(monkeypatch, "triton", verb, training) == results
+
+
+@pytest.mark.parametrize("module", [launch, paged])
+def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
+    given: list[torch.Tensor] = []
+    real = launch.launch
+
+    def watched(kernel: Any, grid: Any, named: dict[str, Any], *rest: Any) -> None:
+        if not given:
+            scratch = [named.get("flat"), named.get("part")]
+            given.extend(t for t in scratch if t is not None)
+            assert all(map(is_poison, given))
+        real(kernel, grid, named, *rest)
+
+    q = torch.randn(1, 3, 2, 16, requires_grad=module is launch)
+    k = torch.randn(1, 600 if module is paged else 5, 2, 16)
+    out = fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
+    monkeypatch.setattr(launch, "launch", watched)
+    if module is launch:
+        torch.autograd.grad(out.sum(), q)
+    else:
+        fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
+    assert len(given) == (2 if module is launch else 1)
