@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_native import compare, converted, results, spoil
+from test_native import converted, judge, results, spoil
 from witness import Call, Results, load, make, room, rows
 
 from fusion_attention import _native
@@ -258,7 +258,7 @@ def test_random_calls_against_the_specification(seed: int) -> None:
     case = draw_case(seed)
     want = specified(case.call)
     for variant in VARIANTS:
-        compare(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
+        judge(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
@@ -300,7 +300,7 @@ def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
     case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
     want = specified(case.call)
     for variant in VARIANTS:
-        compare(narrowed(case), native(case, variant), want, variant)
+        judge(narrowed(case), native(case, variant), want, variant)
 
 
 # ------------------------------------------------------------------------------------------------------------ same bits
@@ -356,7 +356,7 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
     form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
     case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
     want = native(case, variant, threads=1)
-    compare(narrowed(case), want, specified(case.call), variant)
+    judge(narrowed(case), want, specified(case.call), variant)
     (case.v.scale or case.v.numbers)[0][3, 0] = math.inf
     for threads in (1, 2):
         got = native(case, variant, threads=threads)
@@ -375,7 +375,7 @@ def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not()
     assert isinstance(schedule, decode.Schedule)
     assert schedule.own.tolist() == [True, False, True, True]
     cpu.attention_forward(problem, call.extents, schedule, operands)
-    compare(call, results(call, operands), specified(call), "mixed")
+    judge(call, results(call, operands), specified(call), "mixed")
 
 
 # ---------------------------------------------------------------------------------------------------------- int8 result
