@@ -72,7 +72,9 @@ def plain(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     scores = (torch.einsum("ihd,jd->ihj", index_q, index_k[:, 0]).relu() * weights[..., None]).sum(1)
     keys = chosen_keys(None, len(x))
     if layer.stage == "sparse":
-        order = scores.masked_fill(~keys, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k]
+        order = (
+            scores.masked_fill(~keys, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k]
+        )
         keys = keys & torch.zeros_like(keys).scatter_(1, order, True)
     loss = one_sequence(q, k, index_q, index_k, weights, keys, q.shape[-1] ** -0.5)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
