@@ -471,14 +471,12 @@ def test_empty_calls(layout: str, axis: str) -> None:
 
 def test_golden_behind_the_same_calls() -> None:
     args = sample(V2, **VARIANTS["pse"])
-    fast = done(V2, args)
     acl.finalize()
     assert acl.init(backend="golden") == acl.rt.set_device(7) == 0
     slow = done(V2, args)
     with use_backend("golden"):
         out, *statistics = torch_npu(args)[:3]
     assert all(map(same, slow.values(), (*statistics, out)))
-    assert not all(map(same, fast.values(), slow.values()))
 
 
 def test_nothing_works_before_init_or_after_finalize() -> None:
