@@ -54,6 +54,15 @@ def own(q: torch.Tensor, **given: Any) -> torch.Tensor:
     return fa.attention(q, q, q, band=fa.Band.prefix_causal([1, 2]), blocked=blocked, bias=rows(5, 5), **given)
 
 
+def golden_replays_golden(call: Callable[[], Any], folder: Path) -> None:
+    """What golden computed, golden computes again from the file, to the bit."""
+    with fa.use_backend("golden"), fa.capture(folder) as recorded:
+        call()
+    assert recorded.files
+    for file in recorded.files:
+        assert fa.replay(file, backend="golden").worst == 0.0, file
+
+
 CALLS = [forward, backward, packed, slopes, own]
 
 
@@ -75,7 +84,7 @@ def test_a_call_is_recorded_and_replayed(call: Callable[..., Any], given: dict[s
         assert again.operator in file.name
         assert again.recorded.keys() == again.differences.keys() >= {"out"} & again.recorded.keys()
         assert again.worst == 0.0
-        assert fa.replay(file, backend="golden").worst < 1e-4
+    golden_replays_golden(lambda: call(q, **given), tmp_path / "golden")
     first = again.recorded[next(iter(again.recorded))]
     assert torch.equal(first, want if isinstance(want, torch.Tensor) else want[0])
 
@@ -105,7 +114,7 @@ def test_selections_are_recorded_and_replayed(tmp_path: Path) -> None:
     for file in recorded.files:
         again = fa.replay(file)
         assert again.worst == 0.0, file
-        assert fa.replay(file, backend="golden").worst < 1e-4, file
+    golden_replays_golden(lambda: selecting(q), tmp_path / "golden")
     assert torch.equal(fa.replay(recorded.files[-1]).recorded["loss"], loss)
 
 
@@ -140,7 +149,8 @@ def test_decoding_from_pages_is_recorded_and_replayed(stored: str, tmp_path: Pat
     assert again.operator == "decode_attention"
     assert torch.equal(again.recorded["out"], torch.as_tensor(got))
     assert again.worst == 0.0
-    assert fa.replay(file, backend="golden").worst < 1e-4
+    query = rows(2, 1, 4, 16, seed=2)
+    golden_replays_golden(lambda: fa.decode_attention(query, cache, band=fa.Band.window(3, 0)), tmp_path / "golden")
 
 
 def test_what_a_file_holds(tmp_path: Path) -> None:
@@ -230,7 +240,8 @@ def test_around_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [call.operator for call in chip] == [
         *("npu_fusion_attention", "npu_fusion_attention_grad", "npu_lightning_indexer")
     ]
-    assert chip[0].differences["attention_out"] == pytest.approx(1e-3, rel=1e-3)
+    assert torch.equal(chip[0].recorded["attention_out"], chip[0].recomputed["attention_out"] + 1e-3)
+    assert chip[0].differences["attention_out"] > 0
     assert chip[0].differences["softmax_max"] == 0
     assert chip[1].recorded.keys() == {"dq", "dk", "dv"}
     assert chip[1].worst == 0.0

@@ -12,6 +12,7 @@ from bits import same_bits
 import fusion_attention as fa
 from fusion_attention import dropout, npu
 from fusion_attention.contract import ContractError, ContractWarning
+from fusion_attention.testing import compare
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
 KEEP = 0.7
@@ -107,12 +108,15 @@ def test_the_way_of_torch_npus_own_programs() -> None:
     size = (2, 4, 5, 13)
     mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
     kept = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
-    keys, values = (t.double().transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
-    weights = torch.softmax(q.double().transpose(1, 2) @ keys.mT * 0.25, -1)
-    want = (weights * kept / 0.8 @ values).transpose(1, 2)
+
+    def by_hand(dtype: torch.dtype) -> torch.Tensor:
+        keys, values = (t.to(dtype).transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
+        weights = torch.softmax(q.to(dtype).transpose(1, 2) @ keys.mT * 0.25, -1)
+        return (weights * kept / 0.8 @ values).transpose(1, 2)
+
     for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
         got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+        compare("out", got, by_hand(torch.float64), by_hand(got.dtype), 13)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +179,9 @@ SEEDS = [-(2**63), -5, 2**63 - 1, 2**63, 2**64 - 5, 2**64 - 1]
 def test_unsigned_seeds_are_their_64_bits(seed: int) -> None:
     q, k, v = tensors(train=True)
     other = seed + 2**64 if seed < 0 else seed - 2**64 if seed >= 2**63 else seed
-    want = fa.attention(q, k, v, keep_prob=KEEP, seed=other, backend="golden")
-    torch.testing.assert_close(fa.attention(q, k, v, keep_prob=KEEP, seed=seed), want)
+    for backend in ("golden", "auto"):
+        outs = [fa.attention(q, k, v, keep_prob=KEEP, seed=s, backend=backend) for s in (seed, other)]
+        assert torch.equal(*outs)
     grads = [torch.autograd.grad(fa.attention(q, k, v, keep_prob=KEEP, seed=s).sum(), k)[0] for s in (seed, other)]
     assert torch.equal(*grads)
     one, two = (npu.npu_fusion_attention(q, k, v, 4, "BSND", keep_prob=KEEP, seed=s) for s in (seed, other))

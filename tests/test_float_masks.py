@@ -260,7 +260,7 @@ def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[in
     agree(want, test_native_decode.specified(tame.call))
     for variant in VARIANTS:
         got = test_native_decode.native(wild, variant)
-        test_native_decode.compare(test_native_decode.narrowed(tame), got, want, (variant, name))
+        test_native_decode.judge(test_native_decode.narrowed(tame), got, want, (variant, name))
 
 
 # ------------------------------------------------------------------------------------------------------------ the faces

@@ -297,6 +297,90 @@ def test_exceptions_are_still_needed() -> None:
     assert not set(LONGER) - set(too_long()), "no longer too long: take them out of LONGER"
 
 
+# --------------------------------------------------------------------------------------------------------- tolerances
+
+# Numbers of float64 beside float64; 0 is no tolerance.
+EXACT = 1e-11
+# What compares within a tolerance -> which of its arguments, by position, is one.
+CLOSE = {"assert_close": 3, "allclose": 2, "assert_allclose": 2, "isclose": 2, "approx": 1}
+TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
+# File of tests -> why it may set a number by hand (docs/design.md, How results are judged).
+HAND_SET = {
+    "test_golden.py": "finite differences: a step's own error",
+    "test_transformers_windows.py": "a whole model beside itself on another path",
+}
+
+
+def number(node: ast.expr) -> float | None:
+    """A literal, or a product or power of such."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and number(node.left) and number(node.right):
+        return (number(node.left) or 0.0) * (number(node.right) or 0.0)
+    return None
+
+
+def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, why) of every comparison within a number that nothing derives."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name not in CLOSE:
+                continue
+            given = [word.value for word in node.keywords if word.arg in TOLERANCES] + node.args[CLOSE[name] :]
+            if not given:
+                yield node.lineno, f"{name} with the tolerance that it has by itself"
+            for value in given:
+                # A literal anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
+                parts = [
+                    found for part in ast.walk(value) if (found := number(part) if isinstance(part, ast.expr) else None)
+                ]
+                if any(EXACT < found < 1 for found in parts):
+                    yield node.lineno, f"{name} within {ast.unparse(value)}"
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE):
+            found = number(node.comparators[-1])
+            if found is not None and EXACT < found < 0.1:
+                yield node.lineno, f"within {found:g}"
+
+
+def hand_set() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for line, why in by_hand(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(path.relative_to(ROOT / "tests").as_posix(), []).append(f"tests/{path.name}:{line}: {why}")
+    return found
+
+
+def test_no_tolerance_is_set_by_hand() -> None:
+    wrong = [line for name, lines in hand_set().items() if name not in HAND_SET for line in lines]
+    assert not wrong, "judge by testing.compare, derive the bound, or compare in float64:\n" + "\n".join(wrong)
+
+
+def test_files_that_may_set_a_tolerance_still_do() -> None:
+    assert not HAND_SET.keys() - hand_set().keys(), "no number there any more: take them out of HAND_SET"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.testing.assert_close(a, b)", True),
+        ("torch.testing.assert_close(a, b, rtol=1e-5, atol=0)", True),
+        ("assert torch.allclose(a, b, atol=1e-4 * (1 + a.abs().max()))", True),
+        ("assert torch.allclose(a, b, 1e-3)", True),
+        ("assert x == pytest.approx(0.5, abs=1e-5)", True),
+        ("assert (a - b).abs().max() < 1e-4", True),
+        ("assert (a - b).abs().max() <= 0.02", True),
+        ("torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * size)", False),
+        ("torch.testing.assert_close(a, b, rtol=torch.finfo(a.dtype).eps, atol=0)", False),
+        ("assert ((a - b).abs() <= slack).all()", False),
+        ("assert random() < 0.3", False),
+        ("compare(name, ours, golden, plain, 7)", False),
+    ],
+)
+def test_the_tolerances_themselves(line: str, found: bool) -> None:
+    assert bool(list(by_hand(ast.parse(line)))) is found
+
+
 # ------------------------------------------------------------------------------------------------------ native module
 
 FEATURES = _native.cpu_features()

@@ -17,7 +17,6 @@ import torch
 from bits import same_bits
 from test_native import (
     VARIANTS,
-    assert_close,
     converted,
     draw_call,
     native,
@@ -36,6 +35,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.kv import MatrixView, RowView
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.testing import compare
 
 __all__ = ["threads_as_before"]
 # The specification adds up a table that lies broadcast.
@@ -144,7 +144,7 @@ def plain_dbias(call: Call, b: int, dscores: torch.Tensor) -> torch.Tensor:
     return whole.sum_to_size(like.shape)
 
 
-def compare(call: Call, saved: Results, got: Results, want: Results, at: Any) -> None:
+def judge(call: Call, saved: Results, got: Results, want: Results, at: Any) -> None:
     """All sequences together, since one number's error is luck."""
     some = [b for b in range(len(call.extents)) if call.extents.q_len[b] and call.extents.kv_len[b]]
     plainly = {b: plain(call, saved, b) for b in some}
@@ -155,16 +155,16 @@ def compare(call: Call, saved: Results, got: Results, want: Results, at: Any) ->
             continue
         if name == "dsink":
             pairs = [plainly[b][name] for b in some]
-            triple = got[name][0], sum(pair[0] for pair in pairs), want[name][0]
-            least = float(sum(pair[1] for pair in pairs).max())
+            ours, by_plain, right = got[name][0], sum(pair[0] for pair in pairs), want[name][0]
+            terms = float(sum(pair[1] for pair in pairs).max())
         else:
             width = got[name][0].shape[-1] if name != "dbias" else 1
             # A bias gets its gradient in its own dtype, as every input does.
             own = [t.to(call.problem.torch_dtype) for t in got[name]]
             values = own, {b: plainly[b][name][0].to(own[0].dtype) for b in some}, want[name]
-            triple = tuple(torch.cat([t[b].reshape(-1, width) for b in some]) for t in values)
-            least = max(plainly[b][name][1].abs().max().item() for b in some)
-        assert_close(*triple, int(call.extents.kv_len.max()), (at, name), least)
+            ours, by_plain, right = (torch.cat([t[b].reshape(-1, width) for b in some]) for t in values)
+            terms = max(plainly[b][name][1].abs().max().item() for b in some)
+        compare(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -174,7 +174,7 @@ def test_random_calls_against_the_specification(seed: int) -> None:
     want = wanted(call, saved)
     for variant in VARIANTS:
         got = gradients(call, saved, variant, packed=seed % 2 == 0)
-        compare(call, saved, got, want, (variant, call.problem))
+        judge(call, saved, got, want, (variant, call.problem))
 
 
 @pytest.mark.parametrize("seed", range(2000, 2030))
@@ -245,7 +245,7 @@ def test_a_bias_of_one_pair_each_gets_its_gradient_written(band: str, dtype: str
             key = torch.arange(found.shape[2])
             hidden = (key < first) | (key >= end) | (call.blocked[b] if scaled else torch.tensor(False))
             assert not found[hidden.expand_as(found)].any()
-        compare(call, saved, got, want, (variant, problem, band))
+        judge(call, saved, got, want, (variant, problem, band))
         whole = gradients(call, saved, variant, owned=True, shared=True)
         memory = whole["dbias"][0]
         assert memory.isnan().sum() == memory.numel() - sum(t.numel() for t in call.bias)
@@ -308,7 +308,7 @@ def test_rows_of_large_scores_beside_others(variant: str) -> None:
         call.q[0][:, row] *= 2000
     saved = native(call, variant)
     assert saved["max"][0].max() > 1024
-    compare(call, saved, gradients(call, saved, variant), wanted(call, saved), variant)
+    judge(call, saved, gradients(call, saved, variant), wanted(call, saved), variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -328,7 +328,7 @@ def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead(variant: str)
     call = converted(make(problem, (1, 200), (33, 0), Band.full()), torch.float32)
     saved = native(call, variant)
     for threads in (1, 2):
-        compare(call, saved, gradients(call, saved, variant, threads=threads), wanted(call, saved), variant)
+        judge(call, saved, gradients(call, saved, variant, threads=threads), wanted(call, saved), variant)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_rows_take_the_places_of_rows_that_have_met_their_keys(dtype: str, size:
     call = converted(make(problem, (size, 1100, 400), (size, 300, 900), band), problem.torch_dtype)
     saved = native(call)
     want = gradients(call, saved, threads=1)
-    compare(call, saved, want, wanted(call, saved), (band, dtype))
+    judge(call, saved, want, wanted(call, saved), (band, dtype))
     for threads in (2, 7):
         same_bits(gradients(call, saved, threads=threads), want)
 
@@ -414,7 +414,7 @@ def test_long_sequences_of_several_waves() -> None:
     call = converted(make(problem, (9000, 40, 3000), (300, 70, 10), Band.full()), torch.float32)
     saved = native(call)
     want, got = wanted(call, saved), gradients(call, saved)
-    compare(call, saved, got, want, problem)
+    judge(call, saved, got, want, problem)
 
 
 def test_a_table_serves_more_than_one_pair() -> None:

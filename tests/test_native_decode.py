@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from bits import same_bits
-from test_native import compare, converted, results, spoil
+from test_native import converted, judge, results, spoil
 from witness import Call, Results, load, make, room, rows
 
 from fusion_attention import _native
@@ -259,7 +259,7 @@ def test_random_calls_against_the_specification(seed: int) -> None:
     case = draw_case(seed)
     want = specified(case.call)
     for variant in VARIANTS:
-        compare(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
+        judge(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
@@ -301,7 +301,7 @@ def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
     case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
     want = specified(case.call)
     for variant in VARIANTS:
-        compare(narrowed(case), native(case, variant), want, variant)
+        judge(narrowed(case), native(case, variant), want, variant)
 
 
 # ------------------------------------------------------------------------------------------------------------ same bits
@@ -357,7 +357,7 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
     form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
     case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
     want = native(case, variant, threads=1)
-    compare(narrowed(case), want, specified(case.call), variant)
+    judge(narrowed(case), want, specified(case.call), variant)
     (case.v.scale or case.v.numbers)[0][3, 0] = math.inf
     for threads in (1, 2):
         got = native(case, variant, threads=threads)
@@ -376,7 +376,7 @@ def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not()
     assert isinstance(schedule, decode.Schedule)
     assert schedule.own.tolist() == [True, False, True, True]
     cpu.attention_forward(problem, call.extents, schedule, operands)
-    compare(call, results(call, operands), specified(call), "mixed")
+    judge(call, results(call, operands), specified(call), "mixed")
 
 
 # ---------------------------------------------------------------------------------------------------------- int8 result
@@ -396,7 +396,9 @@ def test_an_int8_result_is_rounded_and_saturated(variant: str, rounding: str) ->
     for b, want in enumerate(specified(case.call)["out"]):
         exact = (want * scale.double()[:, None] + offset.double()[:, None]).clamp(-128, 127)
         got = out.sequence(b, *want.shape[:2]).double()
-        assert (got - exact).abs().max() <= 0.5 + 1e-3
+        # Half a step, and the roundings of a sum over 700 keys, each at most as large as the largest value.
+        most = max(float(v.abs().max()) for v in case.call.v if v.numel()) * float(scale.max())
+        assert (got - exact).abs().max() <= 0.5 + 700 * 2.0**-24 * most
     assert int(out.keep[0][320:].sum()) == 80 * 99  # nothing behind the rows
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_native import compare
+from test_native import judge
 from test_native_decode import (
     VARIANTS,
     narrowed,
@@ -31,7 +31,7 @@ def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int,
     case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=dim)
     want = specified(case.call)
     for variant in VARIANTS:
-        compare(case.call, native(case, variant), want, variant)
+        judge(case.call, native(case, variant), want, variant)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -44,7 +44,7 @@ def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, 
     want = specified(case.call)
     for variant in VARIANTS:
         together = native(case, variant)
-        compare(narrowed(case), together, want, (variant, problem))
+        judge(narrowed(case), together, want, (variant, problem))
         if variant not in EXACT:
             continue
         for row in range(group):

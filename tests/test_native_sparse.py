@@ -62,28 +62,24 @@ def backward(
 
 
 def cancelling(call: SparseCall, name: str, b: int) -> float:
-    """What float32 leaves of dP - D in dq or dk: both are sums over dim_v, as large as |dout| . |v|."""
+    """The absolute terms behind a number of dq or dk, at most: dP - D of rows that see one key is nothing."""
     p, group = call.problem, call.problem.heads_q // call.problem.heads_kv
-    own = "k" if name[1] == "q" else "q"
-    factor = getattr(call, own + name[2:])[b].double().nan_to_num(nan=0.0).abs()
-    if not factor.numel():
-        return 0.0
+    factor = getattr(call, ("k" if name[1] == "q" else "q") + name[2:])[b].double().nan_to_num(nan=0.0).abs()
     dout, v = call.dout[b].double().abs(), call.v[b].double().nan_to_num(nan=0.0).abs()
-    terms = (dout @ v.repeat_interleave(group, 0).mT).amax()
+    products = dout @ v.repeat_interleave(group, 0).mT
+    if not (factor.numel() and products.numel()):
+        return 0.0
     added = 1 if name[1] == "q" else dout.shape[0] * dout.shape[1] / p.heads_kv  # a key's gradient adds up rows
-    return float(2.0**-24 * math.sqrt(p.dim_v * added) * abs(p.scale) * terms * factor.amax())
+    return float(abs(p.scale) * products.amax() * factor.amax() * added)
 
 
 def judge(call: SparseCall, ours: Results, wanted: Results, plain: Results) -> None:
-    keys = int(call.extents.kv_len.max()) * 2
+    count = max(int(call.extents.kv_len.max()) * 2, call.problem.dim_v)  # dP adds up over a value's elements
     for name, tensors in ours.items():
         for b, tensor in enumerate(tensors):
-            if name[:2] in ("dq", "dk") and tensor.numel() and wanted[name][b].abs().amax() < 1e-7:
-                # Gradients of rows that see one key cancel to nothing, so an error cannot be measured by them.
-                far = (plain[name][b].double() - wanted[name][b]).abs().amax()
-                assert (tensor - wanted[name][b]).abs().amax() <= 10 * far + cancelling(call, name, b)
-                continue
-            compare(f"{call.problem} {name}[{b}]", tensor, wanted[name][b], plain[name][b], keys)
+            three = tensor, wanted[name][b], plain[name][b]
+            terms = cancelling(call, name, b) if name[:2] in ("dq", "dk") else 0.0
+            compare(f"{call.problem} {name}[{b}]", *three, count, terms)
 
 
 def draw(seed: int) -> SparseCall:
@@ -213,8 +209,9 @@ def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     ascending = forward(call)
     saved = backward(call, ascending)
     call.indices[0] = call.indices[0].flip(-1).contiguous()
-    for name, tensors in forward(call).items():
-        torch.testing.assert_close(tensors[0], ascending[name][0], rtol=1e-5, atol=1e-5)
+    wanted, plain = formulas(call, torch.float64), formulas(call, torch.float32)
+    for ours in (ascending, forward(call)):
+        judge(call, ours, wanted, plain)
     same_bits(backward(call, ascending), saved)  # keys are added in their own order there
 
 
@@ -250,7 +247,8 @@ def test_infinite_values_outlast_weights_that_no_float_can_hold(variant: str, dt
     assert (out[..., 1] == -math.inf).all()
     assert out[..., 2].isnan().all()
     assert (out[:2, :, 3:] == 1.0).all()
-    assert (out[2, :, 3:].abs() < 1e-30).all()
+    # exp(200 - 300) = 2**-144 is left of head 2's weights of 1, where float32 still has it.
+    assert (out[2, :, 3:].abs() <= 2.0**-144).all()
 
 
 # ------------------------------------------------------------------------------------------------- memory and bad calls

@@ -196,7 +196,8 @@ def test_drawn_bits_slice_and_share() -> None:
     for other in ({"seed": 12}, {"offset": 4}, {"first_stream": 4}):
         given = {"seed": 11, "offset": 3, "keep_prob": 0.8, "first_stream": 0} | other
         moved = dropout.keep_from_philox(**given, heads=4, rows=slice(0, 120), keys=slice(0, 333))
-        assert abs((moved == whole).double().mean().item() - 0.68) < 0.01  # 0.8**2 + 0.2**2: independent
+        equal = 0.8**2 + 0.2**2  # independent
+        assert abs((moved == whole).double().mean().item() - equal) < 5 * (equal * (1 - equal) / whole.numel()) ** 0.5
 
 
 def test_packed_bits_against_numpy() -> None:

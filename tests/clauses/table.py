@@ -324,7 +324,7 @@ def wrong(page: Page, check: Check) -> str:
         return _not_refused(page, check, args, rets, text)
     if any(rets):
         return f"expected 0, got {rets}: {text}"
-    return _not_computed(page, args) or (_not_repeated(page, check, args) if check.repeats else "")
+    return not_computed(page, args) or (_not_repeated(page, check, args) if check.repeats else "")
 
 
 def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], text: str) -> str:
@@ -342,7 +342,8 @@ def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], te
     return f"refused, but {touched} were written" if touched and not again else ""
 
 
-def _not_computed(page: Page, args: Args) -> str:
+def not_computed(page: Page, args: Args) -> str:
+    """Where the outputs among the arguments are not the formula's; "" where all are."""
     expected = page.formula(args)
     for name in outputs_of(page):
         got = args[name]

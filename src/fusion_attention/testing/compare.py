@@ -22,11 +22,18 @@ def epsilon(dtype: torch.dtype, golden: Tensor, kv_len: int) -> Tensor:
     return torch.exp2(exponent.double()) * (info.eps / 2)
 
 
-def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int) -> None:
+def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int, terms: float = 0.0) -> None:
     """Asserts that ours is about as near to golden as plain is.
 
     error(ours) <= error(plain) * 2 in mean and RMS, * 10 in its largest element, each plus epsilon(); places that are
     not finite, or as large as FLT_MAX, must be golden's exactly.
+
+    Args:
+        name: of the output.
+        ours, golden, plain: it, in float64, and by a plain program.
+        kv_len: how many terms a number of it sums.
+        terms: the absolute terms behind a number together, where they cancel: what float32 may lose of them is more
+            than golden's size tells, and plain need not lose it.
 
     Raises:
         AssertionError: naming the output, the coordinates and the three values.
@@ -46,7 +53,7 @@ def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int)
     same = (strange == special) & ((mine == golden) | (mine.isnan() & golden.isnan()) | ~special)
     assert same.all(), report(~same, "a value that is not finite, or should not be")
     error, allowed = ((t - golden).masked_fill(special, 0).abs() for t in (mine, measure))
-    eps = epsilon(ours.dtype, golden, kv_len).expand_as(error)
+    eps = (epsilon(ours.dtype, golden, kv_len) + 2.0**-24 * math.sqrt(kv_len) * terms).expand_as(error)
     worst = error == error.amax()
     limits = (
         ("mean error", error.mean(), 2 * allowed.mean() + eps.mean()),

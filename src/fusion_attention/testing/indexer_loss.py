@@ -55,20 +55,26 @@ def arguments(case: LossCase) -> dict[str, Any]:
         **lengths_of(case),
         **layouts_of(case),
     }
-    stats = {name: make.empty("q", case.heads_q, dtype=torch.float32) for name in ("max", "sum")}
-    index = {name: make.empty("q", 1, dtype=torch.float32) for name in ("max", "sum")}
+    return args | statistics(case, args)
+
+
+def statistics(
+    case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """What attention and indexer would have saved, computed in one dtype and kept in another."""
+    make = Maker(case)
+    stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
+    index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             tokens = tokens_of(case, args, b, row)
-            found = (_scores(case, args, b, row, tokens, torch.float64), _index(case, args, b, row, tokens)[0][None])
+            found = (_scores(case, args, b, row, tokens, wide), _index(case, args, b, row, tokens, wide)[0][None])
             sinks = args["sinks"] if case.sink else None
             for store, scores, sink in zip((stats, index), found, (sinks, None), strict=True):
                 for name, value in zip(("max", "sum"), _statistics(scores, sink), strict=True):
                     part(case, store[name], "q", b)[row] = value
-    for name in ("max", "sum"):
-        args[f"softmax_{name}"] = grouped(stats[name], case.heads_kv, case.layout)
-        args[f"softmax_{name}_index"] = index[name].transpose(-1, -2)
-    return args
+    saved = {f"softmax_{name}": grouped(stats[name], case.heads_kv, case.layout) for name in stats}
+    return saved | {f"softmax_{name}_index": index[name].transpose(-1, -2) for name in index}
 
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
@@ -101,7 +107,9 @@ def _index(
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """(max, sum) of every head; 0 and 0 where there is nothing."""
-    extra = torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].double()
+    extra = (
+        torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
+    )
     every = torch.cat((scores, extra), -1)
     top = every.amax(-1)
     empty = top == -math.inf
@@ -137,10 +145,13 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
     """The results in float64 by golden; the loss is rounded to float32."""
-    call = lowered(case, args)
+    return run(in_float64(lowered(case, args)), "golden")
+
+
+def in_float64(call: Loss) -> Loss:
+    """The same call in float64."""
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
-    problem = replace(call.problem, dtype="float64", weights_dtype="float64")
-    return run(replace(call, problem=problem, tensors=tensors), "golden")
+    return replace(call, problem=replace(call.problem, dtype="float64", weights_dtype="float64"), tensors=tensors)
 
 
 def plain(case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:

@@ -279,12 +279,15 @@ def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results
     return found if case.page else found | run(Backward(call, dy, *results.values()), backend)
 
 
+def in_float64(call: Sparse) -> Sparse:
+    """The same call in float64."""
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
+    return replace(call, problem=replace(call.problem, dtype="float64"), tensors=tensors)
+
+
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
     """compute() in float64 by golden."""
-    call = lowered(args)
-    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
-    wide = replace(call, problem=replace(call.problem, dtype="float64"), tensors=tensors)
-    return compute(case, wide, args["dy"].double(), "golden")
+    return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:

@@ -1,0 +1,383 @@
+"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2,
+aclnnIncreFlashAttentionV4, aclnnSparseFlashAttentionGrad and aclnnSparseLightningIndexerGradKLLoss.
+
+Transcribed are the calls of acl and aclnn in the programs' order, with their arguments, and the host data with their
+types. Left out are printing and the returns after a call that failed: every call must succeed, but for those named in
+a comment. Added is what a test needs:
+
+* outputs are filled with 0x7E7E... between the phases: the programs' own data are often what should come out;
+* `given` puts other numbers into a tensor, behind which the program's own host data stay where they are longer;
+* where a program copies more back than its buffer holds, which is refused here, what the tensor holds is copied too.
+
+The programs' host data are odd: floats that tensors read as pairs of bfloat16 or float16, shorts read as float16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention import acl, aclnn
+
+Given = Mapping[str, torch.Tensor]
+Printed = dict[str, np.ndarray]
+FILL = 0x7E  # As float16 a NaN, as bfloat16 and float32 about 8e37.
+
+
+def check(ret: int) -> None:
+    """CHECK_RET."""
+    assert ret == acl.ACL_SUCCESS, (ret, acl.get_recent_err_msg())
+
+
+def start(device_id: int) -> acl.Stream:
+    """Init: aclInit, aclrtSetDevice, aclrtCreateStream."""
+    check(acl.init(None))
+    check(acl.rt.set_device(device_id))
+    stream, ret = acl.rt.create_stream()
+    check(ret)
+    return stream
+
+
+def start_with_context(device_id: int) -> tuple[acl.Context, acl.Stream]:
+    """Init where a context is made too."""
+    check(acl.init(None))
+    check(acl.rt.set_device(device_id))
+    context, ret = acl.rt.create_context(device_id)
+    check(ret)
+    check(acl.rt.set_context(context))
+    stream, ret = acl.rt.create_stream()
+    check(ret)
+    return context, stream
+
+
+class Device:
+    """What a program made of its host data, by the names of its variables: addresses, tensors and their bytes."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self.address: dict[str, int] = {}
+        self.tensor: dict[str, acl.Tensor | None] = {}
+        self.bytes: dict[str, int] = {}
+
+    def create(self, name: str, host_data: np.ndarray, shape: list[int], dtype: int) -> str:
+        """CreateAclTensor: aclrtMalloc, aclrtMemcpy, contiguous strides, aclCreateTensor; the text of its refusal."""
+        assert host_data.size == math.prod(shape)
+        size = host_data.nbytes
+        if name in self.given:
+            numbers = self.given[name].contiguous().view(torch.uint8).numpy().reshape(-1)
+            host_data = host_data.copy()
+            host_data.view(np.uint8).reshape(-1)[: numbers.size] = numbers
+        address, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+        check(acl.rt.memcpy(address, size, host_data, size, acl.ACL_MEMCPY_HOST_TO_DEVICE))
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            strides[i] = shape[i + 1] * strides[i + 1]
+        # As printed, whether there is a tensor is not looked at.
+        self.tensor[name] = acl.create_tensor(shape, dtype, strides, 0, acl.ACL_FORMAT_ND, shape, address)
+        self.address[name], self.bytes[name] = address, size
+        return "" if self.tensor[name] is not None else acl.get_recent_err_msg()
+
+    def create_all(self, *rows: tuple[str, np.ndarray, list[int], int]) -> None:
+        """One after the other."""
+        for row in rows:
+            text = self.create(*row)
+            assert not text, (row[0], text)
+
+    def __getitem__(self, names: str) -> tuple[acl.Tensor | None, ...]:
+        """Tensors by names apart; "-" is a null pointer."""
+        return tuple(None if name == "-" else self.tensor[name] for name in names.split())
+
+    def destroy(self, names: str) -> None:
+        """aclDestroyTensor of each."""
+        for name in names.split():
+            check(acl.destroy_tensor(self.tensor[name]))
+
+    def free(self, names: str) -> None:
+        """aclrtFree of each."""
+        for name in names.split():
+            check(acl.rt.free(self.address[name]))
+
+
+def print_out_result(shape: list[int], address: int, dtype: type = np.float32) -> np.ndarray:
+    """PrintOutResult: what it copies to the host to print, one number per element."""
+    result = np.zeros(math.prod(shape), dtype)
+    check(acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST))
+    return result
+
+
+def run(operator: str, args: tuple[Any, ...], device: Device, outputs: str, stream: acl.Stream) -> int:
+    """Both phases and the wait; the address of the workspace, 0 where none is needed."""
+    phase_1: Callable[..., Any] = getattr(aclnn, operator + "GetWorkspaceSize")
+    ret, size, executor = phase_1(*args)
+    check(ret)
+    workspace = 0
+    if size > 0:
+        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+        check(ret)
+    for name in outputs.split():
+        check(acl.rt.memset(device.address[name], device.bytes[name], FILL, device.bytes[name]))
+    check(getattr(aclnn, operator)(workspace or None, size, executor, stream))
+    check(acl.rt.synchronize_stream(stream))
+    return workspace
+
+
+def end(workspace: int, stream: acl.Stream, device_id: int, context: acl.Context | None = None) -> None:
+    """The end of step 7."""
+    if workspace:
+        check(acl.rt.free(workspace))
+    check(acl.rt.destroy_stream(stream))
+    if context is not None:
+        check(acl.rt.destroy_context(context))
+    check(acl.rt.reset_device(device_id))
+    check(acl.finalize())
+
+
+def floats(count: int, value: float) -> np.ndarray:
+    return np.full(count, value, np.float32)
+
+
+def shorts(shape: list[int], value: int) -> np.ndarray:
+    return np.full(math.prod(shape), value, np.int16)
+
+
+# ------------------------------------------------------------------------------------------------ UnpaddingScoreGradV3
+
+
+def unpadding_score_grad_v3(given: Given) -> Printed:
+    """What it prints of each output: floats, whose first half is all of a bfloat16 tensor."""
+    stream, device = start(0), Device(given)
+    head, rope, statistics, bf16 = [256, 1, 128], [256, 1, 64], [256, 1, 8], acl.ACL_BF16
+    device.create_all(
+        ("q", floats(32768, 1), head, bf16),
+        ("qRope", floats(16384, 1), rope, bf16),
+        ("k", floats(32768, 1), head, bf16),
+        ("kRope", floats(16384, 1), rope, bf16),
+        ("v", floats(32768, 1), head, bf16),
+        ("dx", floats(32768, 1), head, bf16),
+        ("attenmask", np.zeros(65536, np.uint8), [256, 256], acl.ACL_UINT8),
+        ("softmaxMax", floats(2048, 3), statistics, acl.ACL_FLOAT),
+        ("softmaxSum", floats(2048, 3), statistics, acl.ACL_FLOAT),
+        ("attentionIn", floats(32768, 1), head, bf16),
+        ("dq", floats(32768, 0), head, bf16),
+        ("dqRope", floats(16384, 0), rope, bf16),
+        ("dk", floats(32768, 0), head, bf16),
+        ("dkRope", floats(16384, 0), rope, bf16),
+        ("dv", floats(32768, 0), head, bf16),
+    )
+    prefix = acl.create_int_array([0])
+    q_ends, kv_ends = acl.create_int_array([256]), acl.create_int_array([256])
+    q_start, kv_start = acl.create_int_array([0]), acl.create_int_array([0])
+    scale, keep_prob, pre, following, heads, layout = 0.088388, 1.0, 65536, 65536, 1, "TND"
+    inner_precise, sparse_mode, pse_type = 0, 0, 1
+    args = (
+        *device["q qRope k kRope v dx - - - attenmask softmaxMax softmaxSum - attentionIn"],
+        *(prefix, q_ends, kv_ends, q_start, kv_start, scale, keep_prob, pre, following, heads, layout),
+        *(inner_precise, sparse_mode, pse_type, *device["dq dqRope dk dkRope dv -"]),
+    )
+    workspace = run("aclnnFlashAttentionUnpaddingScoreGradV3", args, device, "dq dqRope dk dkRope dv", stream)
+    shapes = {"dq": head, "dqRope": rope, "dk": head, "dkRope": rope, "dv": head}
+    printed = {name: print_out_result(shape, device.address[name]) for name, shape in shapes.items()}
+    names = "q qRope k kRope v dx attenmask softmaxMax softmaxSum attentionIn dq dqRope dk dkRope dv"
+    device.destroy(names)
+    device.free(names)
+    end(workspace, stream, 0)
+    return printed
+
+
+# ------------------------------------------------------------------------------------------------------------- ScoreV2
+
+
+def score_v2(given: Given) -> Printed:
+    """The outputs; as printed, the first one would be read as floats, twice the bytes that it has."""
+    stream, device = start(0), Device(given)
+    rows, statistics = [256, 1, 128], [1, 1, 256, 8]
+    device.create_all(
+        ("q", shorts(rows, 1), rows, acl.ACL_FLOAT16),
+        ("k", shorts(rows, 1), rows, acl.ACL_FLOAT16),
+        ("v", shorts(rows, 1), rows, acl.ACL_FLOAT16),
+        ("attenmask", np.zeros(65536, np.uint8), [256, 256], acl.ACL_UINT8),
+        ("attentionOut", shorts(rows, 0), rows, acl.ACL_FLOAT16),
+        ("softmaxMax", floats(2048, 3), statistics, acl.ACL_FLOAT),
+        ("softmaxSum", floats(2048, 3), statistics, acl.ACL_FLOAT),
+    )
+    prefix, q_start, kv_start = (acl.create_int_array([0]) for _ in range(3))
+    scale, keep_prob, pre, following, heads, layout = 0.088388, 1.0, 65536, 65536, 1, "SBH"
+    inner_precise, sparse_mode, pse_type = 0, 0, 1
+    args = (
+        *(*device["q k v - - - attenmask"], prefix, q_start, kv_start, scale, keep_prob, pre, following, heads),
+        *(layout, inner_precise, sparse_mode, pse_type, *device["softmaxMax softmaxSum - attentionOut"]),
+    )
+    workspace = run("aclnnFlashAttentionScoreV2", args, device, "softmaxMax softmaxSum attentionOut", stream)
+    # The program prints the failure and goes on.
+    result, address = np.zeros(32768, np.float32), device.address["attentionOut"]
+    ret = acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
+    assert (ret, result.any()) == (107000, False)
+    assert acl.get_recent_err_msg() == "131072 bytes asked at byte 0 of an allocation of 65536"
+    printed = {
+        "attentionOut": print_out_result(rows, address, np.int16),
+        "softmaxMax": print_out_result(statistics, device.address["softmaxMax"]),
+        "softmaxSum": print_out_result(statistics, device.address["softmaxSum"]),
+    }
+    names = "q k v attenmask attentionOut softmaxMax softmaxSum"
+    device.destroy(names)
+    device.free(names)
+    end(workspace, stream, 0)
+    return printed
+
+
+# ------------------------------------------------------------------------------------------------ IncreFlashAttentionV4
+
+
+def incre_flash_attention_v4(given: Given) -> Printed:
+    """The output; as printed it would be read as doubles, four times the bytes that it has."""
+    stream, device = start(0), Device(given)
+    rows, keys, half = [1, 2, 1, 16], [1, 2, 16, 16], acl.ACL_FLOAT16
+    # Floats, read as float16: twice the bytes that the tensors have.
+    device.create_all(("query", floats(32, 1), rows, half), ("key", floats(512, 1), keys, half))
+    key_list = acl.create_tensor_list(list(device["key"]))
+    device.create_all(("value", floats(512, 1), keys, half))
+    value_list = acl.create_tensor_list(list(device["value"]))
+    device.create_all(
+        ("atten", np.zeros(16, np.int8), [1, 1, 1, 16], acl.ACL_INT8),
+        ("out", floats(32, 1), rows, half),
+    )
+    lengths = acl.create_int_array([16])
+    scales = [None] * 9  # from dequantScale1 to kvPaddingSize
+    heads, kv_heads, block_size, inner_precise, scale, layout = 2, 2, 1, 1, 1 / math.sqrt(16), "BNSD"
+    args = (
+        *(*device["query"], key_list, value_list, None, *device["atten"], lengths, *scales),
+        *(heads, scale, layout, kv_heads, block_size, inner_precise, *device["out"]),
+    )
+    workspace = run("aclnnIncreFlashAttentionV4", args, device, "out", stream)
+    # Twice the bytes of the output's buffer: the program returns here. The rest is what it would do then.
+    result = np.zeros(32)
+    ret = acl.rt.memcpy(result, result.nbytes, device.address["out"], 32 * 8, acl.ACL_MEMCPY_DEVICE_TO_HOST)
+    assert (ret, result.any()) == (107000, False)
+    assert acl.get_recent_err_msg() == "256 bytes asked at byte 0 of an allocation of 128"
+    printed = {"out": print_out_result(rows, device.address["out"], np.float16)}
+    device.destroy("query key value atten out")
+    check(acl.destroy_int_array(lengths))
+    device.free("query key value atten out")
+    end(workspace, stream, 0)
+    return printed
+
+
+# -------------------------------------------------------------------------------------------- SparseFlashAttentionGrad
+
+
+def sparse_flash_attention_grad(given: Given) -> Printed:
+    """The outputs, as the shorts that it copies."""
+    (context, stream), device = start_with_context(0), Device(given)
+    q, k, q_rope, k_rope = [1, 16, 512], [2048, 1, 512], [1, 16, 64], [2048, 1, 64]
+    half, statistics = acl.ACL_FLOAT16, [1, 1, 16]
+    device.create_all(
+        ("q", shorts(q, 1), q, half),
+        ("k", shorts(k, 1), k, half),
+        ("v", shorts(k, 1), k, half),
+        ("sparseIndices", np.arange(2048, dtype=np.int32), [1, 1, 2048], acl.ACL_INT32),
+        ("out", shorts(q, 1), q, half),
+        ("dOut", shorts(q, 1), q, half),
+        ("softmaxMax", floats(16, 3), statistics, acl.ACL_FLOAT),
+        ("softmaxSum", floats(16, 3), statistics, acl.ACL_FLOAT),
+        ("actSeqQLen", np.array([1]), [1], acl.ACL_INT64),
+        ("actSeqKvLen", np.array([2048]), [1], acl.ACL_INT64),
+        ("qRope", shorts(q_rope, 1), q_rope, half),
+        ("kRope", shorts(k_rope, 1), k_rope, half),
+        ("dq", shorts(q, 0), q, half),
+        ("dk", shorts(k, 0), k, half),
+        ("dv", shorts(k, 0), k, half),
+        ("dqRope", shorts(q_rope, 0), q_rope, half),
+        ("dkRope", shorts(k_rope, 0), k_rope, half),
+    )
+    scale, block_size, sparse_mode, pre, following = 0.088388, 1, 0, 2147483647, 2147483647
+    deterministic, layout = False, "TND"
+    args = (
+        *device["q k v sparseIndices dOut out softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope"],
+        *(scale, block_size, layout, sparse_mode, pre, following, deterministic, *device["dq dk dv dqRope dkRope"]),
+    )
+    workspace = run("aclnnSparseFlashAttentionGrad", args, device, "dq dk dv dqRope dkRope", stream)
+    shapes = {"dq": q, "dk": k, "dv": k, "dqRope": q_rope, "dkRope": k_rope}
+    printed = {name: print_out_result(shape, device.address[name], np.int16) for name, shape in shapes.items()}
+    device.destroy("q k v sparseIndices out dOut softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope")
+    device.destroy("dq dk dv dqRope dkRope")
+    device.free("q k v sparseIndices softmaxMax softmaxSum out dOut")
+    # The addresses of the rope parts went into the variables of dq and dk, and are lost: their own are null still, and
+    # their memory is never freed, nor that of the two lengths. finalize() takes it back.
+    assert [acl.rt.free(0) for _ in ("qRope", "kRope")] == [100000, 100000]
+    device.free("dq dk dv dqRope dkRope")
+    end(workspace, stream, 0, context)
+    return printed
+
+
+# ------------------------------------------------------------------------------------ SparseLightningIndexerGradKLLoss
+
+LOSS = "aclnnSparseLightningIndexerGradKLLoss"
+PRINTED = {"weight": [4, 64], "sparseIndices": [1, 2048], "softmaxMax": [4, 64], "softmaxSum": [4, 64]}
+CORRECTED = {"weight": [4, 32], "sparseIndices": [4, 1, 2048], "softmaxMax": [1, 4, 64], "softmaxSum": [1, 4, 64]}
+
+
+def loss_tensors(device: Device, shapes: Mapping[str, list[int]], indices: type, numbers: type) -> dict[str, str]:
+    """Step 2, with host data of these types where tensors are of 32 bits: what was refused, and why."""
+    half, row = acl.ACL_FLOAT16, np.full(2048, -1, indices)
+    row[:8] = np.arange(8)
+    lists, statistics, weight = shapes["sparseIndices"], shapes["softmaxMax"], shapes["weight"]
+    rows = (
+        ("q", shorts([4, 64, 512], 1), [4, 64, 512], half),
+        ("k", shorts([8, 1, 512], 2), [8, 1, 512], half),
+        ("qRope", shorts([4, 64, 64], 3), [4, 64, 64], half),
+        ("kRope", shorts([8, 1, 64], 4), [8, 1, 64], half),
+        ("qIndex", shorts([4, 32, 128], 5), [4, 32, 128], half),
+        ("kIndex", shorts([8, 1, 128], 6), [8, 1, 128], half),
+        ("weight", shorts(weight, 1), weight, half),
+        ("sparseIndices", np.tile(row, math.prod(lists) // 2048), lists, acl.ACL_INT32),
+        ("softmaxMax", np.ones(math.prod(statistics), numbers), statistics, acl.ACL_FLOAT),
+        ("softmaxSum", np.ones(math.prod(shapes["softmaxSum"]), numbers), shapes["softmaxSum"], acl.ACL_FLOAT),
+        ("dQIndex", shorts([4, 32, 128], 1), [4, 32, 128], half),
+        ("dKIndex", shorts([8, 1, 128], 1), [8, 1, 128], half),
+        ("dWeight", shorts(weight, 1), weight, half),
+        ("loss", np.ones(1, numbers), [1], acl.ACL_FLOAT),
+    )
+    return {row[0]: text for row in rows if (text := device.create(*row))}
+
+
+def loss_args(device: Device) -> tuple[Any, ...]:
+    """Phase 1's."""
+    q_ends, kv_ends = acl.create_int_array([4]), acl.create_int_array([8])
+    scale, pre, following, sparse_mode, deterministic, layout = 1.0, 65536, 65536, 3, False, "TND"
+    return (
+        *device["q k qIndex kIndex weight sparseIndices softmaxMax softmaxSum qRope kRope"],
+        *(q_ends, kv_ends, scale, layout, sparse_mode, pre, following, deterministic),
+        *device["dQIndex dKIndex dWeight loss"],
+    )
+
+
+def indexer_grad_kl_loss_refused(
+    shapes: Mapping[str, list[int]], indices: type = np.int16, numbers: type = np.int16
+) -> tuple[dict[str, str], int, str]:
+    """As printed up to the end of phase 1, where it returns: (tensors that are null, and why), its code, its text."""
+    start_with_context(3)
+    device = Device({})
+    nulls = loss_tensors(device, shapes, indices, numbers)
+    ret, _, _ = getattr(aclnn, LOSS + "GetWorkspaceSize")(*loss_args(device))
+    return nulls, ret, acl.get_recent_err_msg()
+
+
+def indexer_grad_kl_loss(given: Given) -> Printed:
+    """The outputs, with the shapes and the types of host data that the page's tables ask for."""
+    (context, stream), device = start_with_context(3), Device(given)
+    assert not loss_tensors(device, CORRECTED, np.int32, np.float32)
+    workspace = run(LOSS, loss_args(device), device, "dQIndex dKIndex dWeight loss", stream)
+    # As printed, all outputs would be read as floats, three of them twice the bytes that they have.
+    shapes = {"dQIndex": [4, 32, 128], "dKIndex": [8, 1, 128], "dWeight": CORRECTED["weight"]}
+    printed = {name: print_out_result(shape, device.address[name], np.int16) for name, shape in shapes.items()}
+    printed["loss"] = print_out_result([1], device.address["loss"])
+    names = "q k qIndex kIndex qRope kRope weight sparseIndices softmaxMax softmaxSum dQIndex dKIndex dWeight loss"
+    device.destroy(names)
+    device.free(names)
+    end(workspace, stream, 3, context)
+    return printed
