@@ -25,7 +25,7 @@ def size(rng: Rng, most: int = 300) -> int:
     """Mostly tiny; sometimes more than a tile of any kernel; sometimes nothing."""
     kind = rng.random()
     top = 12 if kind < 0.6 else 40 if kind < 0.88 else 130 if kind < 0.97 else 300
-    return 0 if kind < 0.04 else int(rng.integers(1, min(top, most) + 1))
+    return 0 if maybe(rng, 0.04) else int(rng.integers(1, min(top, most) + 1))
 
 
 def dim(rng: Rng, most: int = 300) -> int:
