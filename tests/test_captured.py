@@ -322,3 +322,11 @@ def test_forged_at_random(call: Callable[[], None], tmp_path: Path) -> None:
             assert str(tmp_path / "forged") in str(error)  # noqa: PT017
             ends["refused"] += 1
     assert min(ends.values()) > 20, ends
+
+
+def test_there_is_nothing_to_compare_without_values(tmp_path: Path) -> None:
+    q = torch.ones(1, 2, 1, 8)
+    with fa.capture(tmp_path) as recorded:
+        fa.attention(q, q, q)
+    with pytest.raises(fa.BackendError, match="replay: device: expected one with memory"):
+        fa.replay(recorded.files[0], device="meta")

@@ -38,6 +38,15 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(file.name.split("-")[0]) for file in folder.glob("*-*"))
 
 
+def test_a_call_without_values_runs_and_is_not_recorded(tmp_path: Path) -> None:
+    q = torch.empty(1, 2, 1, 8, device="meta")
+    with fa.capture(tmp_path) as recorded:
+        assert fa.attention(q, q, q).shape == q.shape
+        assert training.npu_fusion_attention(q, q, q, 1, "BSND")[0].shape == q.shape
+        small()
+    assert len(recorded.files) == len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("there", "first"),
     [

@@ -16,7 +16,7 @@ import torch
 from training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 
 import fusion_attention
-from fusion_attention import ContractError, ContractWarning, npu
+from fusion_attention import ContractError, ContractWarning, contract, npu
 from fusion_attention.contract import LEVELS, STAGES, bind
 from fusion_attention.ops import RECORDS, attention, flash
 from fusion_attention.plan import Plan
@@ -393,6 +393,28 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- notes and rules
+
+
+def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lengths(q_len: list[int]) -> list[int]:
+        q = torch.zeros(8, 1, 8)
+        return bind(ATTENTION, {"q": q, "k": q, "v": q, "layout": "TND", "q_len": q_len}).names["q_len"].tolist()
+
+    class Raced(contract._Signature):
+        """Is settled anew as soon as it is settled."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "settled" and meanwhile:
+                lengths(meanwhile.pop())
+
+    meanwhile: list[list[int]] = []
+    monkeypatch.setattr(contract, "_Signature", Raced)
+    ATTENTION.signatures.clear()
+    lengths([4, 4])
+    meanwhile.append([5, 3])
+    assert lengths([3, 5]) == [3, 5]
+    assert not meanwhile
 
 
 def test_a_warning_points_at_the_caller() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
@@ -226,6 +227,30 @@ def test_a_loss_through_lse_is_refused(face: Callable[..., tuple[torch.Tensor, t
     alone = Q.clone().requires_grad_()
     face(alone)[0].sum().backward()
     assert torch.equal(q.grad, alone.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("face", [own, selected])
+def test_a_loss_that_left_lse_out_is_none_through_it(face: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Reentrant checkpointing gives every output a gradient: zeros where nobody used it."""
+    alone, through = Q.clone().requires_grad_(), Q.clone().requires_grad_()
+    face(alone)[0].sum().backward()
+    out, lse = checkpoint(face, through, use_reentrant=True)
+    assert lse.requires_grad
+    out.sum().backward()
+    assert torch.equal(through.grad, alone.grad)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="through the lse of an attention"):
+        checkpoint(face, through, use_reentrant=True)[1].sum().backward()
+
+
+def test_so_it_is_where_rows_have_no_keys() -> None:
+    def few_keys(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fa.attention(q, Q[:, :2], Q[:, :2], band=fa.Band.causal(), return_lse=True)
+
+    q = Q.clone().requires_grad_()
+    out, lse = checkpoint(few_keys, q, use_reentrant=True)
+    assert lse.isneginf().any()
+    out.sum().backward()
+    assert q.grad.isfinite().all()  # type: ignore[union-attr]
 
 
 def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants() -> None:

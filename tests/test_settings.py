@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -151,6 +152,17 @@ def test_a_block_is_its_threads_and_install_the_process() -> None:
     finally:
         npu.uninstall()
     assert isinstance(in_thread(three_rows), torch.Tensor)
+
+
+def test_what_a_backward_computes_anew_takes_what_is_set_around_it() -> None:
+    q = DOUBLE.clone().requires_grad_()
+    with fa.use_backend("golden"):
+        out = checkpoint(lambda q: fa.attention(q, q, q), q, use_reentrant=False)
+    with pytest.raises(fa.BackendError):
+        out.sum().backward()
+    with fa.use_backend("golden"):
+        checkpoint(lambda q: fa.attention(q, q, q), q, use_reentrant=False).sum().backward()
+    assert q.grad is not None
 
 
 def test_the_two_phase_face_has_its_own() -> None:

@@ -134,7 +134,7 @@ def attention(
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
         empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
-            differentiate it is an error (compiled: it is a constant); lse.detach() where it is one.
+            differentiate it is an error (compiled, or under torch.func: a constant); lse.detach() where it is one.
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
 
     Returns:

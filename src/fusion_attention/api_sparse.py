@@ -139,7 +139,7 @@ def sparse_attention(
         sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
         page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
-            differentiate it is an error (compiled: it is a constant); indexer_loss takes it as a constant.
+            differentiate it is an error (compiled, or under torch.func: a constant); indexer_loss takes it as one.
         backend: "auto", "cpu" or "golden".
 
     Returns:

@@ -47,8 +47,8 @@ class capture(ContextDecorator):
 
     Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and of
     fusion_attention, in every thread and however they were imported; and those of a real torch_npu, as attributes of
-    its module. What torch.compile has compiled, and a call that fails, is not recorded. Several captures may record at
-    once, in one folder too, and end in any order.
+    its module. What torch.compile has compiled, a call that fails, and one on the meta device is not recorded. Several
+    captures may record at once, in one folder too, and end in any order.
 
     Args:
         path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
@@ -187,9 +187,11 @@ class _Recording:
                 setattr(owner, name, before)
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Has every recorder write one call, unless it is traced: then its tensors hold nothing."""
-        if not operators.needed(args.values()):
-            with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
+        """Has every recorder write one call, unless its tensors hold nothing: it is traced, or on the meta device."""
+        if operators.needed(args.values()):
+            return
+        with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
+            if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
                 for recorder in self.recorders:
                     recorder.write(op, args, outputs, int(seed or 0), backend)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Array, Attr, ContractError, Op, Param, Tensors, bind
+from fusion_attention.contract import Array, Attr, BackendError, ContractError, Op, Param, Tensors, bind
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
@@ -79,7 +79,10 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
         >>> torch.equal(again.recorded["out"], out), again.differences
         (True, {'out': 0.0, 'max': 0.0, 'sum': 0.0})
     """
-    op, args, recorded, seed = _read(Path(path), torch.device(device))
+    place = torch.device(device)
+    if place.type == "meta":
+        raise BackendError("replay: device: expected one with memory: on meta there are no values to compare")
+    op, args, recorded, seed = _read(Path(path), place)
     try:
         recomputed = _compute(op, args, seed, backend)
     except ContractError as error:

@@ -263,8 +263,9 @@ def _settle(
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
     kept = {name: value for name, value in names.items() if not is_memory(value)}
-    known.settled = _Settled(content, kept, list(map(str, notes)))
-    return known.settled
+    # Another thread may have settled the signature meanwhile, with other arrays: this call keeps its own.
+    found = known.settled = _Settled(content, kept, list(map(str, notes)))
+    return found
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:

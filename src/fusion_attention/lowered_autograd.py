@@ -78,7 +78,7 @@ class _Run(torch.autograd.Function):
         wanted = ctx.needs_input_grad[5:]
         given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
         constants(t for name, t in given.items() if name not in ctx.op.trains)
-        given = {name: t.clone() if lazy(t) else t for name, t in given.items()}
+        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.op.trains}
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
