@@ -35,9 +35,10 @@ test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(KERNELS) $(PYTEST_ARGS) || test $$? -eq 5
 
-test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
+test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests, and the mutants that it must catch
 	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
 	$(KERNELS) -m "" $(PYTEST_ARGS) || test $$? -eq 5
+	$(BIN)/python tests/house/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3
