@@ -475,7 +475,6 @@ def test_golden_behind_the_same_calls() -> None:
     acl.finalize()
     assert acl.init(backend="golden") == acl.rt.set_device(7) == 0
     slow = done(V2, args)
-    assert (fast["softmax_sum"] >= 1).all()  # of what nobody computes, both would hold the same
     torch.testing.assert_close(fast["attention_out"], slow["attention_out"], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(fast["softmax_sum"], slow["softmax_sum"], rtol=1e-4, atol=1e-4)
 

@@ -15,6 +15,7 @@ import os
 import py_compile
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -227,6 +228,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: all cores)")
     parser.add_argument("--table", action="store_true", help="prints the rows of the table in docs/testing.md")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Both take the copies away.
     mutants = chosen(given.only)
     wrong = [text for m in mutants if (text := misfit(m, (ROOT / m.file).read_text(encoding="utf-8")))]
     if wrong:
