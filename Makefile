@@ -43,8 +43,9 @@ endef
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(call both)
 
-test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests
+test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests, and the mutants that tests must catch
 	$(call both,-m "")
+	$(BIN)/python tests/house/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3

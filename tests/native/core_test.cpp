@@ -1,11 +1,13 @@
-// The native core without Python: every instruction-set variant that runs here, forward and backward, on tiny calls
-// in all dtypes, against naive loops in double. For machines that the Python suite does not reach (make test-aarch64).
+// The native core without Python: every instruction-set variant that runs here, forward, backward and, where nothing is
+// dropped, decode, on tiny calls in all dtypes, against naive loops in double. For machines that the Python suite does
+// not reach (make test-aarch64).
 //
 // Allowed for every element: what the roundings of the operand dtype, and float32 sums of so many terms, can make of
 // the sum of its absolute terms. Prints the worst share of that.
 
 #include "arena.h"
 #include "backward_plan.h"
+#include "decode_plan.h"
 #include "dispatch.h"
 #include "forward_plan.h"
 #include "naive.h"
@@ -143,6 +145,22 @@ void run_forward(Call &c, const fusion::Variant &variant, int threads) {
     fusion::ForwardPlan(variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), threads);
 }
 
+fusion::Cache cache_of(RowMemory &m, Dtype dtype) {
+    fusion::Cache c;
+    c.base = static_cast<const char *>(m.elements.data()), c.item = kind_of(dtype).bytes;
+    c.address = m.address.data(), c.stride_head = m.stride_head.data(), c.stride_token = m.stride_token;
+    return c;
+}
+
+void run_decode(Call &c, const fusion::Variant &variant, int threads) {
+    c.out.poison(), c.max.poison(), c.sum.poison();
+    const fusion::DecodeProblem problem{c.problem, static_cast<fusion::Storage>(c.problem.dtype), fusion::Rounding::none, false};
+    fusion::DecodeOperands o{operands_of(c), {}, {}, {}, {}, {}, {}, {}};
+    o.keys = cache_of(c.k, c.problem.dtype), o.values = cache_of(c.v, c.problem.dtype);
+    o.key_ropes = cache_of(c.k_rope, c.problem.dtype);
+    fusion::DecodePlan(variant, problem, c.sequences).run(o, threads);
+}
+
 struct Found {  // by the core's backward
     RowMemory dq, dk, dv, dq_rope, dk_rope;
     std::vector<float> dbias, dsink;
@@ -175,7 +193,7 @@ public:
         : name_(from.name), call_(make(from, dtype)), want_(forward(call_, largest_)) {}
 
     void run(const fusion::Variant &variant) {
-        variant_ = variant.name;
+        variant_ = variant.name, stage_ = "";
         rounds_weights_ = variant.as_pairs.attend != nullptr;
         run_forward(call_, variant, 1);
         const std::vector<unsigned char> alone = call_.out.elements.bytes();
@@ -184,6 +202,14 @@ public:
         compare("out", call_.out, want_, largest_);
         compare("max", call_.max, want_, largest_);
         compare("sum", call_.sum, want_, largest_);
+        judge_gradients(variant);
+        if (call_.problem.dropout == Dropout::none) judge_decode(variant);
+    }
+
+    double worst() const { return worst_; }
+
+private:
+    void judge_gradients(const fusion::Variant &variant) {
         double largest = 0;
         const Results gradients = backward(call_, largest);
         const Found one = run_backward(call_, variant, 1), f = run_backward(call_, variant, 3);
@@ -197,11 +223,19 @@ public:
         if (call_.problem.has_sink) compare("dsink", f.dsink, gradients, largest);
     }
 
-    double worst() const { return worst_; }
+    void judge_decode(const fusion::Variant &variant) {
+        stage_ = "decode, ";
+        run_decode(call_, variant, 1);
+        const std::vector<unsigned char> alone = call_.out.elements.bytes();
+        run_decode(call_, variant, 3);
+        if (alone != call_.out.elements.bytes()) report("out", "other bits with three threads");
+        for (const auto &[name, memory] : {std::pair{"out", &call_.out}, {"max", &call_.max}, {"sum", &call_.sum}}) {
+            compare(name, *memory, want_, largest_);
+        }
+    }
 
-private:
     void report(const char *what, const std::string &why) {
-        fail(variant_, name_, call_.problem.dtype, std::string(what) + ": " + why);
+        fail(variant_, name_, call_.problem.dtype, std::string(stage_) + what + ": " + why);
     }
 
     // float32 sums of n terms err like sqrt(n); an error of a score is one of the exponential's relative error.
@@ -238,7 +272,7 @@ private:
         }
     }
 
-    const char *name_, *variant_ = "";
+    const char *name_, *variant_ = "", *stage_ = "";
     bool rounds_weights_ = false;  // to bfloat16, for dot products of pairs
     double largest_ = 0, worst_ = 0;
     Call call_;

@@ -1,0 +1,257 @@
+"""The mutations of mutants.py: one small change of one source each, and the tests that must notice it.
+
+A test is named by file and function: a file that is moved, a function that is renamed, and a source that no longer has
+the text to change fail tests/house/test_mutants.py at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, found exactly once in `file`, becomes `new`; every one of `tests` must then fail.
+
+    Args:
+        name: a line of what breaks, as the table in docs/testing.md says it.
+        file: below the root.
+        tests: "tests/test_x.py::test_y"; of a kernel's file "tests/kernels/..."; of csrc "make test-core".
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def house(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    """A mutation of the package."""
+    return Mutant(name, f"src/fusion_attention/{file}", old, new, tuple(f"tests/{test}" for test in tests))
+
+
+def core(name: str, file: str, old: str, new: str) -> Mutant:
+    """A mutation of the native core, which its own test without Python judges."""
+    return Mutant(name, f"csrc/{file}", old, new, ("make test-core",))
+
+
+FORMULAS = "test_training.py::test_golden_and_the_lowering_against_the_formulas"
+GOLDEN = "test_golden.py::test_against_autograd"
+MODES = ("test_modes.py::test_the_band_of_a_mode", FORMULAS)
+DECODE = "test_decode.py::test_golden_agrees_with_dense_formulas"
+SELECTION = "test_sparse.py::test_golden_is_the_formula"
+LOSS = "test_indexer_loss.py::test_golden_is_the_formula"
+
+SPECIFICATION = "backends/golden/attention.py"
+ATTENTION = [
+    house("forward without a part of its scale", SPECIFICATION,
+          "scores = problem.scale * scores", "scores = problem.scale * scores * 1.0001", GOLDEN, FORMULAS),
+    house("query heads meet the wrong key head", SPECIFICATION,
+          "// problem.group", "% problem.heads_kv", GOLDEN, FORMULAS),
+    house("rope left out of the scores", SPECIFICATION,
+          "scores = scores + q_rope @ k_rope.mT", "scores = scores + 0 * (q_rope @ k_rope.mT)", GOLDEN, FORMULAS),
+    house("sink left out of the sum", SPECIFICATION,
+          ".sum(-1, keepdim=True) + (sink - row_max).exp()", ".sum(-1, keepdim=True)", GOLDEN, FORMULAS),
+    house("dropout without its divisor", SPECIFICATION,
+          "return keep.to(device), 1.0 / problem.keep_prob", "return keep.to(device), 1.0", GOLDEN, FORMULAS),
+    house("bias scaled when it is not", SPECIFICATION,
+          "(problem.scale * added if problem.bias_scaled else added)", "problem.scale * added", GOLDEN, FORMULAS),
+    house("empty rows: a mean counts one key too few", SPECIFICATION,
+          "takes_mean * kv_len)", "takes_mean * (kv_len - 1))", FORMULAS),
+    house("dq forgets D", SPECIFICATION,
+          "(dprobabilities - delta)", "dprobabilities", GOLDEN, FORMULAS),
+    house("dk without its scale", SPECIFICATION,
+          "gradient = weighted_sum(weights.mT, softmax.mT, q)", "gradient = weighted_sum(dscores.mT, softmax.mT, q)",
+          GOLDEN, FORMULAS),
+    house("dv without dropout's divisor", SPECIFICATION,
+          "dv = weighted_sum(probabilities.mT * s.keep_factor,", "dv = weighted_sum(probabilities.mT,",
+          GOLDEN, FORMULAS),
+    house("dsink of the other sign", SPECIFICATION,
+          "dsink -= (delta * at_sink)", "dsink += (delta * at_sink)", GOLDEN, FORMULAS),
+    house("dbias without the bias's scale", SPECIFICATION,
+          "gradient = problem.scale * dscores if problem.bias_scaled else dscores", "gradient = dscores", FORMULAS),
+    house("dbias of shared heads is one head's", "bias.py",
+          "gradient = gradient.sum(axes, keepdim=True)", "gradient = gradient.amax(axes, keepdim=True)",
+          "test_waist.py::test_matrix_and_its_gradient_by_tiles", FORMULAS),
+    house("slopes measured the other way", "bias.py",
+          "distance = (key - row + shift).abs()", "distance = (row - key + shift).abs()",
+          "test_waist.py::test_slopes_by_hand", FORMULAS),
+]  # fmt: skip
+BANDS = [
+    house("a row sees a key too many", "problem.py",
+          "end = np.minimum(np.maximum(row + self.hi[b], self.prefix[b])",
+          "end = np.minimum(np.maximum(row + self.hi[b] + 1, self.prefix[b])", FORMULAS),
+    house("a tile's edge is taken as seen by all rows", "tiles.py",
+          "full_end = np.clip(np.maximum(row0 + hi, prefix), 0, kv_len)",
+          "full_end = np.clip(np.maximum(row0 + hi + 1, prefix), 0, kv_len)",
+          "test_waist.py::test_tiles_cover_what_is_seen"),
+    house("mode 2 aligned like mode 3", "lower.py",
+          'return Band.causal("start")', 'return Band.causal("end")', *MODES),
+    house("mode 3 aligned like mode 2", "lower.py",
+          'return Band.causal("end")', 'return Band.causal("start")', *MODES),
+    house("mode 4 aligned like mode 0", "lower.py",
+          'return Band.window(pre, next_, "end")', 'return Band.window(pre, next_, "start")', *MODES),
+    house("mode 7 shifts the first sequence", "lower.py",
+          "cut = rows[-1] if mode == 7 else rows[0]", "cut = rows[0]", *MODES),
+    house("mode 8 shifts the last sequence", "lower.py",
+          "cut = rows[-1] if mode == 7 else rows[0]", "cut = rows[-1]", *MODES),
+    house("a window one key short", "mask.py",
+          "return cls(-tokens(left),", "return cls(1 - tokens(left),", "test_waist.py::test_bands_by_hand"),
+    house("a prefix one key short", "mask.py",
+          "prefix[:] = np.asarray(self.prefix, np.int64)", "prefix[:] = np.asarray(self.prefix, np.int64) - 1", *MODES),
+]  # fmt: skip
+DROPOUT = [
+    house("Philox one round short", "dropout.py",
+          "for _ in range(rounds):", "for _ in range(rounds - 1):",
+          "test_waist.py::test_philox_known_answers"),
+    house("packed bits from the other end", "dropout.py",
+          ">> (bit & 7)) & 1).bool()", ">> (7 - (bit & 7))) & 1).bool()",
+          "test_waist.py::test_packed_bits_against_numpy"),
+    house("both heads draw the same bits", "dropout.py",
+          "stream = torch.arange(first_stream, first_stream + heads)[:, None, None]",
+          "stream = torch.full((heads, 1, 1), first_stream)", "test_waist.py::test_drawn_bits_by_definition"),
+]  # fmt: skip
+LOWERING = [
+    house("pse added before the scale where it comes after", "ops/flash_lower.py",
+          'n["pse_type"] == 1,', 'n["pse_type"] == 0,', FORMULAS),
+    house("slopes start at the wrong side", "ops/flash_lower.py",
+          "distance = kv_start - q_start", "distance = q_start - kv_start", FORMULAS),
+    house("packed statistics in the other order", "ops/flash_lower.py",
+          '"token" if n["softmax_layout"] else "item"', '"item" if n["softmax_layout"] else "token"',
+          "test_training.py::test_statistics_of_packed_rows_in_both_orders"),
+    house("packed rows that a mask empties are zero", "ops/flash_lower.py",
+          "(not form.packed and band_empties_rows(extents))", "band_empties_rows(extents)", FORMULAS),
+    house("seven of eight lanes", "lower.py",
+          "torch.ones(LANES, device=device, dtype=dtype)",
+          "(torch.arange(LANES, device=device) < LANES - 1).to(dtype)", FORMULAS),
+    house("a head's stride taken as its width", "lower.py",
+          "stride_head = tensor.stride(head) if head is not None else dim", "stride_head = dim", FORMULAS),
+    house("rows of no sequence left as they lie", "lower.py",
+          "if uncovered(call, side):\n            for tensor in tensors:\n                tensor.zero_()",
+          "if uncovered(call, side):\n            pass", "test_training.py::test_rows_beyond_the_last_end_are_zero"),
+    house("dbias not cleared before it is added to", "lower.py",
+          "    if summed is not None:\n        summed.zero_()\n", "    if summed is not None:\n        pass\n",
+          FORMULAS),
+    house("means of the CPU forget dropout's divisor", "backends/cpu/means.py",
+          "mean / (kv_len * problem.keep_prob)", "mean / kv_len", "test_training.py::test_back_end"),
+]  # fmt: skip
+DECODING = [
+    house("the last page is read to its end", "ops/infer_lower.py",
+          'return extents_of(q_len, n["used"], band)',
+          'size = n["block_size"] if n["block_table"] is not None else 1\n'
+          '    return extents_of(q_len, -(-n["used"] // size) * size, band)', DECODE),
+    house("a decoding step without its window", "ops/decode_attention.py",
+          'band = (n["band"] or Band.causal()).resolve', "band = Band.causal().resolve",
+          "test_decode.py::test_windows_sinks_and_several_tokens_are_those_of_attention"),
+    house("offset after scale", SPECIFICATION,
+          "    if dequant.offset is not None:\n"
+          "        values = values + dequant.offset.sequence(b, problem.heads_kv, length)\n"
+          "    return values * dequant.scale.sequence(b, problem.heads_kv, length)",
+          "    values = values * dequant.scale.sequence(b, problem.heads_kv, length)\n"
+          "    if dequant.offset is not None:\n"
+          "        values = values + dequant.offset.sequence(b, problem.heads_kv, length)\n"
+          "    return values", DECODE),
+    house("nibbles in the other order", SPECIFICATION,
+          "(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)",
+          "test_decode.py::test_what_is_quantised_comes_back_within_half_a_step"),
+    house("padding to the right of a sequence forgotten", "ops/infer_lower.py",
+          "first = capacity - max(int(padding[0]), 0) - kv_len", "first = capacity - kv_len", DECODE),
+    house("a shared page written without a copy", "decode.py",
+          "pool[pages[-1]] = pool[old]", "pass", "test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
+]  # fmt: skip
+SPARSE = [
+    house("scores of the indexer without ReLU", "backends/golden/indexer.py",
+          "scores = (weights * dots.clamp(min=0)).sum(0)", "scores = (weights * dots).sum(0)",
+          "test_indexer.py::test_the_order_is_exact"),
+    house("ties by descending index", "backends/golden/indexer.py",
+          "scores, order = scores.sort(dim=-1, descending=True, stable=True)",
+          "scores, order = scores.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
+          "        order = kv_len - 1 - order",
+          "test_indexer.py::test_the_order_is_exact"),
+    house("a list read beyond its first -1", "backends/golden/selection.py",
+          "(entries >= 0).cumprod(-1).bool()", "(entries >= 0)", SELECTION),
+    house("a block that the diagonal cuts is not read", "backends/golden/selection.py",
+          "-(-np.maximum(end, 0) // block)", "np.maximum(end, 0) // block", SELECTION),
+    house("a block listed twice counts once", SPECIFICATION,
+          "times = added_up(read.double(), entries, read, -(-kv_len // problem.select_block))",
+          "times = added_up(read.double(), entries, read, -(-kv_len // problem.select_block)).clamp(max=1)", SELECTION),
+    house("the loss clamps too early", "backends/golden/indexer_loss.py",
+          "_LEAST = 1e-8", "_LEAST = 1e-3", LOSS),
+    house("the loss adds heads up without a mean", "backends/golden/indexer_loss.py",
+          "return probabilities.sum(0) / heads", "return probabilities.sum(0)", LOSS),
+    house("the indexer's dweights without ReLU", "backends/golden/indexer_loss.py",
+          "dweights = (dscores * s.dots.clamp(min=0))", "dweights = (dscores * s.dots)", LOSS),
+]  # fmt: skip
+FACES = [
+    house("phase 2 does nothing", "aclnn.py",
+          "        job.run()\n", "",
+          "test_aclnn.py::test_forward_gives_the_bytes_of_npu",
+          "test_aclnn.py::test_gradients_give_the_bytes_of_autograd",
+          "test_aclnn.py::test_golden_behind_the_same_calls",
+          "test_page_programs.py::test_its_own_data_give_what_arithmetic_says"),
+    house("one gradient goes to its neighbour", "autograd.py",
+          "inputs = (dq, dk, dv,", "inputs = (dq, dv, dk,", "test_faces.py::test_gradcheck_of_the_pythonic_face"),
+    house("a rule accepts any number of heads", "ops/flash_rules.py",
+          '"N2 > 0 and N1 % N2 == 0", "key"', '"N2 > 0 and N1 % N2 < N1", "key"',
+          "test_contract.py::test_every_broken_rule_is_reported_alone"),
+    house("strict ignored", "contract.py",
+          'if strict else ("meaning", "note", "doubt")', 'if False else ("meaning", "note", "doubt")',
+          "test_settings.py::test_strict_refuses_what_the_chip_would"),
+    house("content is never asked", "contract.py",
+          "if check_content and reads and not", "if False and not",
+          "test_settings.py::test_content_is_asked_on_request"),
+    house("content is not asked again", "contract.py",
+          "        if reads:\n            _ask(op, known.reads, names)", "        pass",
+          "test_binding.py::test_content_is_asked_again"),
+    house("storages are not asked", "contract.py",
+          "if t.untyped_storage().nbytes() < t.storage_offset() * size + need:", "if False:",
+          "test_storage.py::test_every_tensor_of_every_record"),
+    house("lengths kept as the caller's own array", "arguments.py",
+          "copy=array is value or isinstance(value, torch.Tensor))", "copy=False)",
+          "test_binding.py::test_lengths_are_copied"),
+    house("memory lent twice", "memory.py",
+          "if block.nbytes == size and _idle.pop(place, None) is not None:",
+          "if block.nbytes == size and place in _idle:",
+          "test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
+    house("captures begin at 0000 again", "capture.py",
+          "default=-1) + 1", "default=-1) * 0", "test_captures_beside.py::test_numbers_go_on"),
+    house("uninstall leaves an attribute", "npu/install.py",
+          "            delattr(owner, name)", "            pass",
+          "test_install.py::test_uninstall_restores_everything"),
+]  # fmt: skip
+
+KERNELS = "kernels/test_cases.py::test_several_tiles"
+CACHES = "kernels/test_decode.py::test_caches"
+TRITON = [
+    house("Triton: sums do not fade", "backends/triton/forward.py",
+          "l = l * fade + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", KERNELS),
+    house("Triton: an edge tile is not masked", "backends/triton/forward.py",
+          '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
+    house("Triton: dk without its scale", "backends/triton/backward.py",
+          "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
+    house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
+          "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
+    house("Triton: every page but the first is clamped away", "backends/triton/decode.py",
+          "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
+          "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
+]  # fmt: skip
+NATIVE = [
+    core("core: forward without a part of its scale", "forward.h",
+         "natural(dressed ? 1.0f : static_cast<float>(p.scale))",
+         "natural(dressed ? 1.0f : static_cast<float>(p.scale * 1.01))"),
+    core("core: a key too many at an edge", "forward.h",
+         "low_bits(end - c) & ~low_bits(begin - c)", "low_bits(end + 1 - c) & ~low_bits(begin - c)"),
+    core("core: a blocked matrix read one column late", "masks.h",
+         "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
+    core("core: dS forgets D", "gradient.h",
+         "Floats dscore = weight * (dprob - delta[e]);", "Floats dscore = weight * dprob;"),
+    core("core: dq of one block of rows is not cleared", "gradient.h",
+         "            clear_dq(w, b);", "            ;"),
+    core("core: shares of a decode joined without fading", "decode_finish.h",
+         "const Floats added = load<Floats>(from + d) * all(share);", "const Floats added = load<Floats>(from + d);"),
+    core("core: dropout draws with another key", "masks.h",
+         "k1 += weyl[1];", "k1 += weyl[0];"),
+]  # fmt: skip
+
+MUTANTS = (*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *SPARSE, *FACES, *TRITON, *NATIVE)
