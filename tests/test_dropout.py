@@ -70,6 +70,8 @@ def test_a_mask_of_the_callers_own_beside_a_seed() -> None:
     for args in ({"seed": 5}, {"offset": 5}):
         with pytest.warns(ContractWarning, match=r"dropout_mask: expected the bits that seed=\d, offset=\d draw"):
             given = npu.npu_fusion_attention(q, k, v, 4, "BSND", keep_prob=KEEP, dropout_mask=mask, **args)
+        with npu.strict(), pytest.raises(ContractError, match="dropout_mask: expected the bits that"):
+            npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=KEEP, dropout_mask=mask, **args)
         assert torch.equal(given[0], alone)
         assert given[4:6] == (args.get("seed", 0), args.get("offset", 0))
         one, two = (torch.autograd.grad(out.sum(), k, retain_graph=True)[0] for out in (given[0], alone))

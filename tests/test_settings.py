@@ -146,7 +146,9 @@ def test_a_block_is_its_threads_and_install_the_process() -> None:
         assert isinstance(in_thread(three_rows), fa.ContractError)
         with npu.strict(False):
             three_rows()
-        npu.install()  # said again, without it
+        npu.install()  # says nothing of it
+        assert isinstance(in_thread(three_rows), fa.ContractError)
+        npu.install(strict=False)
         assert isinstance(in_thread(three_rows), torch.Tensor)
         npu.install(strict=True)
     finally:

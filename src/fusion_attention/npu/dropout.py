@@ -13,6 +13,7 @@ from fusion_attention.contract import ContractError, ContractWarning, Failure, o
 from fusion_attention.dropout import drawn_bits, keep_from_bits, keep_from_philox
 from fusion_attention.expressions import show
 from fusion_attention.lower import EXTRAS, LAYOUTS, Call, bits_view
+from fusion_attention.settings import current
 
 __all__ = ["_npu_dropout_gen_mask"]
 
@@ -84,7 +85,7 @@ def _failures(self: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[
 
 
 def glance_at_mask(op: str, call: Call) -> None:
-    """Warns where a mask is not what the seed beside it draws: one row of each head is compared.
+    """Warns (strict: raises) where a mask is not what the seed beside it draws: one row of each head is compared.
 
     Autograd keeps the mask, but the gradient functions draw again from the seed that the forward hands back.
     """
@@ -101,4 +102,6 @@ def glance_at_mask(op: str, call: Call) -> None:
         expected = f"the bits that seed={call.seed}, offset={call.offset} draw, as the gradient functions will"
         advice = "draw it by _npu_dropout_gen_mask(query, [B, N1, S1, S2], ...); autograd keeps the mask itself"
         failure = Failure(op, "dropout_mask", expected, "others", advice)
+        if current().strict:
+            raise ContractError([failure])
         warnings.warn(str(failure), ContractWarning, stacklevel=outside())

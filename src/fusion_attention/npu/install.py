@@ -252,7 +252,7 @@ def _mapped(function: Callable[..., Any], position: int, name: str, word: Callab
     return wrapper
 
 
-def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None:
+def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -> None:
     """Makes this library the module `torch_npu`, and "npu" another name of a device that is here.
 
     From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device strings "npu" and
@@ -263,8 +263,8 @@ def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None
 
     Args:
         device: what computes: "cpu", or "cuda" where there is one.
-        strict: what the chip would refuse is an error, in every thread of the process, until uninstall();
-            `with npu.strict():` says it for a block.
+        strict: what the chip would refuse is an error, in every thread of the process, until uninstall(); None leaves
+            it as an earlier call said. `with npu.strict():` says it for a block.
 
     Raises:
         RuntimeError: another torch_npu is here.
@@ -283,9 +283,10 @@ def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None
     if base.type not in ("cpu", "cuda") or (base.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f'npu.install: device: expected "cpu", or "cuda" where there is one, got {str(device)!r}')
     with _LOCK:
+        asked = PROCESS.strict if strict is None else strict
         if _installed is not None and _installed.base == base:
             _DEVICES.enter()
-            PROCESS.strict = strict
+            PROCESS.strict = asked
             return
         uninstall()
         if (another := _another()) is not None:
@@ -295,7 +296,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool = False) -> None
         installed = _Installed(base)
         installed.begin()
         _installed = installed
-        PROCESS.strict = strict
+        PROCESS.strict = asked
 
 
 def uninstall() -> None:
