@@ -54,7 +54,9 @@ def unpadding_as_printed() -> None:
     # bfloat16 has 20480 and 20608; P rounded to it, 80.5, gives 20608 as well.
     assert 80.25 < math.exp(0.088388 * 96 - 3) / 3 < 80.75
     rows = {name: held(values, torch.empty(values.size, dtype=torch.bfloat16)) for name, values in got.items()}
-    assert rows["dv"].view(-1, 2).tolist() == [[0.0, 20608.0]] * 16384
+    # One truth value each: pytest, where CI is set, would spell out how lists of thousands differ.
+    assert rows["dv"].numel() == 32768
+    assert bool((rows["dv"].view(-1, 2) == torch.tensor([0.0, 20608.0])).all())
     # dY V^T and rowsum(dY * out) are both 64: nothing is left for q and k.
     assert all(not rows[name].any() for name in ("dq", "dqRope", "dk", "dkRope"))
 
@@ -62,10 +64,12 @@ def unpadding_as_printed() -> None:
 def score_as_printed() -> None:
     got = run_score({})
     # The short 1 is the smallest float16, 2**-24: all scores are one number, and the mean of equal rows is that row.
-    assert got["attentionOut"].tolist() == [1] * 32768
+    assert got["attentionOut"].size == 32768
+    assert bool((got["attentionOut"] == 1).all())
     score = 0.088388 * 128 * 2.0**-48
     assert (np.abs(got["softmaxMax"] - score) <= 130 * UNIT * score).all()  # 128 terms, the scale and its product
-    assert got["softmaxSum"].tolist() == [256.0] * 2048
+    assert got["softmaxSum"].size == 2048
+    assert bool((got["softmaxSum"] == 256.0).all())
 
 
 def incre_as_printed() -> None:
