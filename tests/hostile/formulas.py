@@ -213,7 +213,8 @@ class Slopes:
         r = self.rows
         p, off = self.p * r.kept, self.p_error * r.kept
         off = off + (narrowing(r.dtype) + 8 * U) * (p + off) + self._rows(heads) * U * p
-        error = grouped(off.mT @ self.dy.abs(), heads)
+        flushed = TINY * torch.ones_like(p) * r.kept  # products that are no normal numbers, before they are divided
+        error = grouped(off.mT @ self.dy.abs() + flushed.sum(1)[..., None], heads)
         if bool(r.mean.any()):  # added to what is stored of the other rows: one more rounding
             others = grouped(torch.where(r.mean[..., None], 0.0, p).mT @ self.dy, heads)
             error = error + HALF[r.dtype] * (others.abs() + error)
