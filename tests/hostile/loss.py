@@ -75,7 +75,10 @@ def draw(rng: Rng) -> Drawn:
         batch, index, {}, face, kind, draw_scale(rng, batch.dim + batch.dim_rope), counts, sink, lists, [], [], ([], [])
     )
     denser = maybe(rng, 0.15)
-    for s, count in enumerate(everything if denser else counts):
+    dense = everything if denser else counts
+    if sink is not None and any(_takes_all(p, s, count, sink) for s, count in enumerate(dense)):
+        p.sink = sink = None
+    for s, count in enumerate(dense):
         rows = _attention(batch, s, count, p.scale, sink if batch.kv_len[s] else None)
         p.lse.append(rows.lse.float().double())
         gone = ~rows.max.isfinite()
@@ -89,6 +92,15 @@ def draw(rng: Rng) -> Drawn:
     _arguments(p, causal)
     about = {"face": face, "factor": p.factor, **p.call}
     return Drawn(about, lambda: _run(p), lambda _: _expect(p))
+
+
+def _takes_all(p: Plan, s: int, count: Tensor, sink: Tensor) -> bool:
+    """Whether sinks leave some row so little that rounding decides what the rest is divided by, which may be 0."""
+    if not p.batch.kv_len[s]:
+        return False
+    rows = _attention(p.batch, s, count, p.scale, sink)
+    left = (1 - (sink.double()[:, None] - rows.lse).exp()).sum(0)
+    return bool((~rows.empty.all(0) & (left * 4096 < p.batch.heads)).any())
 
 
 def _arguments(p: Plan, causal: bool) -> None:
