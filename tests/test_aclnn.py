@@ -11,11 +11,10 @@ import torch
 from bits import same
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
-from fusion_attention.expressions import size_of
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op
+from fusion_attention.contract.expressions import size_of
+from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS, flash
-from fusion_attention.record import Attr
-from fusion_attention.sampling import sample, spoils
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
 TRAINING = [op for op in OPERATORS.values() if op in flash.RECORDS]

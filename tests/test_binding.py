@@ -10,10 +10,11 @@ import pytest
 import torch
 from test_contract import ATTENTION, PACKED, Args, call, one, outcome
 
-from fusion_attention.contract import SIGNATURES_KEPT, Bound, ContractError, bind, to_array
+from fusion_attention.contract import Bound, ContractError, bind, to_array
+from fusion_attention.contract.binding import SIGNATURES_KEPT
+from fusion_attention.contract.sampling import sample
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, flash
-from fusion_attention.sampling import sample
 
 # ------------------------------------------------------------------------------------------------- values at the door
 

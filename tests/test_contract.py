@@ -16,12 +16,25 @@ import torch
 from training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 
 import fusion_attention
-from fusion_attention import ContractError, ContractWarning, contract, npu
-from fusion_attention.contract import LEVELS, STAGES, bind
+import fusion_attention.contract.binding as binding
+from fusion_attention import ContractError, ContractWarning, npu
+from fusion_attention.contract import (
+    INVALID,
+    LEVELS,
+    NULL_POINTER,
+    STAGES,
+    TILING,
+    WARNED,
+    Array,
+    Failure,
+    Op,
+    Rule,
+    Tensor,
+    bind,
+)
+from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS, attention, flash
 from fusion_attention.plan import Plan
-from fusion_attention.record import INVALID, NULL_POINTER, TILING, WARNED, Array, Failure, Op, Rule, Tensor
-from fusion_attention.sampling import sample, spoils
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
@@ -400,7 +413,7 @@ def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monk
         q = torch.zeros(8, 1, 8)
         return bind(ATTENTION, {"q": q, "k": q, "v": q, "layout": "TND", "q_len": q_len}).names["q_len"].tolist()
 
-    class Raced(contract._Signature):
+    class Raced(binding._Signature):
         """Is settled anew as soon as it is settled."""
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -409,7 +422,7 @@ def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monk
                 lengths(meanwhile.pop())
 
     meanwhile: list[list[int]] = []
-    monkeypatch.setattr(contract, "_Signature", Raced)
+    monkeypatch.setattr(binding, "_Signature", Raced)
     ATTENTION.signatures.clear()
     lengths([4, 4])
     meanwhile.append([5, 3])

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from test_contract import FACES, Args, call
 
 from fusion_attention import BackendError, ContractError, ContractWarning
-from fusion_attention.contract import Bound, bind
-from fusion_attention.expressions import show
+from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind
+from fusion_attention.contract.expressions import show
+from fusion_attention.contract.sampling import sample
 from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
-from fusion_attention.record import Array, Attr, Op, Param, Tensor
-from fusion_attention.sampling import sample
 
 LARGEST = 1 << 20  # elements of a score matrix that golden is asked to make here
 

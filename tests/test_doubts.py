@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.sampling import sample
 
 ROWS = torch.randn(300, 2, 16)
 ENDS, LENGTHS = [50, 100, 150], [100, 150]

@@ -31,8 +31,8 @@ FLOORS = {
     "plan": 5,
     "ops": 4, "backends": 4,
     "lower": 3, "tiles": 3, "calls": 3,
-    "problem": 2, "sampling": 2, "pages": 2,
-    "contract": 1, "arguments": 1, "record": 1, "expressions": 1, "mask": 1, "kv": 1, "bias": 1, "dropout": 1,
+    "problem": 2,
+    "contract": 1, "mask": 1, "kv": 1, "bias": 1, "dropout": 1,
     "memory": 1, "derivative": 1, "settings": 1,
     "_native": 0,
 }  # fmt: skip

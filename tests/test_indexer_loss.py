@@ -12,13 +12,12 @@ from bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import bind
+from fusion_attention.contract import Op, bind
+from fusion_attention.contract.sampling import sample
 from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import indexer, indexer_loss
 from fusion_attention.ops.indexer_loss_lower import DIFFERENTIABLE, RESULTS
 from fusion_attention.problem import IndexerProblem
-from fusion_attention.record import Op
-from fusion_attention.sampling import sample
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LEAST,

@@ -9,8 +9,8 @@ from bits import same
 from test_aclnn import V2, done, handle, outputs_of, runtime
 
 from fusion_attention import ContractError, acl, aclnn, npu
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.sampling import sample
 from fusion_attention.testing.compare import compare
 
 __all__ = ["runtime"]

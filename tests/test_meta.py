@@ -11,8 +11,8 @@ import torch
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import bind
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.sampling import sample
 
 META = torch.device("meta")
 Tensors = list[torch.Tensor]

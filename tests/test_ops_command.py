@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from fusion_attention import aclnn
 from fusion_attention.cli import app
 from fusion_attention.cli.stubs import stub
+from fusion_attention.contract.pages import render
 from fusion_attention.ops import RECORDS, flash
-from fusion_attention.pages import render
 
 NAME = "npu_fusion_attention"
 

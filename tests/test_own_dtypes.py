@@ -13,8 +13,8 @@ from torch._subclasses.fake_utils import CrossRefFakeMode
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.sampling import sample
 
 NARROW = (torch.float16, torch.bfloat16)
 HEADS = 4

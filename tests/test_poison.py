@@ -13,8 +13,8 @@ import fusion_attention as fa
 from fusion_attention import lowered_autograd, memory
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS, decode_attention, indexer_loss
-from fusion_attention.sampling import sample
 from fusion_attention.testing import Case, arguments, lowered, run, sparse
 from fusion_attention.testing import indexer_loss as loss
 

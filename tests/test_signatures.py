@@ -8,8 +8,8 @@ import pytest
 
 import fusion_attention
 from fusion_attention import npu
+from fusion_attention.contract import REQUIRED, Attr, Tensor
 from fusion_attention.ops import RECORDS
-from fusion_attention.record import REQUIRED, Attr, Tensor
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}

@@ -12,10 +12,10 @@ from bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
+from fusion_attention.contract import Op
 from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import sparse
 from fusion_attention.ops.sparse_lower import Backward, Forward
-from fusion_attention.record import Op
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,

@@ -21,9 +21,9 @@ from witness import forward, make, run
 from fusion_attention import acl, npu
 from fusion_attention.api import Band, ContractError, attention
 from fusion_attention.contract import Op
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.problem import Problem
-from fusion_attention.sampling import sample
 
 __all__ = ["runtime", "threads_as_before"]
 

@@ -17,7 +17,6 @@ from fusion_attention import acl
 from fusion_attention.acl import rt, state
 from fusion_attention.acl.jobs import Job, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
-from fusion_attention.arguments import array_of, to_array
 from fusion_attention.contract import (
     INVALID,
     NULL_POINTER,
@@ -33,7 +32,8 @@ from fusion_attention.contract import (
     bind,
     members,
 )
-from fusion_attention.expressions import show
+from fusion_attention.contract.arguments import array_of, to_array
+from fusion_attention.contract.expressions import show
 from fusion_attention.ops import RECORDS
 
 SUCCESS = state.SUCCESS

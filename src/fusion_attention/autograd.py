@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.arguments import intact
+from fusion_attention.contract.arguments import intact
+from fusion_attention.contract.expressions import lazy
 from fusion_attention.derivative import constants, once
-from fusion_attention.expressions import lazy
 from fusion_attention.lower import BIAS, EXTRAS, Call, clear_gradients, grads_of, operands_of, uncovered
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention.arguments import intact
 from fusion_attention.calls import Differentiable, Lowered
 from fusion_attention.contract import Bound, Op
+from fusion_attention.contract.arguments import intact
+from fusion_attention.contract.expressions import lazy
 from fusion_attention.derivative import constants, once
-from fusion_attention.expressions import lazy
 from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
 

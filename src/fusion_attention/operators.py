@@ -20,12 +20,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import autograd
-from fusion_attention.arguments import NESTED, intact
 from fusion_attention.contract import Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
+from fusion_attention.contract.arguments import NESTED, intact
+from fusion_attention.contract.expressions import show
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.dropout import signed
-from fusion_attention.expressions import show
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.mask import Band
 from fusion_attention.memory import empty

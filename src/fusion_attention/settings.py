@@ -68,7 +68,7 @@ def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
         >>> with strict():
         ...     npu.npu_incre_flash_attention(q, cache, cache, scale_value=0.125)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        fusion_attention.record.ContractError: npu_incre_flash_attention: query: expected S1 == 1, got S1=3 ...
+        fusion_attention.contract.record.ContractError: npu_incre_flash_attention: query: expected S1 == 1, got S1=3 ...
     """
     with override(strict=on, check_content=check_content):
         yield

@@ -16,10 +16,9 @@ import torch
 from test_aclnn import handle, outputs_of
 
 from fusion_attention import ContractError, ContractWarning, acl, aclnn
-from fusion_attention.contract import bind
+from fusion_attention.contract import Op, bind
+from fusion_attention.contract.sampling import Spoiled, sample, spoils
 from fusion_attention.ops import RECORDS
-from fusion_attention.record import Op
-from fusion_attention.sampling import Spoiled, sample, spoils
 
 from .core import Drawn, Results, Value, exact
 from .places import Rng, Tensor, maybe, pick, place

@@ -16,7 +16,7 @@ from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.acl.tensors import TensorList
 from fusion_attention.calls import Filled, Lowered, tensors_in
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Failure, Op, Tensor, members
-from fusion_attention.expressions import evaluate, scope, show
+from fusion_attention.contract.expressions import evaluate, scope, show
 from fusion_attention.plan import Plan, plan
 from fusion_attention.problem import Operands
 

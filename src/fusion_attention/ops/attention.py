@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.arguments import trained
-from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text, show
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor
+from fusion_attention.contract.arguments import trained
+from fusion_attention.contract.expressions import dtype_text, show
 from fusion_attention.lower import Call, Form, mode_band, wide
 from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
@@ -35,7 +35,6 @@ from fusion_attention.ops.rules import (
 )
 from fusion_attention.ops.training import Plain
 from fusion_attention.problem import Extents, Problem
-from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
 ROPE = {"q_rope": True, "k_rope": True}
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text, show
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors
+from fusion_attention.contract.expressions import dtype_text, show
 from fusion_attention.lower import LAYOUTS, wide
 from fusion_attention.mask import Band
 from fusion_attention.memory import empty
@@ -22,7 +22,6 @@ from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
 from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
 from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
 from fusion_attention.problem import Problem
-from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor, Tensors
 
 RESULTS = ("out", "max", "sum")
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.arguments import trained
 from fusion_attention.bias import TABLE_ROWS
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.arguments import trained
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.lower import broken_end, mode_band
 from fusion_attention.mask import INFINITE, tokens
 from fusion_attention.ops.flash_statistics import own_matrix, statistics_in_order

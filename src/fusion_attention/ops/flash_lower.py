@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.lower import Call, Form, band_empties_rows, mode_band
 from fusion_attention.ops.flash_checks import prefix_fits
 from fusion_attention.ops.training import Backward, Forward

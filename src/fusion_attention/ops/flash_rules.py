@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from fusion_attention.contract import INVALID, Rule, Settings
 from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
 from fusion_attention.ops.params import FLOATS
 from fusion_attention.ops.rules import (
@@ -24,7 +25,6 @@ from fusion_attention.ops.rules import (
     reserved,
     rope_pair,
 )
-from fusion_attention.record import INVALID, Rule, Settings
 
 INPUTS = (
     *(

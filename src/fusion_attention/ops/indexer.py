@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
 from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
@@ -49,7 +50,6 @@ from fusion_attention.ops.sparse_rules import (
     first_block,
     scores,
 )
-from fusion_attention.record import INVALID, Attr, Op, Rule, Tensor
 
 # ------------------------------------------------------------------------------------------------------- parameters
 

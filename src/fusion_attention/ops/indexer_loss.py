@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss_lower import (
     DIFFERENTIABLE,
     RESULTS,
@@ -62,7 +63,6 @@ from fusion_attention.ops.sparse_rules import (
     most_tokens,
     scores,
 )
-from fusion_attention.record import INVALID, REQUIRED, Op, Tensor
 
 # ------------------------------------------------------------------------------------------------------- parameters
 

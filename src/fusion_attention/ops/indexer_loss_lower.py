@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, Staged, room
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.kv import RowView
 from fusion_attention.lower import row_view, wide
 from fusion_attention.memory import empty

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import row_view
 from fusion_attention.memory import empty

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.arguments import trained
-from fusion_attention.expressions import dtype_text, show
+from fusion_attention.contract.arguments import trained
+from fusion_attention.contract.expressions import dtype_text, show
 
 Tensor = torch.Tensor
 

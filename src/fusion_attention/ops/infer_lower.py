@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.mask import Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.record import Tensor
+from fusion_attention.contract import Tensor
 
 FLOATS = "float16 bfloat16 float32"
 OWN_FLOATS = f"{FLOATS} float64"  # of this library's own functions

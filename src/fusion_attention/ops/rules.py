@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.record import INVALID, NULL_POINTER, Rule, Settings
+from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 
 PACKED = ("TND",)
 ROPE = {"query_rope": True, "key_rope": True}

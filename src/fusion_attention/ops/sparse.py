@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.params import FLOATS, OWN_FLOATS, PAGE_IDS, SINK, output, spelled
 from fusion_attention.ops.rules import PACKED, ROPE, WHOLE, covered, limit, no_float32, of_lengths, only_dim, presence
 from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
@@ -31,7 +32,6 @@ from fusion_attention.ops.sparse_rules import (
     first_block,
     most_tokens,
 )
-from fusion_attention.record import INVALID, Array, Attr, Op, Rule, Tensor
 
 UNLIMITED = (1 << 63) - 1
 

@@ -15,7 +15,7 @@ import torch
 
 from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
-from fusion_attention.expressions import dtype_text
+from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import LAYOUTS, row_view, wide
 from fusion_attention.mask import Band

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fusion_attention.contract import INVALID, Rule
 from fusion_attention.ops.rules import (
     ENDS,
     PACKED,
@@ -24,7 +25,6 @@ from fusion_attention.ops.rules import (
     rope_pair,
 )
 from fusion_attention.ops.sparse_checks import PAGED
-from fusion_attention.record import INVALID, Rule
 
 KEYS = "keys_in(layout, layout_kv, block_table)"
 LISTS = "sparse_indices, layout, q_len, kv_len, sparse_block_size"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.expressions import shape_text
+from fusion_attention.contract.expressions import shape_text
 
 # Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
 NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002

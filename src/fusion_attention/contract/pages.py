@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from fusion_attention.expressions import shape_text
-from fusion_attention.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
+from fusion_attention.contract.expressions import shape_text
+from fusion_attention.contract.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
 
 TITLES = {
     "meaning": "Rules (always an error)",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import to_array
-from fusion_attention.expressions import dtype_text, size_of
-from fusion_attention.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, Tensors
+from fusion_attention.contract.expressions import dtype_text, size_of
+from fusion_attention.contract.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, Tensors
 
 
 @dataclass(frozen=True)

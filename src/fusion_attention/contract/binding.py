@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.arguments import (
+from fusion_attention.contract.arguments import (
     TYPES,
     Fault,
     Span,
@@ -27,21 +27,14 @@ from fusion_attention.arguments import (
     no_tensor,
     no_tensors,
     spans_of,
-    to_array,
 )
-from fusion_attention.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
-from fusion_attention.record import (
-    INVALID,
-    LEVELS,
+from fusion_attention.contract.expressions import dtype_text, evaluate, lazy, parse, scope, shape_text, show, size_of
+from fusion_attention.contract.record import (
     NULL_POINTER,
     REQUIRED,
-    RUNTIME,
-    STAGES,
-    TILING,
     WARNED,
     Array,
     Attr,
-    BackendError,
     ContractError,
     ContractWarning,
     Failure,
@@ -52,32 +45,6 @@ from fusion_attention.record import (
     Tensors,
 )
 from fusion_attention.settings import current
-
-# What a record is made of is offered here too, beside what checks it.
-__all__ = [
-    "INVALID",
-    "LEVELS",
-    "NULL_POINTER",
-    "REQUIRED",
-    "RUNTIME",
-    "STAGES",
-    "TILING",
-    "Array",
-    "Attr",
-    "BackendError",
-    "Bound",
-    "ContractError",
-    "ContractWarning",
-    "Failure",
-    "Op",
-    "Param",
-    "Rule",
-    "Tensor",
-    "Tensors",
-    "bind",
-    "members",
-    "to_array",
-]
 
 # How many signatures of one operator are remembered.
 SIGNATURES_KEPT = 1024

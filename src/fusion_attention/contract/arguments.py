@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.expressions import lazy, show
-from fusion_attention.record import Attr, ContractError, Failure, Op
+from fusion_attention.contract.expressions import lazy, show
+from fusion_attention.contract.record import Attr, ContractError, Failure, Op
 
 Fault = tuple[str, str, str]  # expected, got, advice
 NESTED = (
