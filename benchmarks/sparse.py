@@ -15,9 +15,9 @@ from benchmarks.features import with_threads
 from benchmarks.pair import Pair, seconds
 from fusion_attention.backends import cpu
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.kv import RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import (
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import (
     Extents,
     Grads,
     IndexerOperands,

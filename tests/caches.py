@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import golden
-from fusion_attention.kv import Dequant, PagedView, RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Operands, Problem, Stats
 from fusion_attention.testing import compare
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 UNUSED = 1 << 30
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from bits import same, same_bits
 
-from fusion_attention.calls import tensors_in
 from fusion_attention.testing import compare
+from fusion_attention.waist.lowered import tensors_in
 
 Results = dict[str, torch.Tensor]
 

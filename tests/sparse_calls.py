@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from witness import room, rows
 
-from fusion_attention.kv import PagedView, RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensors = list[torch.Tensor]
 Results = dict[str, Tensors]

@@ -13,8 +13,8 @@ from test_contract import ATTENTION, PACKED, Args, call, one, outcome
 from fusion_attention.contract import Bound, ContractError, bind, to_array
 from fusion_attention.contract.binding import SIGNATURES_KEPT
 from fusion_attention.contract.sampling import sample
-from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS, flash
+from fusion_attention.waist.mask import Band
 
 # ------------------------------------------------------------------------------------------------- values at the door
 

@@ -15,9 +15,9 @@ from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind
 from fusion_attention.contract.expressions import show
 from fusion_attention.contract.sampling import sample
-from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
+from fusion_attention.waist.mask import Band
 
 LARGEST = 1 << 20  # elements of a score matrix that golden is asked to make here
 

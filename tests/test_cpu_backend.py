@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
-from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.testing import compare
+from fusion_attention.waist.kv import MatrixView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 LENGTHS = [(37, 37), (280, 300), (0, 4), (1, 600), (5, 0), (270, 3)]
 PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)
@@ -203,9 +203,9 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from fusion_attention.backends import cpu
-from fusion_attention.kv import RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 def rows(dim, length):
     zero = np.zeros(1, np.int64)

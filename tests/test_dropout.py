@@ -10,9 +10,10 @@ import torch
 from bits import same_bits
 
 import fusion_attention as fa
-from fusion_attention import dropout, npu
+from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.testing import compare
+from fusion_attention.waist import dropout
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
 KEEP = 0.7

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fusion_attention as fa
-from fusion_attention import dropout, npu
+from fusion_attention import npu
 from fusion_attention.ops import flash
 from fusion_attention.testing import (
     Case,
@@ -26,6 +26,7 @@ from fusion_attention.testing import (
     pythonic,
     stats_part,
 )
+from fusion_attention.waist import dropout
 
 FLT_MAX = torch.finfo(torch.float32).max
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")

@@ -25,9 +25,9 @@ from test_native_backward import gradients
 from witness import Call, Results, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa
-from fusion_attention.mask import Band
-from fusion_attention.problem import Problem
 from fusion_attention.testing import Case, arguments, check, golden, part, plain, pythonic
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Problem
 
 __all__ = ["threads_as_before"]
 # The specification adds up a bias that lies broadcast.

@@ -12,8 +12,8 @@ import torch
 from witness import INF, Call, Results, forward, kept, load, make, read, room, rows, run, seen_by, witness
 
 from fusion_attention.backends import golden
-from fusion_attention.mask import Band
-from fusion_attention.problem import Extents, Grads, Problem, Stats
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Problem, Stats
 
 PLAIN = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
 

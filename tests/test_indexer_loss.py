@@ -17,7 +17,6 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import indexer, indexer_loss
 from fusion_attention.ops.indexer_loss_lower import DIFFERENTIABLE, RESULTS
-from fusion_attention.problem import IndexerProblem
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LEAST,
@@ -35,6 +34,7 @@ from fusion_attention.testing.indexer_loss import (
     tokens_of,
 )
 from fusion_attention.testing.sparse import indexer_gradients, keys_of, promoted
+from fusion_attention.waist.problem import IndexerProblem
 
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]

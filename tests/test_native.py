@@ -21,12 +21,13 @@ import torch
 from bits import same_bits
 from witness import Call, Results, load, make, read, room, rows
 
-from fusion_attention import _native, attention, bias, dropout
+from fusion_attention import _native, attention
 from fusion_attention.backends import cpu, golden
-from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.mask import INFINITE, Band, interval_matrix
-from fusion_attention.problem import Extents, Operands, Problem, Stats
 from fusion_attention.testing import compare
+from fusion_attention.waist import bias, dropout
+from fusion_attention.waist.kv import MatrixView, RowView
+from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 VARIANTS = _native.cpu_features()["runnable"]
 AXES = ["hij", "ij", "hj", "hi", "i", "j", "h", ""]

@@ -30,12 +30,12 @@ from witness import Call, Results, load, make, read, room, rows
 from witness import run as specified
 
 import fusion_attention as fa
-from fusion_attention import bias
 from fusion_attention.backends import cpu
-from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.mask import INFINITE, Band
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.testing import compare
+from fusion_attention.waist import bias
+from fusion_attention.waist.kv import MatrixView, RowView
+from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 __all__ = ["threads_as_before"]
 # The specification adds up a table that lies broadcast.

@@ -23,9 +23,9 @@ from fusion_attention import _native
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu, golden
 from fusion_attention.backends.cpu import decode
-from fusion_attention.kv import Dequant, PagedView, RowView
-from fusion_attention.mask import Band
-from fusion_attention.problem import EXTENT_ROWS, Extents, Operands, Problem, Stats
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Operands, Problem, Stats
 
 VARIANTS = _native.cpu_features()["runnable"]
 LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}

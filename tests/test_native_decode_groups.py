@@ -18,7 +18,7 @@ from test_native_decode import (
     threads_as_before,  # noqa: F401 (a fixture of every test)
 )
 
-from fusion_attention.problem import Problem
+from fusion_attention.waist.problem import Problem
 
 EXACT = ("v4+avx512bf16",)  # variants that multiply integers as such: no order of sums changes a bit
 

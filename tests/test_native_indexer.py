@@ -18,8 +18,8 @@ from test_native import VARIANTS, threads_as_before
 from witness import read, room, rows
 
 from fusion_attention.backends import cpu
-from fusion_attention.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.testing import compare
+from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 __all__ = ["threads_as_before"]
 

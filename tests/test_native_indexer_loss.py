@@ -18,7 +18,8 @@ from test_native import VARIANTS, threads_as_before
 from witness import read, room, rows
 
 from fusion_attention.backends import cpu
-from fusion_attention.problem import (
+from fusion_attention.testing import compare
+from fusion_attention.waist.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,
@@ -27,7 +28,6 @@ from fusion_attention.problem import (
     IndexerProblem,
     Stats,
 )
-from fusion_attention.testing import compare
 
 __all__ = ["threads_as_before"]
 

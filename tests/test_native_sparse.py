@@ -29,8 +29,8 @@ from test_native import VARIANTS, threads_as_before
 from witness import read, rows
 
 from fusion_attention.backends import cpu
-from fusion_attention.problem import Problem, Stats
 from fusion_attention.testing import compare
+from fusion_attention.waist.problem import Problem, Stats
 
 __all__ = ["threads_as_before"]
 

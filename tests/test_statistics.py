@@ -23,7 +23,7 @@ from fusion_attention.api import Band, ContractError, attention
 from fusion_attention.contract import Op
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.problem import Problem
+from fusion_attention.waist.problem import Problem
 
 __all__ = ["runtime", "threads_as_before"]
 

@@ -13,8 +13,8 @@ import torch.autograd.forward_ad as forward_ad
 
 import fusion_attention as fa
 from fusion_attention import plan as plans
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Problem
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Problem
 
 Tensor = torch.Tensor
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from bits import same_bits
 
-from fusion_attention import bias, dropout, tiles
-from fusion_attention.kv import MatrixView
-from fusion_attention.mask import INFINITE, Band, interval_matrix
-from fusion_attention.problem import EXTENT_ROWS, Extents, Problem
+from fusion_attention.waist import bias, dropout, tiles
+from fusion_attention.waist.kv import MatrixView
+from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem
 
 
 @pytest.fixture(autouse=True, scope="module")

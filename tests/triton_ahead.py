@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from fusion_attention.backends.triton import backward, decode, forward, launch, mend, paged, shapes
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.problem import Problem
+from fusion_attention.waist.problem import Problem
 
 Figures = dict[str, int]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

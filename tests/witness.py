@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from fusion_attention import dropout
 from fusion_attention.backends import golden
-from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.mask import Band
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist import dropout
+from fusion_attention.waist.kv import MatrixView, RowView
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensors = list[torch.Tensor]
 Results = dict[str, Tensors]

@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
-from fusion_attention.kv import Dequant, PagedView, RowView
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Call = Callable[[], object]
 TOKENS, WIDTH = 16384, 2048  # of all sequences together; heads x dim

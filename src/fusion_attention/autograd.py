@@ -17,8 +17,8 @@ from fusion_attention.lower import BIAS, EXTRAS, Call, clear_gradients, grads_of
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training import fresh, over, pattern
 from fusion_attention.plan import plan
-from fusion_attention.problem import Operands
 from fusion_attention.settings import chosen
+from fusion_attention.waist.problem import Operands
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]

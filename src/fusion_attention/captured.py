@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, BackendError, ContractError, Op, Param, Tensors, bind
-from fusion_attention.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
+from fusion_attention.waist.mask import Band
 
 FORMAT, VERSION = "fusion_attention.capture", 1
 OUTPUT = "output."  # what the names of tensors that were returned begin with

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.kv import MatrixView, RowView
-from fusion_attention.mask import INFINITE, Band, tokens
 from fusion_attention.memory import empty
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.kv import MatrixView, RowView
+from fusion_attention.waist.mask import INFINITE, Band, tokens
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
 LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {

@@ -14,7 +14,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention import lowered_autograd
-from fusion_attention.calls import Differentiable
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.arguments import intact
 from fusion_attention.derivative import below, no_tangents
@@ -32,6 +31,7 @@ from fusion_attention.operators import (
     read,
     unpack,
 )
+from fusion_attention.waist.lowered import Differentiable
 
 Tensor = torch.Tensor
 

@@ -25,12 +25,12 @@ from fusion_attention.contract import Tensors as Listed
 from fusion_attention.contract.arguments import NESTED, intact
 from fusion_attention.contract.expressions import show
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
-from fusion_attention.dropout import signed
 from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
-from fusion_attention.mask import Band
 from fusion_attention.memory import empty
 from fusion_attention.ops import RECORDS, attention, flash_lower
 from fusion_attention.settings import chosen, current
+from fusion_attention.waist.dropout import signed
+from fusion_attention.waist.mask import Band
 
 Tensors = tuple[torch.Tensor, ...]
 Given = Sequence[torch.Tensor | None]

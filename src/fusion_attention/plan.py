@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fusion_attention.calls import Lowered, Staged
 from fusion_attention.contract import BackendError
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import AnyProblem, Extents
 from fusion_attention.settings import chosen, override
+from fusion_attention.waist.lowered import Lowered, Staged
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import AnyProblem, Extents
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("triton", "cpu")

@@ -15,8 +15,8 @@ from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
 from fusion_attention.lower import Call
 from fusion_attention.plan import choose
-from fusion_attention.problem import Problem
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
+from fusion_attention.waist.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 

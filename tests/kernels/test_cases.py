@@ -10,9 +10,9 @@ from bits import same_bits
 from cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.mask import INFINITE
-from fusion_attention.problem import Extents, Problem
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 

@@ -14,10 +14,10 @@ from caches import Cache, judge, made, results
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import paged
 from fusion_attention.contract import BackendError
-from fusion_attention.kv import PagedView, RowView
 from fusion_attention.plan import choose
-from fusion_attention.problem import Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.problem import Operands, Problem
 
 CUDA = torch.device("cuda", 0)
 PLAIN = Problem(4, 2, 128, 128, dtype="bfloat16")

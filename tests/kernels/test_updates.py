@@ -16,9 +16,9 @@ from bits import same_bits
 from caches import Cache, judge, made, rows
 
 from fusion_attention.backends.triton import launch, memory
-from fusion_attention.mask import INFINITE
 from fusion_attention.plan import Plan, plan
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 CPU = torch.device("cpu")
 

@@ -34,7 +34,7 @@ from fusion_attention.cli.encoder import (
     padded_tokens,
 )
 from fusion_attention.plan import choose
-from fusion_attention.problem import Problem
+from fusion_attention.waist.problem import Problem
 
 # Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
 TOLERANCE = 2e-5

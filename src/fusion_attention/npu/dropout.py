@@ -11,9 +11,9 @@ import torch
 
 from fusion_attention.contract import ContractError, ContractWarning, Failure, outside
 from fusion_attention.contract.expressions import show
-from fusion_attention.dropout import drawn_bits, keep_from_bits, keep_from_philox
 from fusion_attention.lower import EXTRAS, LAYOUTS, Call, bits_view
 from fusion_attention.settings import current
+from fusion_attention.waist.dropout import drawn_bits, keep_from_bits, keep_from_philox
 
 __all__ = ["_npu_dropout_gen_mask"]
 

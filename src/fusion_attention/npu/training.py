@@ -13,11 +13,11 @@ import torch
 from fusion_attention import autograd, operators
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.contract.arguments import intact
-from fusion_attention.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.lower import BIAS, LANES, from_lanes, to_lanes
 from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops import flash
 from fusion_attention.ops.flash_lower import lower
+from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
 __all__ = [
     "npu_fusion_attention",

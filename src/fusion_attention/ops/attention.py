@@ -14,7 +14,6 @@ from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Ten
 from fusion_attention.contract.arguments import trained
 from fusion_attention.contract.expressions import dtype_text, show
 from fusion_attention.lower import Call, Form, mode_band, wide
-from fusion_attention.mask import INFINITE, Band
 from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.ops.flash_checks import positions
 from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
@@ -34,7 +33,8 @@ from fusion_attention.ops.rules import (
     untrained,
 )
 from fusion_attention.ops.training import Plain
-from fusion_attention.problem import Extents, Problem
+from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.waist.problem import Extents, Problem
 
 ROPE = {"q_rope": True, "k_rope": True}
 

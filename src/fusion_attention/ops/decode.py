@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.calls import Filled, room, tensors_in
-from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.lower import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.memory import another, template
-from fusion_attention.problem import Extents, Operands, Problem, Stats
+from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.waist.lowered import Filled, room, tensors_in
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
 Scales = tuple[Tensor | None, Tensor | None]  # scale and offset

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor
 from fusion_attention.lower import lengths_of
 from fusion_attention.ops.flash_checks import FUNCTIONS
@@ -30,6 +29,7 @@ from fusion_attention.ops.flash_rules import (
 from fusion_attention.ops.flash_score_rules import SLOPES
 from fusion_attention.ops.params import FLOATS, SINK, keeps_or_adds, output, spelled
 from fusion_attention.ops.rules import doubt, own_scale
+from fusion_attention.waist.bias import TABLE_ROWS
 
 UNLIMITED = (1 << 31) - 1
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.bias import TABLE_ROWS
 from fusion_attention.contract.arguments import trained
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.lower import broken_end, mode_band
-from fusion_attention.mask import INFINITE, tokens
 from fusion_attention.ops.flash_statistics import own_matrix, statistics_in_order
+from fusion_attention.waist.bias import TABLE_ROWS
+from fusion_attention.waist.mask import INFINITE, tokens
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.calls import Filled, Lowered, room
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.kv import PagedView, RowView
 from fusion_attention.lower import LAYOUTS, row_view, wide
-from fusion_attention.mask import Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse_checks import PAGED, keys_in
-from fusion_attention.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.lowered import Filled, Lowered, room
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
 # Inputs with a gradient, in the order of their gradients, and those without.

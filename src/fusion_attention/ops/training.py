@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fusion_attention.calls import Filled, room, tensors_in
 from fusion_attention.lower import (
     BIAS,
     LANES,
@@ -25,7 +24,8 @@ from fusion_attention.lower import (
     uncovered,
 )
 from fusion_attention.memory import another, empty, template
-from fusion_attention.problem import Operands, Stats
+from fusion_attention.waist.lowered import Filled, room, tensors_in
+from fusion_attention.waist.problem import Operands, Stats
 
 Tensor = torch.Tensor
 # The outputs of a gradient in the order of grads_of().

@@ -11,10 +11,10 @@ import torch
 from fusion_attention.autograd import attention, attention_backward
 from fusion_attention.contract import Op, bind
 from fusion_attention.lower import Call, from_lanes, to_lanes
-from fusion_attention.mask import Band
 from fusion_attention.ops import attention as own
 from fusion_attention.ops import flash, flash_lower
 from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefix_fits, seen
+from fusion_attention.waist.mask import Band
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import dropout
 from fusion_attention.testing.cases import (
     OFFSET,
     SEED,
@@ -25,6 +24,7 @@ from fusion_attention.testing.cases import (
     seen,
     stats_part,
 )
+from fusion_attention.waist import dropout
 
 FLT_MAX = float(np.finfo(np.float32).max)
 

@@ -22,7 +22,7 @@ from fusion_attention.backends.cpu.indexer import (
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import lay, plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
-from fusion_attention.problem import (
+from fusion_attention.waist.problem import (
     AnyProblem,
     Extents,
     Grads,

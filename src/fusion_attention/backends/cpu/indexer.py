@@ -13,7 +13,7 @@ from fusion_attention import _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.backends.cpu.sparse import arguments, key_rows
 from fusion_attention.memory import empty
-from fusion_attention.problem import (
+from fusion_attention.waist.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,

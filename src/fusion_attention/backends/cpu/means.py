@@ -14,8 +14,8 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from fusion_attention import dropout
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.waist import dropout
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys at a time: memory stays linear in a sequence's length.
 _ROWS = _KEYS = 256

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import _native, dropout
-from fusion_attention.kv import MatrixView, PagedView, RowView
+from fusion_attention import _native
 from fusion_attention.memory import empty
-from fusion_attention.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
-from fusion_attention.tiles import by_query
+from fusion_attention.waist import dropout
+from fusion_attention.waist.kv import MatrixView, PagedView, RowView
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
+from fusion_attention.waist.tiles import by_query
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}

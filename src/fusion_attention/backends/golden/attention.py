@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fusion_attention import bias, dropout
 from fusion_attention.backends.golden.selection import added_up, scanned
-from fusion_attention.kv import Dequant, PagedView, RowView
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.waist import bias, dropout
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")
 

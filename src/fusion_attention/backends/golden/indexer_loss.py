@@ -14,8 +14,8 @@ import torch
 from fusion_attention.backends.golden.attention import weighted_sum
 from fusion_attention.backends.golden.indexer import dots_of
 from fusion_attention.backends.golden.selection import added_up, scanned
-from fusion_attention.kv import PagedView, RowView
-from fusion_attention.problem import (
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fusion_attention.kv import RowView
-from fusion_attention.problem import Extents
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents
 
 
 def scanned(view: RowView, extents: Extents, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:

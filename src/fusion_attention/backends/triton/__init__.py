@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_attention.backends.triton import shapes
-from fusion_attention.problem import AnyProblem, Extents, Grads, IndexerLossProblem, IndexerProblem, Operands, Problem
+from fusion_attention.waist.problem import (
+    AnyProblem,
+    Extents,
+    Grads,
+    IndexerLossProblem,
+    IndexerProblem,
+    Operands,
+    Problem,
+)
 
 if TYPE_CHECKING:
     from fusion_attention.backends.triton.launch import Schedule

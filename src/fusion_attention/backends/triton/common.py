@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton.memory import FIELDS, TILE_FIELDS, VIEWS
-from fusion_attention.bias import TABLE_ROWS as _TABLE_ROWS
-from fusion_attention.dropout import ROUNDS as _ROUNDS
+from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
+from fusion_attention.waist.dropout import ROUNDS as _ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUNDS = tl.constexpr(_ROUNDS)

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import dropout, tiles
 from fusion_attention.backends.triton import common, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
-from fusion_attention.kv import RowView
 from fusion_attention.memory import empty
-from fusion_attention.problem import Extents, Grads, Operands, Problem
+from fusion_attention.waist import dropout, tiles
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 3  # of what prepare() notes of each row

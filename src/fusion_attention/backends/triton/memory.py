@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import BackendError
-from fusion_attention.kv import MatrixView, PagedView, RowView
-from fusion_attention.problem import EXTENT_ROWS, Extents
+from fusion_attention.waist.kv import MatrixView, PagedView, RowView
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]

@@ -14,9 +14,9 @@ from fusion_attention.backends.triton import common, launch, memory, shapes
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
-from fusion_attention.kv import PagedView, RowView
 from fusion_attention.memory import empty
-from fusion_attention.problem import Extents, Operands, Problem
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.problem import Extents, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 # The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.

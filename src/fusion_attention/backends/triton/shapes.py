@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_attention.problem import Problem
+from fusion_attention.waist.problem import Problem
 
 WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
 MOST_PARTS = 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_attention.problem import Extents
+from fusion_attention.waist.problem import Extents
 
 
 @dataclass(frozen=True, eq=False)

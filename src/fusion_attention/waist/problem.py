@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.kv import MatrixView
+from fusion_attention.waist.kv import MatrixView
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

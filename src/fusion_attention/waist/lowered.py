@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fusion_attention.memory import empty
-from fusion_attention.problem import Extents
+from fusion_attention.waist.problem import Extents
 
 
 class Filled:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention.kv import MatrixView
+from fusion_attention.waist.kv import MatrixView
 
 TABLE_ROWS = 1024
 
