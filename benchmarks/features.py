@@ -17,9 +17,9 @@ from benchmarks.pair import Pair
 from fusion_attention import _native
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
-from fusion_attention.lower import mode_band, operands_of
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_v2
-from fusion_attention.ops import attention as record
+from fusion_attention.ops.shared.layouts import mode_band, operands_of
+from fusion_attention.ops.training import own as record
 from fusion_attention.plan import Plan, plan
 
 BF16 = torch.bfloat16

@@ -14,10 +14,11 @@ from fusion_attention import acl, aclnn, npu, use_backend
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op
 from fusion_attention.contract.expressions import size_of
 from fusion_attention.contract.sampling import sample, spoils
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import records as training
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
-TRAINING = [op for op in OPERATORS.values() if op in flash.RECORDS]
+TRAINING = [op for op in OPERATORS.values() if op in training.RECORDS]
 FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
 BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
 V2 = RECORDS["aclnnFlashAttentionScoreV2"]

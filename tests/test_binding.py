@@ -13,7 +13,8 @@ from test_contract import ATTENTION, PACKED, Args, call, one, outcome
 from fusion_attention.contract import Bound, ContractError, bind, to_array
 from fusion_attention.contract.binding import SIGNATURES_KEPT
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import records as training
 from fusion_attention.waist.mask import Band
 
 # ------------------------------------------------------------------------------------------------- values at the door
@@ -35,8 +36,8 @@ from fusion_attention.waist.mask import Band
     ids=str,
 )
 def test_lengths_in_any_form(value: Any) -> None:
-    args = sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": value}
-    bound = bind(flash.TORCH_V1, args)
+    args = sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": value}
+    bound = bind(training.TORCH_V1, args)
     assert bound["actual_seq_qlen"].tolist() == [3, 8]
     assert bound["q_len"].dtype == np.int64
     assert bound["q_len"].tolist() == [3, 5]
@@ -64,13 +65,13 @@ def test_lengths_in_any_form(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_are_no_lengths(value: Any) -> None:
-    text = one(flash.TORCH_V1, sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": value})
+    text = one(training.TORCH_V1, sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": value})
     assert "actual_seq_qlen: expected integers (list, tuple or tensor), got " in text
 
 
 def test_lengths_are_copied() -> None:
     for mine in (torch.tensor([3, 8]), np.array([3, 8])):
-        bound = bind(replace(flash.TORCH_V1), sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": mine})
+        bound = bind(replace(training.TORCH_V1), sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": mine})
         mine[0] = 1
         assert bound["actual_seq_qlen"].tolist() == [3, 8]
 
@@ -99,15 +100,15 @@ def test_lengths_are_copied() -> None:
     ],
 )
 def test_types_of_numbers(name: str, value: Any, legal: bool) -> None:
-    args = sample(flash.TORCH_V1, input_layout="BSND") | {name: value}
-    assert (outcome(flash.TORCH_V1, args)[0] == ()) is legal
+    args = sample(training.TORCH_V1, input_layout="BSND") | {name: value}
+    assert (outcome(training.TORCH_V1, args)[0] == ()) is legal
 
 
 def test_blank_optional_tensors_were_not_given() -> None:
-    blanks = {p.name: torch.empty(0) for p in flash.TORCH_V2.tensors() if p.optional}
-    names = bind(flash.TORCH_V2, sample(flash.TORCH_V2) | blanks, strict=True).names
+    blanks = {p.name: torch.empty(0) for p in training.TORCH_V2.tensors() if p.optional}
+    names = bind(training.TORCH_V2, sample(training.TORCH_V2) | blanks, strict=True).names
     assert all(names[name] is None for name in blanks)
-    names = bind(flash.TORCH_V2, sample(flash.TORCH_V2) | {"sink": torch.tensor(1.0)}).names
+    names = bind(training.TORCH_V2, sample(training.TORCH_V2) | {"sink": torch.tensor(1.0)}).names
     assert names["sink"] is None
     assert "sink: expected 1 dimensions [N1]" in one(ATTENTION, sample(ATTENTION) | {"sink": torch.tensor(1.0)})
     assert "blocked: expected" in one(ATTENTION, sample(ATTENTION) | {"blocked": torch.tensor(True)})
@@ -138,8 +139,8 @@ def test_empty_tensors_are_legal(name: str, settings: Args) -> None:
 
 
 def test_tail_of_disabled_sequences() -> None:
-    args = sample(flash.TORCH_V1, **PACKED) | {"actual_seq_qlen": [3, 8, 0], "actual_seq_kvlen": [0, 12, 12]}
-    bound = bind(flash.TORCH_V1, args)
+    args = sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": [3, 8, 0], "actual_seq_kvlen": [0, 12, 12]}
+    bound = bind(training.TORCH_V1, args)
     assert (bound["q_len"].tolist(), bound["kv_len"].tolist()) == ([3, 5, 0], [0, 12, 0])
     assert (bound["B"], bound["S1"], bound["S2"]) == (3, 5, 12)
 
@@ -174,7 +175,7 @@ def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
-    op = replace(flash.TORCH_V1)
+    op = replace(training.TORCH_V1)
     legal = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3)
     first = bind(op, legal, strict=strict)
     for wrong in ([5, 13], [12, 5], [12], [], [5.0, 12.0], None):
@@ -204,7 +205,7 @@ def test_axes_of_lengths_are_not_remembered() -> None:
 
 
 def test_content_is_asked_again() -> None:
-    op = replace(flash.TORCH_V1)
+    op = replace(training.TORCH_V1)
     args = sample(op, S1=1030, S2=1030, N1=2, B=1, pse="1 N1 1024 S2", atten_mask="S1 S2", sparse_mode=1)
     args["atten_mask"].fill_(1).tril_(-1)
     args["atten_mask"] = args["atten_mask"].T.contiguous()  # above the diagonal
@@ -218,7 +219,7 @@ def test_content_is_asked_again() -> None:
 
 
 def test_one_and_true_are_different_calls() -> None:
-    op = replace(flash.TORCH_V1)
+    op = replace(training.TORCH_V1)
     legal = sample(op, inner_precise=1)
     bind(op, legal)
     for value in (True, 1.0, "1", np.float64(1.0)):
@@ -229,7 +230,7 @@ def test_one_and_true_are_different_calls() -> None:
 
 
 def test_what_differs_in_a_signature() -> None:
-    op = replace(flash.TORCH_V1)
+    op = replace(training.TORCH_V1)
     legal = sample(op, sink="N1", Dv=16)
     bind(op, legal)
     assert outcome(op, legal, strict=True)[0], "strict after lenient"
@@ -243,7 +244,7 @@ def test_what_differs_in_a_signature() -> None:
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    op = replace(flash.TORCH_V1)
+    op = replace(training.TORCH_V1)
     args = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3, sink="N1")
     watched = [weakref.ref(t) for t in args.values() if isinstance(t, torch.Tensor)]
     bind(op, args)

@@ -33,7 +33,9 @@ from fusion_attention.contract import (
     bind,
 )
 from fusion_attention.contract.sampling import sample, spoils
-from fusion_attention.ops import RECORDS, attention, flash
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import own as attention
+from fusion_attention.ops.training import records as training
 from fusion_attention.plan import Plan
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
@@ -123,7 +125,7 @@ def test_rules_are_declared_whole(name: str) -> None:
         assert not (rule.reads and rule.level in WARNED), rule.id
 
 
-@pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *flash.RECORDS)])
+@pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *training.RECORDS)])
 def test_levels_and_codes(name: str) -> None:
     for rule in RECORDS[name].asked:
         key = rule.param, rule.expected
@@ -149,7 +151,7 @@ def test_levels_and_codes(name: str) -> None:
     ],
 )
 def test_codes_of_the_stages(name: str, settings: Args, code: int) -> None:
-    failures, _ = outcome(flash.TORCH_V2, sample(flash.TORCH_V2, **settings))
+    failures, _ = outcome(training.TORCH_V2, sample(training.TORCH_V2, **settings))
     assert [(f.param, f.code) for f in failures] == [(name, code)]
 
 
@@ -170,7 +172,7 @@ def test_codes_of_the_stages(name: str, settings: Args, code: int) -> None:
     ],
 )
 def test_forms_of_pse(settings: Args, legal: bool) -> None:
-    assert (outcome(flash.TORCH_V1, sample(flash.TORCH_V1, **settings))[0] == ()) is legal
+    assert (outcome(training.TORCH_V1, sample(training.TORCH_V1, **settings))[0] == ()) is legal
 
 
 # -------------------------------------------------------------------------------------------------------------- faces
@@ -213,7 +215,7 @@ def test_a_function_takes_its_samples(name: str) -> None:
 
 def test_a_stage_reports_all_its_failures_and_stops() -> None:
     """Each call adds what an earlier stage refuses; that stage's failures alone are reported."""
-    op = flash.TORCH_V2
+    op = training.TORCH_V2
     legal = sample(op, **PACKED, atten_mask="S1 S2", query_rope=True, key_rope=True)
 
     def params(**wrong: Any) -> list[str]:
@@ -237,7 +239,7 @@ def test_a_stage_reports_all_its_failures_and_stops() -> None:
 
 def test_the_message_has_a_line_per_failure() -> None:
     with pytest.raises(ContractError) as caught:
-        bind(flash.TORCH_V1, sample(flash.TORCH_V1, sparse_mode=7, N2=3))
+        bind(training.TORCH_V1, sample(training.TORCH_V1, sparse_mode=7, N2=3))
     assert [str(f) for f in caught.value.failures] == str(caught.value).split("\n")
     assert len(caught.value.failures) == 2
 
@@ -362,7 +364,7 @@ NO_DENSE_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
 def test_what_is_no_dense_tensor(kind: str) -> None:
     make, got = NO_DENSE_TENSORS[kind]
-    for op, name in ((ATTENTION, "q"), (flash.TORCH_V1, "query"), (flash.TORCH_V1, "padding_mask")):
+    for op, name in ((ATTENTION, "q"), (training.TORCH_V1, "query"), (training.TORCH_V1, "padding_mask")):
         text = one(op, sample(op) | {name: make()})
         assert text.startswith(f"{op.name}: {name}: expected a ")
         assert got in text
@@ -370,18 +372,18 @@ def test_what_is_no_dense_tensor(kind: str) -> None:
 
 
 def test_tensors_of_several_devices() -> None:
-    args = sample(flash.TORCH_V1, atten_mask="S1 S2", sink="N1")
-    text = one(flash.TORCH_V1, args | {"sink": args["sink"].to("meta")})
+    args = sample(training.TORCH_V1, atten_mask="S1 S2", sink="N1")
+    text = one(training.TORCH_V1, args | {"sink": args["sink"].to("meta")})
     assert text == (
         'npu_fusion_attention: sink: expected a tensor on cpu as query, got one on meta (move it: .to("cpu"))'
     )
-    failures, _ = outcome(flash.TORCH_V1, args | {"query": args["query"].to("meta")})
+    failures, _ = outcome(training.TORCH_V1, args | {"query": args["query"].to("meta")})
     assert [f.param for f in failures] == ["key", "value", "atten_mask", "sink"]
     assert {f.code for f in failures} == {INVALID}
 
 
 def test_seeds_may_stay_on_the_host() -> None:
-    op = flash.TORCH_GRAD_V3
+    op = training.TORCH_GRAD_V3
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in sample(op, keep_prob=0.5).items()}
     bound = bind(op, args | {"seed": torch.tensor([3]), "offset": torch.tensor([0])})
     assert (bound.names["seed"].item(), bound.names["offset"].item()) == (3, 0)
@@ -389,14 +391,14 @@ def test_seeds_may_stay_on_the_host() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64])
 def test_dtypes_that_no_record_of_cann_takes(dtype: torch.dtype) -> None:
-    args = sample(flash.TORCH_V1)
+    args = sample(training.TORCH_V1)
     odd = {name: args[name].to(dtype) for name in ("query", "key", "value")}
-    text = one(flash.TORCH_V1, args | odd)
+    text = one(training.TORCH_V1, args | odd)
     assert f"query: expected float16 or bfloat16 or float32, got {str(dtype).removeprefix('torch.')}" in text
 
 
 def test_inputs_may_overlap_and_outputs_may_not() -> None:
-    op = flash.SCORE_V1
+    op = training.SCORE_V1
     args = sample(op, drop_mask=None)
     wide = args["query"][:1].expand(2, -1, -1, -1)
     bound = bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
@@ -431,8 +433,8 @@ def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monk
 
 
 def test_a_warning_points_at_the_caller() -> None:
-    args = sample(flash.TORCH_V1, sparse_mode=3)
-    for ask in (lambda: bind(flash.TORCH_V1, args), lambda: call(flash.TORCH_V1, args)):
+    args = sample(training.TORCH_V1, sparse_mode=3)
+    for ask in (lambda: bind(training.TORCH_V1, args), lambda: call(training.TORCH_V1, args)):
         for _ in range(2):
             with pytest.warns(
                 ContractWarning, match="^npu_fusion_attention: sparse_mode: expected atten_mask"
@@ -442,18 +444,18 @@ def test_a_warning_points_at_the_caller() -> None:
 
 
 def test_a_warning_comes_once_per_line() -> None:
-    args = sample(flash.TORCH_V1, sparse_mode=3)
+    args = sample(training.TORCH_V1, sparse_mode=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            bind(flash.TORCH_V1, args)
+            bind(training.TORCH_V1, args)
     assert len(caught) == 1
 
 
 def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:
-    assert not any(r.param == "pse_type" for r in flash.SCORE_V1.asked)
-    assert not any(r.only == ("TND",) for r in flash.SCORE_V3.asked)
-    op = flash.SCORE_V1.version("v", "s", without=("pse",), after={"value": (flash.SINK,)})
+    assert not any(r.param == "pse_type" for r in training.SCORE_V1.asked)
+    assert not any(r.only == ("TND",) for r in training.SCORE_V3.asked)
+    op = training.SCORE_V1.version("v", "s", without=("pse",), after={"value": (training.SINK,)})
     assert [p.name for p in op.params[:4]] == ["query", "key", "value", "sink"]
     assert not any(r.param == "pse" for r in op.asked)
 

@@ -14,8 +14,9 @@ import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
-from fusion_attention.ops import RECORDS, infer
-from fusion_attention.ops.decode import Decode
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference.call import Decode
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
 
@@ -23,7 +24,7 @@ HOST = torch.device("cpu")
 
 
 def lowered(args: Args) -> Decode:
-    return infer.TORCH.lower(bind(infer.TORCH, args))  # type: ignore[misc, no-any-return]
+    return inference.TORCH.lower(bind(inference.TORCH, args))  # type: ignore[misc, no-any-return]
 
 
 def wide(call: Decode) -> Decode:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.ops import flash
+from fusion_attention.ops.training import records as training
 from fusion_attention.testing import (
     Case,
     call_face,
@@ -79,9 +79,9 @@ def test_the_pythonic_face_was_asked_enough() -> None:
 
 
 VERSIONS = {
-    1: (npu.npu_fusion_attention, flash.TORCH_V1, npu.npu_fusion_attention_grad, flash.TORCH_GRAD_V1),
-    2: (npu.npu_fusion_attention_v2, flash.TORCH_V2, npu.npu_fusion_attention_grad_v2, flash.TORCH_GRAD_V2),
-    3: (npu.npu_fusion_attention_v3, flash.TORCH_V3, npu.npu_fusion_attention_grad_v3, flash.TORCH_GRAD_V3),
+    1: (npu.npu_fusion_attention, training.TORCH_V1, npu.npu_fusion_attention_grad, training.TORCH_GRAD_V1),
+    2: (npu.npu_fusion_attention_v2, training.TORCH_V2, npu.npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2),
+    3: (npu.npu_fusion_attention_v3, training.TORCH_V3, npu.npu_fusion_attention_grad_v3, training.TORCH_GRAD_V3),
 }
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_attention.ops import flash_checks
-from fusion_attention.ops.flash_checks import (
+from fusion_attention.ops.training.checks import (
     dense_window,
     is_compressed_mask,
     last_end,
@@ -104,7 +103,7 @@ def test_cumulative_ends(ends: list[int], answer: bool | str, tokens: int) -> No
 @pytest.mark.parametrize("form", ["corner", "diagonal", "batch"])
 def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stored rows instead of 1024; each sequence's own part of the mask is asked, and its rebuilt rows only."""
-    monkeypatch.setattr(flash_checks, "TABLE_ROWS", 2)
+    monkeypatch.setattr(checks, "TABLE_ROWS", 2)
     q_len, kv_len = np.array([4, 2, 3]), np.array([5, 4, 3])
     starts = np.cumsum(q_len) - q_len, np.cumsum(kv_len) - kv_len
     shape = {"corner": (4, 5), "diagonal": (9, 12), "batch": (3, 1, 4, 5)}[form]

@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
-from fusion_attention.ops import indexer
+from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
     IndexerCase,

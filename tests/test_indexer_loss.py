@@ -15,8 +15,9 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.lowered_autograd import run
-from fusion_attention.ops import indexer, indexer_loss
-from fusion_attention.ops.indexer_loss_lower import DIFFERENTIABLE, RESULTS
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LEAST,

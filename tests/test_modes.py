@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_attention.lower import mode_band
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_grad
+from fusion_attention.ops.shared.layouts import mode_band
 
 FLT_MAX = torch.finfo(torch.float32).max
 UNLIMITED = 2**31 - 1

@@ -15,7 +15,8 @@ from fusion_attention import aclnn
 from fusion_attention.cli import app
 from fusion_attention.cli.stubs import stub
 from fusion_attention.contract.pages import render
-from fusion_attention.ops import RECORDS, flash
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import records as training
 
 NAME = "npu_fusion_attention"
 
@@ -128,7 +129,7 @@ def test_a_page_says_what_strict_calls_refuse() -> None:
 
 def test_a_page_says_how_packed_statistics_lie() -> None:
     for name, op in RECORDS.items():
-        packed = op in flash.RECORDS and "TND" in op.layouts
+        packed = op in training.RECORDS and "TND" in op.layouts
         assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
 
 

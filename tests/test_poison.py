@@ -14,7 +14,9 @@ from fusion_attention import lowered_autograd, memory
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops import RECORDS, decode_attention, indexer_loss
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.inference import own as decode_attention
 from fusion_attention.testing import Case, arguments, lowered, run, sparse
 from fusion_attention.testing import indexer_loss as loss
 

@@ -14,8 +14,8 @@ from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
 from fusion_attention.lowered_autograd import run
-from fusion_attention.ops import sparse
-from fusion_attention.ops.sparse_lower import Backward, Forward
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.lower import Backward, Forward
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,

@@ -13,7 +13,7 @@ from cases import CASES, DENSE, DTYPES, PACKED, operands
 import fusion_attention as fa
 from fusion_attention import ContractWarning
 from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
-from fusion_attention.ops import flash
+from fusion_attention.ops.training import records as training
 from fusion_attention.testing import (
     Case,
     call_face,
@@ -74,7 +74,7 @@ def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     want = run(lowered(case, args), dy, "cpu")
     leaves = {n: args[n].detach().requires_grad_() for n in LEAVES if args[n] is not None and LEAVES[n] in want}
     out, top, total, reserved, seed, offset, numels = call_face(
-        npu_fusion_attention_v2, flash.TORCH_V2, {**args, **leaves}
+        npu_fusion_attention_v2, training.TORCH_V2, {**args, **leaves}
     )
     for name, value in (("out", out), ("max", top), ("sum", total)):
         same_bits(value.detach(), want[name], name)
@@ -84,7 +84,7 @@ def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     saved = {"softmax_max": hostile(top), "softmax_sum": hostile(total), "attention_in": hostile(out.detach())}
     saved |= {"seed": seed, "offset": offset, "numels": numels}
     names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
-    explicit = call_face(npu_fusion_attention_grad_v2, flash.TORCH_GRAD_V2, {**args, **saved})
+    explicit = call_face(npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2, {**args, **saved})
     explicit = dict(zip(names, explicit, strict=True))
     by_autograd = torch.autograd.grad(out, list(leaves.values()), dy)
     for leaf, gradient in zip(leaves, by_autograd, strict=True):
@@ -110,7 +110,7 @@ def test_every_mode_layout_and_dtype_is_a_case() -> None:
 
 def face(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
     args = operands(case)
-    return args, call_face(npu_fusion_attention_v2, flash.TORCH_V2, args)
+    return args, call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
     """Per sequence head-major under a token-major shape, or truly token-major; eight equal lanes."""
     case = Case(layout="TND", q_len=(3, 6), kv_len=(5, 4))
     args = operands(case)
-    by_item = call_face(npu_fusion_attention_v2, flash.TORCH_V2, args)[1:3]
-    by_token = call_face(npu_fusion_attention_v2, flash.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
+    by_item = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
+    by_token = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
     wide, plainly = (scores_of(args, dtype) for dtype in (torch.float64, torch.float32))
     for one, other, name in zip(by_item, by_token, ("max", "sum"), strict=True):
         assert one.shape == other.shape == (9, 4, 8)
@@ -212,19 +212,19 @@ def test_a_sink_leaves_no_row_empty() -> None:
 @pytest.mark.parametrize("prefix", [None, (1, 7), (3,), (2, 8)])
 def test_mode_5_without_a_legal_prefix_warns_and_is_mode_1(prefix: tuple[int, ...] | None) -> None:
     args = operands(Case(sparse_mode=1, mask="batch"))
-    want = call_face(npu_fusion_attention_v2, flash.TORCH_V2, args)
+    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
     given = {**args, "sparse_mode": 5, "prefix": None if prefix is None else [*prefix]}
     with pytest.warns(ContractWarning, match="prefix: expected per sequence a prefix between"):
-        got = call_face(npu_fusion_attention_v2, flash.TORCH_V2, given)
+        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, given)
     for one, other in zip(got[:3], want[:3], strict=True):
         same_bits(one, other, "mode 5 as mode 1")
 
 
 def test_a_mode_without_a_mask_warns_and_sees_everything() -> None:
     args = operands(PACKED)
-    want = call_face(npu_fusion_attention_v2, flash.TORCH_V2, args)
+    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
     with pytest.warns(ContractWarning, match="without atten_mask ignores sparse_mode"):
-        got = call_face(npu_fusion_attention_v2, flash.TORCH_V2, {**args, "sparse_mode": 3})
+        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "sparse_mode": 3})
     for one, other in zip(got[:3], want[:3], strict=True):
         same_bits(one, other, "mode ignored")
 

@@ -11,8 +11,8 @@ from fusion_attention import autograd, operators
 from fusion_attention.api_sparse import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
 from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
-from fusion_attention.ops import attention as record
-from fusion_attention.ops.flash import UNLIMITED
+from fusion_attention.ops.training import own as record
+from fusion_attention.ops.training.records import UNLIMITED
 from fusion_attention.plan import Backend, use_backend
 from fusion_attention.settings import strict
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor

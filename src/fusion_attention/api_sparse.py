@@ -9,8 +9,9 @@ from typing import Literal, overload
 import torch
 
 from fusion_attention import lowered_operators, operators
-from fusion_attention.ops import indexer, sparse
-from fusion_attention.ops import indexer_loss as loss_records
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as loss_records
+from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.plan import Backend
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]

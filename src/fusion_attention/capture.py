@@ -24,7 +24,8 @@ from fusion_attention import api, lowered_operators, operators
 from fusion_attention.captured import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
 from fusion_attention.npu import indexer_loss, inference, sparse, training
-from fusion_attention.ops import RECORDS, attention
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import own as attention
 from fusion_attention.waist.dropout import draw_seed
 
 __all__ = ["CaptureError", "Replay", "capture", "replay"]

@@ -19,7 +19,7 @@ from fusion_attention import lowered_operators
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import show
-from fusion_attention.ops import decode_attention as record
+from fusion_attention.ops.inference import own as record
 from fusion_attention.plan import Backend
 from fusion_attention.waist.mask import Band
 

@@ -25,9 +25,11 @@ from fusion_attention.contract import Tensors as Listed
 from fusion_attention.contract.arguments import NESTED, intact
 from fusion_attention.contract.expressions import show
 from fusion_attention.derivative import below, forward_mode, no_tangents, once
-from fusion_attention.lower import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.memory import empty
-from fusion_attention.ops import RECORDS, attention, flash_lower
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.shared.layouts import LANES, LAYOUTS, Call, finite, from_finite, row_shape
+from fusion_attention.ops.training import lower
+from fusion_attention.ops.training import own as attention
 from fusion_attention.settings import chosen, current
 from fusion_attention.waist.dropout import signed
 from fusion_attention.waist.mask import Band
@@ -249,7 +251,7 @@ def _lowered(text: Text, args: dict[str, Any], seed: torch.Tensor | None) -> Cal
         return attention.lower(bound(text, args), seed=int(drawn or 0))
     if seed is not None:
         args = {**args, "seed": int(seed)}
-    return flash_lower.lower(bound(text, args), **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
+    return lower.lower(bound(text, args), **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
 
 
 # ----------------------------------------------------------------------------------------------------------- operators

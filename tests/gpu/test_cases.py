@@ -13,7 +13,7 @@ from cases import BITS, CASES, CAUSAL, DRAWN, Args
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
-from fusion_attention.lower import Call
+from fusion_attention.ops.shared.layouts import Call
 from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
 from fusion_attention.waist.problem import Problem

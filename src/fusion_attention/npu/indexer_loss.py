@@ -12,8 +12,8 @@ import torch
 
 from fusion_attention import lowered_operators
 from fusion_attention.contract import Op
-from fusion_attention.ops import indexer_loss
-from fusion_attention.ops.sparse import UNLIMITED
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.sparse.records import UNLIMITED
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss",

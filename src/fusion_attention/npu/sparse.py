@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention import lowered_operators, operators
-from fusion_attention.ops import indexer, sparse
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.sparse import records as sparse
 
 __all__ = [
     "npu_lightning_indexer",

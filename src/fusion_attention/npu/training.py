@@ -13,10 +13,10 @@ import torch
 from fusion_attention import autograd, operators
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.contract.arguments import intact
-from fusion_attention.lower import BIAS, LANES, from_lanes, to_lanes
 from fusion_attention.npu.dropout import glance_at_mask
-from fusion_attention.ops import flash
-from fusion_attention.ops.flash_lower import lower
+from fusion_attention.ops.shared.layouts import BIAS, LANES, from_lanes, to_lanes
+from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training.lower import lower
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-UNLIMITED = flash.UNLIMITED
+UNLIMITED = training.UNLIMITED
 
 
 _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
@@ -181,7 +181,7 @@ def npu_fusion_attention(
         >>> list(out.shape), list(smax.shape)
         ([1, 16, 2, 64], [1, 2, 16, 8])
     """
-    return _forward(flash.TORCH_V1, flash.TORCH_V1.named(locals().values()))
+    return _forward(training.TORCH_V1, training.TORCH_V1.named(locals().values()))
 
 
 def npu_fusion_attention_v2(
@@ -242,7 +242,7 @@ def npu_fusion_attention_v2(
         >>> list(out.shape)
         [1, 16, 2, 64]
     """
-    return _forward(flash.TORCH_V2, flash.TORCH_V2.named(locals().values()))
+    return _forward(training.TORCH_V2, training.TORCH_V2.named(locals().values()))
 
 
 def npu_fusion_attention_v3(
@@ -290,7 +290,7 @@ def npu_fusion_attention_v3(
         >>> list(out.shape)
         [16, 2, 64]
     """
-    *tensors, seed, offset, _ = _forward(flash.TORCH_V3, flash.TORCH_V3.named(locals().values()))
+    *tensors, seed, offset, _ = _forward(training.TORCH_V3, training.TORCH_V3.named(locals().values()))
     drawn = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed])
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
@@ -358,7 +358,7 @@ def npu_fusion_attention_grad(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V1, flash.TORCH_GRAD_V1.named(locals().values()))
+    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V1, training.TORCH_GRAD_V1.named(locals().values()))
     return dq, dk, dv, dpse, dsink
 
 
@@ -423,7 +423,7 @@ def npu_fusion_attention_grad_v2(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    grads = _backward(flash.TORCH_GRAD_V2, flash.TORCH_GRAD_V2.named(locals().values()))
+    grads = _backward(training.TORCH_GRAD_V2, training.TORCH_GRAD_V2.named(locals().values()))
     dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
@@ -483,5 +483,5 @@ def npu_fusion_attention_grad_v3(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(flash.TORCH_GRAD_V3, flash.TORCH_GRAD_V3.named(locals().values()))
+    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V3, training.TORCH_GRAD_V3.named(locals().values()))
     return dq, dk, dv, dpse, dsink

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from fusion_attention.contract import Op
-from fusion_attention.ops import attention, decode_attention, flash, indexer, indexer_loss, infer, sparse
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.inference import own as decode_attention
+from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.training import own as attention
+from fusion_attention.ops.training import records as training
 
-FAMILIES = (attention, decode_attention, flash, infer, indexer, sparse, indexer_loss)
+FAMILIES = (attention, decode_attention, training, inference, indexer, sparse, indexer_loss)
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

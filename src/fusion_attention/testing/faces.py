@@ -10,9 +10,9 @@ import torch
 
 from fusion_attention.autograd import attention, attention_backward
 from fusion_attention.contract import Op, bind
-from fusion_attention.lower import Call, from_lanes, to_lanes
-from fusion_attention.ops import attention as own
-from fusion_attention.ops import flash, flash_lower
+from fusion_attention.ops.shared.layouts import Call, from_lanes, to_lanes
+from fusion_attention.ops.training import lower, own
+from fusion_attention.ops.training import records as training
 from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefix_fits, seen
 from fusion_attention.waist.mask import Band
 
@@ -69,7 +69,7 @@ def call_face(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> 
 def lowered(case: Case, args: Mapping[str, Any]) -> Call:
     """The Call that a face makes of a case."""
     if case.npu:
-        return flash_lower.lower(bind(flash.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
+        return lower.lower(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
     assert given is not None, f"{case.id}: no face can express it"
     return own.lower(bind(own.RECORD, given), seed=args.get("seed", 0))

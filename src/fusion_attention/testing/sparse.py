@@ -16,11 +16,12 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.lowered_autograd import run
-from fusion_attention.ops import indexer, sparse
-from fusion_attention.ops.indexer_lower import Backward as IndexerBackward
-from fusion_attention.ops.indexer_lower import Forward as IndexerForward
-from fusion_attention.ops.indexer_lower import Indexer, indexer_call
-from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer.lower import Backward as IndexerBackward
+from fusion_attention.ops.indexer.lower import Forward as IndexerForward
+from fusion_attention.ops.indexer.lower import Indexer, indexer_call
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 
 WILD = 1 << 30  # a page that is not there

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor, Tensors
-from fusion_attention.ops.infer_checks import FUNCTIONS
-from fusion_attention.ops.infer_lower import RESULTS, fresh, geometry, lower
-from fusion_attention.ops.infer_rules import EARLY, RULES
-from fusion_attention.ops.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
-from fusion_attention.ops.rules import own_scale, untrained
+from fusion_attention.ops.inference.checks import FUNCTIONS
+from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
+from fusion_attention.ops.inference.rules import EARLY, RULES
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
+from fusion_attention.ops.shared.rules import own_scale, untrained
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
 

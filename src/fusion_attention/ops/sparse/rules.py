@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.rules import (
+from fusion_attention.ops.shared.rules import (
     ENDS,
     PACKED,
     ROPE,
@@ -24,7 +24,7 @@ from fusion_attention.ops.rules import (
     presence,
     rope_pair,
 )
-from fusion_attention.ops.sparse_checks import PAGED
+from fusion_attention.ops.sparse.checks import PAGED
 
 KEYS = "keys_in(layout, layout_kv, block_table)"
 LISTS = "sparse_indices, layout, q_len, kv_len, sparse_block_size"

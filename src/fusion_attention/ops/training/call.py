@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.lower import (
+from fusion_attention.memory import another, empty, template
+from fusion_attention.ops.shared.layouts import (
     BIAS,
     LANES,
     Call,
@@ -23,7 +24,6 @@ from fusion_attention.lower import (
     stats_shape,
     uncovered,
 )
-from fusion_attention.memory import another, empty, template
 from fusion_attention.waist.lowered import Filled, room, tensors_in
 from fusion_attention.waist.problem import Operands, Stats
 

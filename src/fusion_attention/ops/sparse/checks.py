@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.lower import lengths_of
-from fusion_attention.ops.flash_checks import last_end, rising
+from fusion_attention.ops.shared.layouts import lengths_of
+from fusion_attention.ops.training.checks import last_end, rising
 
 PAGED = "PA_BSND"
 Outcome = bool | str

@@ -13,13 +13,13 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors
 from fusion_attention.contract.expressions import dtype_text, show
-from fusion_attention.lower import LAYOUTS, wide
 from fusion_attention.memory import empty
-from fusion_attention.ops.attention import band_fits, broadcasts
-from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
-from fusion_attention.ops.infer_checks import FUNCTIONS, sizes
-from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
-from fusion_attention.ops.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
+from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
+from fusion_attention.ops.shared.layouts import LAYOUTS, wide
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
+from fusion_attention.ops.shared.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
+from fusion_attention.ops.training.own import band_fits, broadcasts
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Problem
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
-from fusion_attention.ops.indexer_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
-from fusion_attention.ops.indexer_lower import GRADIENTS as GRADIENT_NAMES
-from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
-from fusion_attention.ops.rules import doubt, limit, no_float32, only_dim
-from fusion_attention.ops.sparse import (
+from fusion_attention.ops.indexer.lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.indexer.lower import GRADIENTS as GRADIENT_NAMES
+from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, output, spelled
+from fusion_attention.ops.shared.rules import doubt, limit, no_float32, only_dim
+from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
+from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
     INDEX_ENDS,
     LAYOUT,
@@ -37,8 +38,7 @@ from fusion_attention.ops.sparse import (
     key_layout,
     rows,
 )
-from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
-from fusion_attention.ops.sparse_rules import (
+from fusion_attention.ops.sparse.rules import (
     IN_PAGES,
     LENGTHS,
     LISTS_OF_2048,

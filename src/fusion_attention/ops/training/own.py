@@ -13,11 +13,9 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor
 from fusion_attention.contract.arguments import trained
 from fusion_attention.contract.expressions import dtype_text, show
-from fusion_attention.lower import Call, Form, mode_band, wide
-from fusion_attention.ops.flash import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
-from fusion_attention.ops.flash_checks import positions
-from fusion_attention.ops.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
-from fusion_attention.ops.rules import (
+from fusion_attention.ops.shared.layouts import Call, Form, mode_band, wide
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
+from fusion_attention.ops.shared.rules import (
     PACKED,
     WHOLE,
     broadcasting,
@@ -32,7 +30,9 @@ from fusion_attention.ops.rules import (
     rope_pair,
     untrained,
 )
-from fusion_attention.ops.training import Plain
+from fusion_attention.ops.training.call import Plain
+from fusion_attention.ops.training.checks import positions
+from fusion_attention.ops.training.records import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
 from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents, Problem
 

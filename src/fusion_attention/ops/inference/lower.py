@@ -14,8 +14,8 @@ import torch
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.decode import Cache, Decode, Scales, extents_of, stored_as
-from fusion_attention.ops.infer_checks import page_layout, sizes
+from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.checks import page_layout, sizes
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 

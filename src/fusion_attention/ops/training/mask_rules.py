@@ -6,7 +6,7 @@ As flash_rules.py, which holds all the others. Levels and codes: docs/rulings.md
 from __future__ import annotations
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.rules import PACKED, limit
+from fusion_attention.ops.shared.rules import PACKED, limit
 
 DENSE = ("BSND", "BSH", "SBH", "BNSD")
 

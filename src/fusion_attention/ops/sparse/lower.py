@@ -15,9 +15,9 @@ import torch
 
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.lower import LAYOUTS, row_view, wide
 from fusion_attention.memory import empty
-from fusion_attention.ops.sparse_checks import PAGED, keys_in
+from fusion_attention.ops.shared.layouts import LAYOUTS, row_view, wide
+from fusion_attention.ops.sparse.checks import PAGED, keys_in
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.lowered import Filled, Lowered, room
 from fusion_attention.waist.mask import Band

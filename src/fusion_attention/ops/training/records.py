@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor
-from fusion_attention.lower import lengths_of
-from fusion_attention.ops.flash_checks import FUNCTIONS
-from fusion_attention.ops.flash_lower import lowered
-from fusion_attention.ops.flash_rules import (
+from fusion_attention.ops.shared.layouts import lengths_of
+from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
+from fusion_attention.ops.shared.rules import doubt, own_scale
+from fusion_attention.ops.training.checks import FUNCTIONS
+from fusion_attention.ops.training.lower import lowered
+from fusion_attention.ops.training.mask_rules import SLOPES
+from fusion_attention.ops.training.rules import (
     ALIKE,
     DRAWN_DROPOUT,
     GIVEN_DROPOUT,
@@ -26,9 +29,6 @@ from fusion_attention.ops.flash_rules import (
     ROPE_RULES,
     RULES,
 )
-from fusion_attention.ops.flash_score_rules import SLOPES
-from fusion_attention.ops.params import FLOATS, SINK, keeps_or_adds, output, spelled
-from fusion_attention.ops.rules import doubt, own_scale
 from fusion_attention.waist.bias import TABLE_ROWS
 
 UNLIMITED = (1 << 31) - 1

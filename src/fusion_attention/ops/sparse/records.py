@@ -12,12 +12,22 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.params import FLOATS, OWN_FLOATS, PAGE_IDS, SINK, output, spelled
-from fusion_attention.ops.rules import PACKED, ROPE, WHOLE, covered, limit, no_float32, of_lengths, only_dim, presence
-from fusion_attention.ops.sparse_checks import FUNCTIONS, PAGED, keys_in, lengths
-from fusion_attention.ops.sparse_lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
-from fusion_attention.ops.sparse_lower import GRADIENTS as GRADIENT_NAMES
-from fusion_attention.ops.sparse_rules import (
+from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, PAGE_IDS, SINK, output, spelled
+from fusion_attention.ops.shared.rules import (
+    PACKED,
+    ROPE,
+    WHOLE,
+    covered,
+    limit,
+    no_float32,
+    of_lengths,
+    only_dim,
+    presence,
+)
+from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
+from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.sparse.lower import GRADIENTS as GRADIENT_NAMES
+from fusion_attention.ops.sparse.rules import (
     IN_PAGES,
     LENGTHS,
     LISTS_OF_2048,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
-from fusion_attention.ops.indexer_loss_lower import (
+from fusion_attention.ops.indexer_loss.lower import (
     DIFFERENTIABLE,
     RESULTS,
     STATISTICS,
@@ -20,9 +20,10 @@ from fusion_attention.ops.indexer_loss_lower import (
     fresh_statistics,
     lower,
 )
-from fusion_attention.ops.params import FLOATS, OWN_FLOATS, output, spelled
-from fusion_attention.ops.rules import ROPE, limit, no_float32, only_dim
-from fusion_attention.ops.sparse import (
+from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, output, spelled
+from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
+from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
+from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
     INDEX_ENDS,
     KEY,
@@ -50,8 +51,7 @@ from fusion_attention.ops.sparse import (
     SUM_IN,
     rows,
 )
-from fusion_attention.ops.sparse_checks import FUNCTIONS, lengths
-from fusion_attention.ops.sparse_rules import (
+from fusion_attention.ops.sparse.rules import (
     LENGTHS,
     LISTS_OF_2048,
     MOST_SEQUENCES,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.lower import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.memory import another, template
+from fusion_attention.ops.shared.layouts import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.waist.lowered import Filled, room, tensors_in
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats

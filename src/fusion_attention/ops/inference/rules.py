@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.rules import cached, elements, finite_scale, limit, of_lengths, own_page_ids, paged, reserved
+from fusion_attention.ops.shared.rules import (
+    cached,
+    elements,
+    finite_scale,
+    limit,
+    of_lengths,
+    own_page_ids,
+    paged,
+    reserved,
+)
 
 # Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
 PAGES: dict[str, Any] = {

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID, Rule, Settings
-from fusion_attention.ops.flash_score_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
-from fusion_attention.ops.params import FLOATS
-from fusion_attention.ops.rules import (
+from fusion_attention.ops.shared.params import FLOATS
+from fusion_attention.ops.shared.rules import (
     ENDS,
     PACKED,
     covered,
@@ -25,6 +24,7 @@ from fusion_attention.ops.rules import (
     reserved,
     rope_pair,
 )
+from fusion_attention.ops.training.mask_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
 
 INPUTS = (
     *(

@@ -1,0 +1,1 @@
+"""Attention over a cache: IncreFlashAttention and our own decode_attention()."""

@@ -1,0 +1,1 @@
+"""Training attention: FlashAttentionScore, VarLenScore, their gradients, and our own attention()."""
