@@ -15,11 +15,12 @@ import safetensors.torch
 import torch
 
 import fusion_attention as fa
-from fusion_attention import api, lowered_operators
+from fusion_attention import api
 from fusion_attention.npu import training
+from fusion_attention.torch_ops import traced
 
 # Everything that captures wrap.
-PLACES = ((training, "_forward"), (training, "_backward"), (api, "_attention"), (lowered_operators, "results"))
+PLACES = ((training, "_forward"), (training, "_backward"), (api, "_attention"), (traced, "results"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusion_attention.ops.training import checks
 from fusion_attention.ops.training.checks import (
     dense_window,
     is_compressed_mask,

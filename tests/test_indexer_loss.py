@@ -14,7 +14,6 @@ from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
-from fusion_attention.lowered_autograd import run
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, RESULTS
@@ -35,6 +34,7 @@ from fusion_attention.testing.indexer_loss import (
     tokens_of,
 )
 from fusion_attention.testing.sparse import indexer_gradients, keys_of, promoted
+from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.problem import IndexerProblem
 
 Args = dict[str, Any]

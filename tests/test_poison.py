@@ -10,7 +10,7 @@ from bits import same, same_bits
 from forgetting import Results, forgets, is_poison
 
 import fusion_attention as fa
-from fusion_attention import lowered_autograd, memory
+from fusion_attention import memory
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
@@ -19,6 +19,7 @@ from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.inference import own as decode_attention
 from fusion_attention.testing import Case, arguments, lowered, run, sparse
 from fusion_attention.testing import indexer_loss as loss
+from fusion_attention.torch_ops import eager
 
 BACKENDS = ("cpu", "golden")
 
@@ -32,7 +33,7 @@ def training(backend: str) -> Results:
 def decode(backend: str) -> Results:
     q, k, v = torch.ones(2, 1, 4, 16), torch.ones(2, 70, 2, 16), torch.ones(2, 70, 2, 16)
     call = decode_attention.lower(bind(decode_attention.RECORD, {"q": q, "k": k, "v": v}))
-    return lowered_autograd.run(replace(call, names=decode_attention.RESULTS), backend)
+    return eager.run(replace(call, names=decode_attention.RESULTS), backend)
 
 
 def selected(backend: str) -> Results:
@@ -54,12 +55,12 @@ def statistics(backend: str) -> Results:
     args = sparse.indexer_arguments(sparse.IndexerCase())
     given = {"query_index": args["query"], "key_index": args["key"], "weights": args["weights"]}
     call = indexer_loss.TORCH_LSE.lower(bind(indexer_loss.TORCH_LSE, given))
-    return lowered_autograd.run(call, backend)
+    return eager.run(call, backend)
 
 
 def losses(backend: str) -> Results:
     case = loss.LossCase(count=4)
-    return lowered_autograd.run(loss.lowered(case, loss.arguments(case)), backend)
+    return eager.run(loss.lowered(case, loss.arguments(case)), backend)
 
 
 # (family, verb): results of the verb.

@@ -13,7 +13,6 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
-from fusion_attention.lowered_autograd import run
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.lower import Backward, Forward
 from fusion_attention.testing import call_face, compare
@@ -29,6 +28,7 @@ from fusion_attention.testing.sparse import (
     plain,
     selected,
 )
+from fusion_attention.torch_ops.eager import run
 
 Args = dict[str, Any]
 PACKED = SparseCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))

@@ -11,11 +11,11 @@ from bits import same_bits
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample, spoils
-from fusion_attention.lowered_autograd import run
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.torch_ops.eager import run
 
 OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
 ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}

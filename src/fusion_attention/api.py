@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fusion_attention import autograd, operators
 from fusion_attention.api_sparse import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
 from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
@@ -15,6 +14,7 @@ from fusion_attention.ops.training import own as record
 from fusion_attention.ops.training.records import UNLIMITED
 from fusion_attention.plan import Backend, use_backend
 from fusion_attention.settings import strict
+from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import Band
 
@@ -158,13 +158,13 @@ def attention(
 
 def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
     """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for."""
-    operators.autocast(args, _CAST)
-    if operators.needed(args.values()):
-        drawn = operators.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
-        return operators.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
+    dense_traced.autocast(args, _CAST)
+    if dense_traced.needed(args.values()):
+        drawn = dense_traced.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
+        return dense_traced.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
-        return autograd.attention(call, backend, stats=stats, guarded=stats)
+        return dense_eager.attention(call, backend, stats=stats, guarded=stats)

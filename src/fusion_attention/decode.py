@@ -15,12 +15,12 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from fusion_attention import lowered_operators
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import show
 from fusion_attention.ops.inference import own as record
 from fusion_attention.plan import Backend
+from fusion_attention.torch_ops import traced
 from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
@@ -425,9 +425,9 @@ def decode_attention(
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
-            from fusion_attention import traced
+            from fusion_attention.torch_ops import trace_constants
 
-            return traced.outside(_of_cache, cache, sequences, args, return_lse, backend)
+            return trace_constants.outside(_of_cache, cache, sequences, args, return_lse, backend)
         return _of_cache(cache, sequences, args, return_lse, backend)
     if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
@@ -459,7 +459,7 @@ def _attended(
     args: dict[str, Any], return_lse: bool, backend: str, own: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """own: a cache of this module made the page table, whose pages there are."""
-    out, max_, sum_ = lowered_operators.results(record.RECORD, args, backend, reads=not own).values()
+    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=not own).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 

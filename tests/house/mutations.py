@@ -190,7 +190,7 @@ FACES = [
           "test_aclnn.py::test_gradients_give_the_bytes_of_autograd",
           "test_aclnn.py::test_golden_behind_the_same_calls",
           "test_page_programs.py::test_its_own_data_give_what_arithmetic_says"),
-    house("one gradient goes to its neighbour", "autograd.py",
+    house("one gradient goes to its neighbour", "torch_ops/dense_eager.py",
           "inputs = (dq, dk, dv,", "inputs = (dq, dv, dk,", "test_faces.py::test_gradcheck_of_the_pythonic_face"),
     house("a rule accepts any number of heads", "ops/training/rules.py",
           '"N2 > 0 and N1 % N2 == 0", "key"', '"N2 > 0 and N1 % N2 < N1", "key"',

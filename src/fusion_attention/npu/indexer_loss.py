@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention import lowered_operators
 from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse.records import UNLIMITED
+from fusion_attention.torch_ops import traced
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss",
@@ -27,7 +27,7 @@ Lengths = Sequence[int] | Tensor | None
 
 def _results(op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a function with these arguments, in the record's order."""
-    found = lowered_operators.results(op, op.named(given.values()))
+    found = traced.results(op, op.named(given.values()))
     return tuple(found[name] for name in op.results)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention import autograd, operators
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.contract.arguments import intact
 from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops.shared.layouts import BIAS, LANES, from_lanes, to_lanes
 from fusion_attention.ops.training import records as training
 from fusion_attention.ops.training.lower import lower
+from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
 __all__ = [
@@ -39,8 +39,8 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
     kind = args.get("pse_type", 1)
-    operators.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
-    if operators.needed(args.values()):
+    dense_traced.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
+    if dense_traced.needed(args.values()):
         return _traced_forward(op, args, args.get("seed") or 0, args.get("offset") or 0)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(op, args)
@@ -52,7 +52,7 @@ def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tens
         call = lower(bound, seed=seed, offset=offset)
         if drops and not drawn and (seed or offset):
             glance_at_mask(op.name, call)
-        out, max_, sum_ = autograd.attention(call)
+        out, max_, sum_ = dense_eager.attention(call)
         numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if drops else 0
         lanes = to_lanes(call, max_, sum_)
         return out, *lanes, out.new_empty(0), seed if drops else 0, offset if drops else 0, numels
@@ -62,9 +62,9 @@ def _traced_forward(
     op: Op, args: dict[str, Any], seed: Any, offset: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """_forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
-    drops = operators.drops(args["keep_prob"])
+    drops = dense_traced.drops(args["keep_prob"])
     tensor = draw_seed_tensor() if drops and args.get("drop_mask") is None and not seed and not offset else None
-    out, max_, sum_ = operators.forward(op, args, seed=tensor)
+    out, max_, sum_ = dense_traced.forward(op, args, seed=tensor)
     top, total = (t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))
     seed = seed if tensor is None else tensor
     empty = torch.empty(0, dtype=out.dtype, device=out.device)
@@ -73,7 +73,7 @@ def _traced_forward(
 
 def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
-    if operators.needed(args.values()):
+    if dense_traced.needed(args.values()):
         return _traced_backward(op, args)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         seed = args["seed"]
@@ -89,7 +89,7 @@ def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
         call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
         stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
         dbias = call.extras[BIAS] is not None
-        grads = autograd.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)
+        grads = dense_eager.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)
         return _with_slopes(grads, bound["pse"], dbias)
 
 
@@ -104,7 +104,7 @@ def _traced_backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     if isinstance(op.by_name["seed"], Attr) and isinstance(args["seed"], Tensor):
         drawn, args["seed"] = args["seed"], 0
     dbias = args["pse"] is not None and args.get("pse_type", 1) in (0, 1)
-    return _with_slopes(operators.backward(op, args, seed=drawn, dbias=dbias), args["pse"], dbias)
+    return _with_slopes(dense_traced.backward(op, args, seed=drawn, dbias=dbias), args["pse"], dbias)
 
 
 def _with_slopes(grads: tuple[Tensor, ...], pse: Tensor | None, dbias: bool) -> tuple[Tensor, ...]:

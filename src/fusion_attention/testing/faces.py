@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.autograd import attention, attention_backward
 from fusion_attention.contract import Op, bind
 from fusion_attention.ops.shared.layouts import Call, from_lanes, to_lanes
 from fusion_attention.ops.training import lower, own
 from fusion_attention.ops.training import records as training
 from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefix_fits, seen
+from fusion_attention.torch_ops.dense_eager import attention, attention_backward
 from fusion_attention.waist.mask import Band
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.lowered_autograd import run
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer.lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer.lower import Forward as IndexerForward
@@ -23,6 +22,7 @@ from fusion_attention.ops.indexer.lower import Indexer, indexer_call
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
+from fusion_attention.torch_ops.eager import run
 
 WILD = 1 << 30  # a page that is not there
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from fusion_attention import operators
+from fusion_attention.torch_ops import dense_traced
 
 
 @torch.compiler.assume_constant_result
-def names_of(op: str) -> operators.Names:
+def names_of(op: str) -> dense_traced.Names:
     """operators.names_of(): a trace need not look into records, nor watch them."""
-    return operators.names_of(op)
+    return dense_traced.names_of(op)
 
 
 @torch.compiler.assume_constant_result
 def settings_of(backend: str) -> str:
     """operators.settings_of(): what is set where a call is traced stays with it."""
-    return operators.settings_of(backend)
+    return dense_traced.settings_of(backend)
 
 
 @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""The calls of lowered_autograd.py as operators that torch sees in a trace, as operators.py for the dense ones.
+"""The calls of eager.py as operators that torch sees in a trace, as operators.py for the dense ones.
 
 One operator runs the call of any record that names its results, another its derivative. Refuses to know any family:
 what torch must know of one beforehand its record says.
@@ -13,12 +13,11 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention import lowered_autograd
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.arguments import intact
-from fusion_attention.derivative import below, no_tangents
 from fusion_attention.memory import empty
-from fusion_attention.operators import (
+from fusion_attention.torch_ops import eager
+from fusion_attention.torch_ops.dense_traced import (
     Text,
     bound,
     check,
@@ -31,6 +30,7 @@ from fusion_attention.operators import (
     read,
     unpack,
 )
+from fusion_attention.torch_ops.derivative import below, no_tangents
 from fusion_attention.waist.lowered import Differentiable
 
 Tensor = torch.Tensor
@@ -65,7 +65,7 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
     call = _lowered(text, args)
-    found = lowered_autograd.run(call.whole() if text.op.trains else call, text.backend)
+    found = eager.run(call.whole() if text.op.trains else call, text.backend)
     return _listed(found, text.op.results, tensors[0])
 
 
@@ -85,7 +85,7 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
     names = (*(f"gradient of {name}" for name in wanted), *known)
     intact(f"{op.name}, backward", names, (*wanted.values(), *known.values()))
-    found = call.gradients(known, wanted, lambda further: lowered_autograd.run(further, text.backend))
+    found = call.gradients(known, wanted, lambda further: eager.run(further, text.backend))
     # A sink of fewer bits was widened on its way down.
     found = {name: gradient.to(args[name].dtype) for name, gradient in found.items()}
     return _listed(found, names_of(op.name).tensors, tensors[0])
@@ -170,4 +170,4 @@ def results(
         found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
         return dict(zip(known_names(op.name).results, found, strict=True))
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        return lowered_autograd.results(bind(op, args, reads=reads), backend, whole=whole)
+        return eager.results(bind(op, args, reads=reads), backend, whole=whole)

@@ -2,7 +2,7 @@
 
 They take a call as it was made (tensors, lengths as int64 tensors, numbers, one line of text), so that a trace holds
 no length and no plan: checking, lowering and planning happen inside, when the operator runs. Eager calls on plain
-tensors go to autograd.py directly, which saves the dispatcher's and the text's time.
+tensors go to dense_eager.py directly, which saves the dispatcher's and the text's time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention import autograd
 from fusion_attention.contract import Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind
 from fusion_attention.contract import Tensors as Listed
 from fusion_attention.contract.arguments import NESTED, intact
 from fusion_attention.contract.expressions import show
-from fusion_attention.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.memory import empty
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.shared.layouts import LANES, LAYOUTS, Call, finite, from_finite, row_shape
 from fusion_attention.ops.training import lower
 from fusion_attention.ops.training import own as attention
 from fusion_attention.settings import chosen, current
+from fusion_attention.torch_ops import dense_eager
+from fusion_attention.torch_ops.derivative import below, forward_mode, no_tangents, once
 from fusion_attention.waist.dropout import signed
 from fusion_attention.waist.mask import Band
 
@@ -110,9 +110,9 @@ def names_of(op: str) -> Names:
 def known_names(op: str) -> Names:
     """names_of(), a constant in a trace."""
     if torch.compiler.is_compiling():
-        from fusion_attention import traced
+        from fusion_attention.torch_ops import trace_constants
 
-        return traced.names_of(op)
+        return trace_constants.names_of(op)
     return names_of(op)
 
 
@@ -178,9 +178,9 @@ def settings_of(backend: str) -> str:
 def _known_settings(backend: str) -> str:
     """settings_of(), a constant in a trace."""
     if torch.compiler.is_compiling():
-        from fusion_attention import traced
+        from fusion_attention.torch_ops import trace_constants
 
-        return traced.settings_of(backend)
+        return trace_constants.settings_of(backend)
     return settings_of(backend)
 
 
@@ -263,7 +263,7 @@ def _forward(
     text = read(call)
     lowered = _lowered(text, unpack(tensors, arrays, ints, floats, text), seed)
     with torch.no_grad():
-        out, max_, sum_ = autograd.attention(lowered, text.backend)
+        out, max_, sum_ = dense_eager.attention(lowered, text.backend)
         return (out, max_, sum_) if text.op is attention.RECORD else (out, *finite(lowered, max_, sum_))
 
 
@@ -289,7 +289,7 @@ def _backward(
     lowered = _lowered(text, args, seed)
     stats = (max_, sum_) if text.op is attention.RECORD else from_finite(lowered, max_, sum_)
     with torch.no_grad():
-        *grads, dsink = autograd.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
+        *grads, dsink = dense_eager.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
     sink = args.get("sink")
     return [*grads, dsink if sink is None else dsink.to(sink.dtype)]  # it may have come in fewer bits
 

@@ -12,9 +12,9 @@ import torch
 from fusion_attention.contract import Bound, Op
 from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import lazy
-from fusion_attention.derivative import constants, once
 from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
+from fusion_attention.torch_ops.derivative import constants, once
 from fusion_attention.waist.lowered import Differentiable, Lowered
 
 Tensors = tuple[torch.Tensor, ...]
