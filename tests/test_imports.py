@@ -84,7 +84,7 @@ def test_torchs_compiler_waits_for_a_trace() -> None:
     program = """
 compiler = ["torch._dynamo" in brought, "torch._dynamo" in sys.modules]
 torch.compile(lambda q: fa.attention(q, q, q), backend="eager", fullgraph=True)(q)
-print(json.dumps([*compiler, "fusion_attention.torch_ops.constants" in sys.modules]))
+print(json.dumps([*compiler, "fusion_attention.torch_ops.trace_constants" in sys.modules]))
 """
     before, now, traced = run(EAGER + EVERYTHING + program)
     assert now is before
