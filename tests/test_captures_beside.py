@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import fusion_attention as fa
-from fusion_attention import api
+from fusion_attention.api import attention as api
 from fusion_attention.npu import training
 from fusion_attention.torch_ops import traced
 

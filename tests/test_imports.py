@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import fusion_attention as fa
-from fusion_attention import api
 from fusion_attention import cli as command_line
 from fusion_attention.cli import app
 
@@ -128,7 +127,7 @@ def test_every_name_of_the_face(facts: dict[str, Any]) -> None:
     assert list(facts["late"]) == fa.__all__ == sorted(shown)
     assert not facts["early"]
     assert facts["kept"] == fa.__all__  # __getattr__ is not asked again.
-    assert {name for name, module in shown.items() if module == "fusion_attention.api"} == set(api.__all__)
+    assert {name: f"fusion_attention.{home}" for name, home in fa._HOMES.items()} == shown
     for name, module in shown.items():
         assert getattr(fa, name) is getattr(sys.modules[str(module)], name)
 
@@ -144,7 +143,7 @@ def test_help_and_completion_show_what_is_public(facts: dict[str, Any]) -> None:
     assert {match.removeprefix("fa.").rstrip("()") for match in facts["completed"]} == set(fa.__all__)
     behind = facts["help"][facts["help"].index("CLASSES") :]
     assert all(f"{name}(" in behind for name in fa.__all__)
-    assert not [word for word in ("importlib", "_Face", "TYPE_CHECKING", "ModuleType") if word in behind]
+    assert not [word for word in ("importlib", "_HOMES", "TYPE_CHECKING") if word in behind]
 
 
 def test_no_import_stands_before_a_name_is_asked_for() -> None:
@@ -169,7 +168,7 @@ def test_a_submodule_that_cannot_be_loaded_says_why() -> None:
     assert run(program) == "torch"
 
 
-SUBMODULES = ["acl", "aclnn", "api", "capture", "contract", "nn", "npu", "ops", "plan", "testing", "waist"]
+SUBMODULES = ["acl", "aclnn", "api", "captures", "contract", "nn", "npu", "ops", "plan", "testing", "waist"]
 
 
 def test_submodules_come_on_demand() -> None:
@@ -183,13 +182,10 @@ for name in sys.argv[1:]:
     kinds[name] = type(first).__name__ if getattr(fa, name) is first else "another"
 print(json.dumps(kinds))
 """
-    assert run(program, *SUBMODULES) == {name: "type" if name == "capture" else "module" for name in SUBMODULES}
+    assert run(program, *SUBMODULES) == dict.fromkeys(SUBMODULES, "module")
 
 
-def test_the_name_capture_stays_the_recorder() -> None:
-    """A submodule of the same name: importing it must not lay itself over the class, whoever imports it first."""
-    program = "import fusion_attention.capture\nimport fusion_attention as fa\nfrom fusion_attention import capture\n"
-    assert run(f"{program}print(json.dumps([fa.capture is capture, isinstance(fa.capture, type)]))") == [True, True]
+def test_pickled_names_come_back() -> None:
     program = "import pickle\nfound = pickle.loads(bytes.fromhex(sys.argv[1]))\nimport fusion_attention as fa\n"
     pickled = pickle.dumps([fa.capture, fa.Band]).hex()
     assert run(f"{program}print(json.dumps(found == [fa.capture, fa.Band]))", pickled)
@@ -233,7 +229,7 @@ WAYS = {
 def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     """The whole package is loaded, its operators registered, while a trace is under way."""
     module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
-    asked = "first = 'fusion_attention.api' in sys.modules\n"
+    asked = "first = 'fusion_attention.api.attention' in sys.modules\n"
     same = "print(json.dumps([first, bool(torch.equal(found, call(q)))]))"
     assert run(f"{TRACE}{module}{asked}{WAYS[way]}\n{same}") == [False, True]
 
@@ -245,7 +241,7 @@ made = []
 def backend(module, inputs):
     made.append(module)
     return module.forward
-first = "fusion_attention.api" in sys.modules
+first = "fusion_attention.api.attention" in sys.modules
 fast = torch.compile(call, backend=backend, fullgraph=True)
 same = bool(torch.equal(fast(q), call(q)))
 fa.capture, fa.nn, fa.aclnn, fa.decode_attention
@@ -270,7 +266,7 @@ try:
 except SystemExit as end:
     code = end.code
 print()
-print(json.dumps([code, [m for m in ("torch", "numpy", "fusion_attention.api") if m in sys.modules]]))
+print(json.dumps([code, [m for m in ("torch", "numpy", "fusion_attention.api.attention") if m in sys.modules]]))
 """
     code, loaded = run(program, *arguments)
     assert loaded == []

@@ -18,8 +18,7 @@ from test_native import VARIANTS, converted, native, threads_as_before
 from test_native_backward import gradients
 from witness import forward, make, run
 
-from fusion_attention import acl, npu
-from fusion_attention.api import Band, ContractError, attention
+from fusion_attention import Band, ContractError, acl, attention, npu
 from fusion_attention.contract import Op
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS

@@ -12,11 +12,12 @@ from typing import get_args
 
 import pytest
 
-from fusion_attention import api, api_sparse, decode, nn, plan
+from fusion_attention import nn, plan
+from fusion_attention.api import attention, decode, sparse
 from fusion_attention.ops import RECORDS
 
 ROOT = Path(__file__).resolve().parents[1]
-OVERLOADED = {"attention": api, "sparse_attention": api_sparse, "decode_attention": decode}
+OVERLOADED = {"attention": attention, "sparse_attention": sparse, "decode_attention": decode}
 
 
 def functions(tree: ast.AST, name: str) -> list[ast.FunctionDef]:
@@ -71,11 +72,11 @@ def test_a_layers_call_is_its_forward(name: str) -> None:
 
 
 def test_words_are_those_that_are_taken() -> None:
-    layouts = {"attention": api, "sparse_attention": api_sparse, "lightning_indexer": api_sparse}
-    layouts |= {"indexer_loss": api_sparse, "decode_attention": decode}
+    layouts = {"attention": attention, "sparse_attention": sparse, "lightning_indexer": sparse}
+    layouts |= {"indexer_loss": sparse, "decode_attention": decode}
     for name, module in layouts.items():
         assert set(get_args(module.Layout)) == set(RECORDS[name].layouts)
-    assert repr(get_args(api.EmptyRows)) in str(RECORDS["attention"].by_name["empty_rows"].domain)
+    assert repr(get_args(attention.EmptyRows)) in str(RECORDS["attention"].by_name["empty_rows"].domain)
     assert set(get_args(plan.Backend)) == {"auto", *plan.BACKENDS}
     assert get_args(nn.Stage) == nn.STAGES
 

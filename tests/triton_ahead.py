@@ -4,8 +4,8 @@
 
 `python tests/triton_ahead.py` compiles the whole list and writes resources.json.
 
-The constants are those of a launch (launch.py); what a launch finds out about its arguments - absent ones, pointers on
-16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
+The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
+pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusion_attention.backends.triton import backward, decode, forward, launch, mend, paged, shapes
+from fusion_attention.backends.triton import backward, decode, forward, launch_decode, launch_dense, mend, shapes
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.waist.problem import Problem
 
@@ -46,18 +46,20 @@ KERNELS = {
 }
 
 
-def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch.Constants:
+def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch_dense.Constants:
     """What a kernel knows while compiling."""
     if kernel == "forward":
-        return launch.forward_constants(problem, tile, mean, aligned)
+        return launch_dense.forward_constants(problem, tile, mean, aligned)
     if kernel in ("decode", "join"):
-        return dict(zip(("decode", "join"), paged.decode_constants(problem, tile, aligned), strict=True))[kernel]
+        return dict(zip(("decode", "join"), launch_decode.decode_constants(problem, tile, aligned), strict=True))[
+            kernel
+        ]
     if kernel == "mend_out":
         cached = problem.page_size or problem.kv_dtype
-        return (paged.mend_constants if cached else launch.mend_out_constants)(problem, aligned)
+        return (launch_decode.mend_constants if cached else launch_dense.mend_out_constants)(problem, aligned)
     if kernel in shapes.MEND:
-        return launch.mend_constants(kernel, problem, aligned)
-    few, query, key = launch.backward_constants(problem, tile, mean, aligned)
+        return launch_dense.mend_constants(kernel, problem, aligned)
+    few, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
     return {"prepare": few, "query": query, "key": key}[kernel]
 
 
@@ -86,7 +88,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     return "*" + types.get(name, "fp32")
 
 
-def source(kernel: str, problem: Problem, constants: launch.Constants) -> ASTSource:
+def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> ASTSource:
     """A kernel with the types of its arguments."""
     function = KERNELS[kernel]
     signature: dict[str, str] = {}

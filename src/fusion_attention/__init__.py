@@ -6,27 +6,19 @@ Importing this package loads neither torch nor anything else; a name, or a submo
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion_attention.api import (
-        BackendError,
-        Band,
-        CacheFullError,
-        ContractError,
-        ContractWarning,
-        PagedKVCache,
-        attention,
-        decode_attention,
-        indexer_loss,
-        lightning_indexer,
-        sparse_attention,
-        strict,
-        use_backend,
-    )
-    from fusion_attention.capture import CaptureError, Replay, capture, replay
+    from fusion_attention.api.attention import attention
+    from fusion_attention.api.cache import CacheFullError, PagedKVCache
+    from fusion_attention.api.decode import decode_attention
+    from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+    from fusion_attention.captures.capture import capture
+    from fusion_attention.captures.replay import CaptureError, Replay, replay
+    from fusion_attention.contract import BackendError, ContractError, ContractWarning
+    from fusion_attention.plan import use_backend
+    from fusion_attention.settings import strict
+    from fusion_attention.waist.mask import Band
 
 __all__ = [
     "BackendError",
@@ -49,24 +41,31 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# The names that are not api's.
-_OF_CAPTURE = ("CaptureError", "Replay", "capture", "replay")
-
-
-class _Face(ModuleType):
-    """Importing a submodule that is called as a name of the face is (capture) leaves the face's name in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in __all__ or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
+# Where the names are that are loaded late.
+_HOMES = {
+    "BackendError": "contract",
+    "Band": "waist.mask",
+    "CacheFullError": "api.cache",
+    "CaptureError": "captures.replay",
+    "ContractError": "contract",
+    "ContractWarning": "contract",
+    "PagedKVCache": "api.cache",
+    "Replay": "captures.replay",
+    "attention": "api.attention",
+    "capture": "captures.capture",
+    "decode_attention": "api.decode",
+    "indexer_loss": "api.sparse",
+    "lightning_indexer": "api.sparse",
+    "replay": "captures.replay",
+    "sparse_attention": "api.sparse",
+    "strict": "settings",
+    "use_backend": "plan",
+}
 
 
 def _load(name: str) -> Any:
-    if name in __all__:
-        module = importlib.import_module(f"{__name__}.{'capture' if name in _OF_CAPTURE else 'api'}")
+    if name in _HOMES:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
         # Kept: the next use costs what any attribute does.
         return globals().setdefault(name, getattr(module, name))
     if not name.startswith("_"):

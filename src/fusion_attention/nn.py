@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusion_attention.api import Band, attention, indexer_loss, lightning_indexer, sparse_attention
+from fusion_attention.api.attention import attention
+from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+from fusion_attention.waist.mask import Band
 
 __all__ = [
     "STAGES",

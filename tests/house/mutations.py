@@ -157,7 +157,7 @@ DECODING = [
           "test_decode.py::test_what_is_quantised_comes_back_within_half_a_step"),
     house("padding to the right of a sequence forgotten", "ops/inference/lower.py",
           "first = capacity - max(int(padding[0]), 0) - kv_len", "first = capacity - kv_len", DECODE),
-    house("a shared page written without a copy", "decode.py",
+    house("a shared page written without a copy", "api/cache.py",
           "pool[pages[-1]] = pool[old]", "pass", "test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
 ]  # fmt: skip
 SPARSE = [
@@ -214,7 +214,7 @@ FACES = [
           "if block.nbytes == size and _idle.pop(place, None) is not None:",
           "if block.nbytes == size and place in _idle:",
           "test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
-    house("captures begin at 0000 again", "capture.py",
+    house("captures begin at 0000 again", "captures/capture.py",
           "default=-1) + 1", "default=-1) * 0", "test_captures_beside.py::test_numbers_go_on"),
     house("uninstall leaves an attribute", "npu/install.py",
           "            delattr(owner, name)", "            pass",

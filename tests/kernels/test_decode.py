@@ -7,7 +7,7 @@ import torch
 from caches import CACHES, Cache, judge, made
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import paged, shapes
+from fusion_attention.backends.triton import launch_decode, shapes
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
@@ -20,4 +20,4 @@ def test_caches(cache: Cache) -> None:
 
 @pytest.mark.parametrize(("programs", "keys", "wanted"), [(1, 64, 2), (1, 32, 1), (1, 10_000, 12), (100, 10_000, 1)])
 def test_shares_fill_the_chip_a_few_times(programs: int, keys: int, wanted: int) -> None:
-    assert paged.splits_of(programs, keys, shapes.Tile(16, 16, 4, 1), torch.device("cpu")) == wanted
+    assert launch_decode.splits_of(programs, keys, shapes.Tile(16, 16, 4, 1), torch.device("cpu")) == wanted

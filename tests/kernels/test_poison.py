@@ -9,7 +9,7 @@ import torch
 from forgetting import Results, forgets, is_poison
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch, paged
+from fusion_attention.backends.triton import launch_decode, launch_dense
 from fusion_attention.testing import Case, arguments, lowered, run
 
 
@@ -24,11 +24,11 @@ def test_a_forgotten_element_is_missed(verb: str, results: int, monkeypatch: pyt
     assert forgets(monkeypatch, "triton", verb, training) == results
 
 
-@pytest.mark.parametrize("module", [launch, paged])
+@pytest.mark.parametrize("module", [launch_dense, launch_decode])
 def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
     given: list[torch.Tensor] = []
-    real = launch.launch
+    real = launch_dense.launch
 
     def watched(kernel: Any, grid: Any, named: dict[str, Any], *rest: Any) -> None:
         if not given:
@@ -37,12 +37,12 @@ def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
             assert all(map(is_poison, given))
         real(kernel, grid, named, *rest)
 
-    q = torch.randn(1, 3, 2, 16, requires_grad=module is launch)
-    k = torch.randn(1, 600 if module is paged else 5, 2, 16)
+    q = torch.randn(1, 3, 2, 16, requires_grad=module is launch_dense)
+    k = torch.randn(1, 600 if module is launch_decode else 5, 2, 16)
     out = fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
-    monkeypatch.setattr(launch, "launch", watched)
-    if module is launch:
+    monkeypatch.setattr(launch_dense, "launch", watched)
+    if module is launch_dense:
         torch.autograd.grad(out.sum(), q)
     else:
         fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
-    assert len(given) == (2 if module is launch else 1)
+    assert len(given) == (2 if module is launch_dense else 1)

@@ -12,7 +12,7 @@ import torch
 from caches import Cache, judge, made, results
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import paged
+from fusion_attention.backends.triton import launch_decode
 from fusion_attention.contract import BackendError
 from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, lowered, run
@@ -170,7 +170,7 @@ def test_rows_and_pages_do_not_mix() -> None:
 
 
 def test_more_sequences_than_a_grid_holds_are_refused() -> None:
-    many = Cache(kv_len=(0,) * (paged.MOST_SEQUENCES + 1), heads_q=1, heads_kv=1)
+    many = Cache(kv_len=(0,) * (launch_decode.MOST_SEQUENCES + 1), heads_q=1, heads_kv=1)
     with pytest.raises(BackendError, match="expected at most 65535 sequences, got 65536"):
         compute(many, made(many, "cpu"))
 
@@ -227,7 +227,7 @@ def test_a_pool_is_measured_by_its_memory() -> None:
     view = made(Cache(), "cpu").k
     assert isinstance(view, PagedView)
     pages = view.pool.shape[0]
-    assert paged.pool_of(view, 2) == pages - 1
-    assert paged.pool_of(view.over(view.pool[1:]), 2) == pages - 2
-    assert paged.pool_of(view.over(view.pool[:0]), 2) == pages - 1
-    assert paged.pool_of(view.over(torch.zeros(0)), 2) == -1
+    assert launch_decode.pool_of(view, 2) == pages - 1
+    assert launch_decode.pool_of(view.over(view.pool[1:]), 2) == pages - 2
+    assert launch_decode.pool_of(view.over(view.pool[:0]), 2) == pages - 1
+    assert launch_decode.pool_of(view.over(torch.zeros(0)), 2) == -1

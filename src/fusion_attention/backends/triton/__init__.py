@@ -22,7 +22,7 @@ from fusion_attention.waist.problem import (
 )
 
 if TYPE_CHECKING:
-    from fusion_attention.backends.triton.launch import Schedule
+    from fusion_attention.backends.triton.launch_dense import Schedule
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -118,39 +118,39 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
 
 def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
     """What one verb needs on given lengths; what depends on a device is made by the first run on it."""
-    from fusion_attention.backends.triton import launch, paged
+    from fusion_attention.backends.triton import launch_decode, launch_dense
 
-    if verb == "attention_forward" and paged.serves(problem, extents):
-        return paged.plan(problem, extents)
-    return launch.plan(problem, extents, verb)
+    if verb == "attention_forward" and launch_decode.serves(problem, extents):
+        return launch_decode.plan(problem, extents)
+    return launch_dense.plan(problem, extents, verb)
 
 
 def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, at most."""
-    from fusion_attention.backends.triton import launch, paged
+    from fusion_attention.backends.triton import launch_decode, launch_dense
 
     planned = schedule(problem, extents, verb)
     if planned.decodes:
-        return paged.workspace_bytes(problem, planned)
-    return launch.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
+        return launch_decode.workspace_bytes(problem, planned)
+    return launch_dense.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
 
 
 def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
-    from fusion_attention.backends.triton import launch
+    from fusion_attention.backends.triton import launch_dense
 
     if not schedule.decodes:
-        schedule.mean = launch.mean_of(problem, extents)
+        schedule.mean = launch_dense.mean_of(problem, extents)
     schedule.kept.update(extents)
     return schedule
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch, paged
+    from fusion_attention.backends.triton import launch_decode, launch_dense
 
     if len(extents):
-        run = paged.run if schedule.decodes else launch.run_forward
+        run = launch_decode.run if schedule.decodes else launch_dense.run_forward
         run(problem, extents, schedule, operands)
 
 
@@ -161,15 +161,15 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import launch
+    from fusion_attention.backends.triton import launch_dense
 
     if len(extents) and grads.dbias is not None and grads.owns_dbias:
         owned = grads.dbias.keep
         summed = torch.zeros_like(owned, dtype=torch.float32)  # A copy: kernels add to dbias.
         grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
-        launch.run_backward(problem, extents, schedule, operands, grads)
+        launch_dense.run_backward(problem, extents, schedule, operands, grads)
         owned.copy_(summed)
     elif len(extents):
-        launch.run_backward(problem, extents, schedule, operands, grads)
+        launch_dense.run_backward(problem, extents, schedule, operands, grads)
     elif grads.dsink is not None:
         grads.dsink.zero_()

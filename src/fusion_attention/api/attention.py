@@ -1,4 +1,4 @@
-"""The pythonic face: attention(), its Band, and the errors a caller may want to catch; api_sparse.py has the rest."""
+"""attention(): softmax attention over the keys that a band, a matrix and lengths leave to each query row."""
 
 from __future__ import annotations
 
@@ -7,32 +7,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fusion_attention.api_sparse import indexer_loss, lightning_indexer, sparse_attention
-from fusion_attention.contract import BackendError, ContractError, ContractWarning, bind
-from fusion_attention.decode import CacheFullError, PagedKVCache, decode_attention
+from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
 from fusion_attention.ops.training.records import UNLIMITED
-from fusion_attention.plan import Backend, use_backend
-from fusion_attention.settings import strict
+from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import Band
-
-__all__ = [
-    "BackendError",
-    "Band",
-    "CacheFullError",
-    "ContractError",
-    "ContractWarning",
-    "PagedKVCache",
-    "attention",
-    "decode_attention",
-    "indexer_loss",
-    "lightning_indexer",
-    "sparse_attention",
-    "strict",
-    "use_backend",
-]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

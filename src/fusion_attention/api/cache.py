@@ -1,4 +1,4 @@
-"""The pythonic face of decoding: decode_attention(), and PagedKVCache, which keeps keys and values in pages.
+"""PagedKVCache: keys and values of many sequences in pages of one pool.
 
 Knows pages, their sharing and their scales. Refuses to know how attention is computed.
 """
@@ -6,26 +6,18 @@ Knows pages, their sharing and their scales. Refuses to know how attention is co
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, Failure
 from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import show
-from fusion_attention.ops.inference import own as record
-from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import traced
-from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
-Lengths = Sequence[int] | Tensor | None
-Layout = Literal["BSND", "BNSD"]
 _Slots = tuple[int, int, int]  # page, first slot, how many
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
@@ -310,166 +302,3 @@ def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
         numbers = torch.nn.functional.pad(numbers, (0, 1))
     even, odd = numbers[..., ::2] & 15, numbers[..., 1::2] & 15
     return (even | (odd << 4)).view(torch.uint8), scale
-
-
-Cache = PagedKVCache | Tensor | Sequence[Tensor] | tuple[Any, Any]
-
-
-# fmt: off
-@overload
-def decode_attention(
-    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
-    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
-    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
-    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
-    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: Backend = "auto",
-) -> Tensor: ...
-@overload
-def decode_attention(
-    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
-    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
-    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
-    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
-    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[True], backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def decode_attention(
-    q: Tensor, cache: Cache, *, sequences: Sequence[int] | None = None, layout: Layout = "BSND",
-    cache_layout: Layout = "BSND", q_len: Lengths = None, kv_len: Lengths = None, block_table: Tensor | None = None,
-    k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
-    v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
-    blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: bool, backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
-# fmt: on
-
-
-def decode_attention(
-    q: Tensor,
-    cache: Cache,
-    *,
-    sequences: Sequence[int] | None = None,
-    layout: Layout = "BSND",
-    cache_layout: Layout = "BSND",
-    q_len: Lengths = None,
-    kv_len: Lengths = None,
-    block_table: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    k_offset: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    v_offset: Tensor | None = None,
-    dim_v: int = 0,
-    scale: float | None = None,
-    band: Band | None = None,
-    blocked: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    out_offset: Tensor | None = None,
-    return_lse: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens of each sequence over its cache, those tokens included.
-
-        s   = scale * (q . k) + bias                   k, v = (stored + offset) * scale where they are integers
-        out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink))
-
-    Not differentiable.
-
-    Args:
-        q: [B, S1, N1, D]: the last S1 tokens of each sequence (one; several when speculating); float16, bfloat16 or
-            float32.
-        cache: a PagedKVCache; or (k, v), each [B, S2, N2, D] (v: [.., Dv]), a list of one [1, S2, N2, D] per sequence,
-            or pages [pages, size, N2, D]; or k alone, with dim_v (MLA: keys of 576 elements, values their first 512).
-            Elements are q's dtype, int8, or two integers of four bits in a uint8, the even element in the low half.
-        sequences: of a PagedKVCache, one per row of q; None: all. It brings lengths, table and scales itself.
-        layout: of q and out: "BSND" or "BNSD". cache_layout: of k and v; pages count where the batch does.
-        q_len: query rows of every sequence; rows behind them return zeros.
-        kv_len: tokens of every sequence in its cache; None: all that the tensors hold.
-        block_table: int32 or int64 [B, pages]; needs kv_len.
-        k_scale, k_offset, v_scale, v_offset: float32, of stored integers: [1], [N2], [N2, D], or per token and head
-            (k's shape without its last axis).
-        dim_v: elements of a value row where keys serve as values.
-        scale: factor on the dot products; None: 1 / sqrt(D).
-        band: the keys that each row sees; None: Band.causal(). A window of 512 tokens is Band.window(511, 0).
-        blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2] (S2: slots of the cache).
-        bias: added to the scaled scores, in q's dtype; broadcasts as blocked. -inf hides a key, whatever its v.
-        sink: [N1], of any floating dtype; one more logit per row in the denominator.
-        out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].
-        backend: "auto", "cpu" or "golden".
-
-    Returns:
-        out in q's layout with Dv elements per head, or (out, lse). A row that sees nothing is zero (lse -inf).
-
-    Raises:
-        ContractError: a call that docs/ops/decode_attention.md does not allow; a length or page that does not exist is
-            named with its position.
-        BackendError: no back end computes it, and why.
-
-    Source: this library; the same Problem as CANN's IncreFlashAttention.
-
-    Example:
-        >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 100, 2, 64), torch.randn(2, 100, 2, 64)
-        >>> decode_attention(q, (k, v), kv_len=[100, 31]).shape
-        torch.Size([2, 1, 8, 64])
-    """
-    # The record's parameters in the signature's order; the cache stands for k and v.
-    args = dict(zip(_NAMES, locals().values(), strict=False))
-    del args["cache"], args["sequences"]
-    _agree(cache, sequences, args)
-    if isinstance(cache, PagedKVCache):
-        if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
-            from fusion_attention.torch_ops import trace_constants
-
-            return trace_constants.outside(_of_cache, cache, sequences, args, return_lse, backend)
-        return _of_cache(cache, sequences, args, return_lse, backend)
-    if isinstance(cache, tuple) and len(cache) == 2:
-        args["k"], args["v"] = cache
-    else:
-        args["k"], args["v"] = cache, None
-    return _attended(args, return_lse, backend)
-
-
-def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) -> None:
-    """Raises where the caller says what the cache knows, or asks for sequences of bare tensors."""
-    failures = []
-    if isinstance(cache, PagedKVCache):
-        said = [name for name in _BROUGHT if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
-        advice = "it brings its own: sequences= chooses among its sequences"
-        failures = [Failure(_OP, name, "nothing beside a PagedKVCache", show(args[name]), advice) for name in said]
-    elif sequences is not None:
-        advice = "tensors hold one sequence per row of q: index them"
-        failures = [Failure(_OP, "sequences", "a PagedKVCache to choose from", show(sequences), advice)]
-    if failures:
-        raise ContractError(failures)
-
-
-_OP = record.RECORD.name
-_BROUGHT = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
-_NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
-
-
-def _attended(
-    args: dict[str, Any], return_lse: bool, backend: str, own: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """own: a cache of this module made the page table, whose pages there are."""
-    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=not own).values()
-    return (out, max_ + sum_.log()) if return_lse else out
-
-
-def _of_cache(
-    cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    brought, q = cache.arguments(sequences), args["q"]
-    count = len(brought["kv_len"])
-    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != count:
-        got = f"{count} of {cache!r}" if sequences is None else show(sequences)
-        advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
-        raise ContractError([Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice)])
-    return _attended(args | brought, return_lse, backend, own=True)

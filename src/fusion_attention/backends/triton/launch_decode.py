@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import common, launch, memory, shapes
+from fusion_attention.backends.triton import common, launch_dense, memory, shapes
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
@@ -39,17 +39,19 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, aligned: bool) -> shapes.Tile:
     """The table's tile, as low as the rows allow."""
-    tile = launch.tile_on("decode", problem, device, aligned)
+    tile = launch_dense.tile_on("decode", problem, device, aligned)
     most = int(extents.q_len.max(initial=1)) * problem.group
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
-def decode_constants(problem: Problem, tile: shapes.Tile, aligned: bool) -> tuple[launch.Constants, launch.Constants]:
+def decode_constants(
+    problem: Problem, tile: shapes.Tile, aligned: bool
+) -> tuple[launch_dense.Constants, launch_dense.Constants]:
     """What decode and join know while compiling."""
     p = problem
-    known = launch.constants(p, tile, 0, aligned)
+    known = launch_dense.constants(p, tile, 0, aligned)
     special = {
-        "RAW": launch.raw(p),
+        "RAW": launch_dense.raw(p),
         "PAGE": p.page_size,
         "DEQUANT_K": DEQUANTS[p.dequant_k],
         "DEQUANT_V": DEQUANTS[p.dequant_v],
@@ -59,9 +61,9 @@ def decode_constants(problem: Problem, tile: shapes.Tile, aligned: bool) -> tupl
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, few
 
 
-def mend_constants(problem: Problem, aligned: bool) -> launch.Constants:
+def mend_constants(problem: Problem, aligned: bool) -> launch_dense.Constants:
     """What mend_out knows of a cache."""
-    p, known = problem, launch.mend_constants("mend_out", problem, aligned)
+    p, known = problem, launch_dense.mend_constants("mend_out", problem, aligned)
     return known | {
         "PAGE": p.page_size,
         "DEQUANT_K": DEQUANTS[p.dequant_k],
@@ -75,9 +77,9 @@ def stored_align(problem: Problem, align: int) -> int:
     return 16 if problem.kv_dtype == "int8" and align > 1 else align
 
 
-def plan(problem: Problem, extents: Extents) -> launch.Schedule:
+def plan(problem: Problem, extents: Extents) -> launch_dense.Schedule:
     """The decode kernels read lengths on the device: nothing of them is planned but how many rows there may be."""
-    return launch.Schedule("attention_forward", 0, memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
+    return launch_dense.Schedule("attention_forward", 0, memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -131,16 +133,16 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
     return table, min(pool_of(view, problem.heads_kv) for view in paged.values())
 
 
-def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operands) -> None:
+def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: Operands) -> None:
     """Launches decode, join, and the kernel that mends."""
     p, count, kept = problem, len(extents), schedule.kept
     step = np.ones(count, np.int64)
-    views = launch.views_of(p, o) | {"flat": RowView((), extents.q_start * p.heads_q, p.heads_q, step, 1)}
+    views = launch_dense.views_of(p, o) | {"flat": RowView((), extents.q_start * p.heads_q, p.heads_q, step, 1)}
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
         if dequant is not None and getattr(p, f"dequant_{name}") != "none":
             views |= {f"scale_{name}": dequant.scale, f"offset_{name}": dequant.offset}
     table, last = pages(p, views)
-    tensors = launch.tensors_of(p, o, {name: view for name, view in views.items() if name != "flat"})
+    tensors = launch_dense.tensors_of(p, o, {name: view for name, view in views.items() if name != "flat"})
     device = memory.one_device(tensors | {"table": table})
     if not schedule.rows:
         return
@@ -158,22 +160,22 @@ def run(problem: Problem, extents: Extents, schedule: launch.Schedule, o: Operan
         longest = width * p.page_size
     splits = splits_of(blocks * p.heads_kv * count, longest, tile, device)
     plane = schedule.rows * p.heads_q * (p.dim_v + 2)
-    given = dict.fromkeys(CACHES) | tensors | launch.numbers(p, o) | {
+    given = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
         "table": table, "width": width, "step": stride, "last": last, "splits": splits, "plane": plane,
         "count": count,
         "part": empty(tensors["q"], (splits * plane,), torch.float32),
         "places": kept.places(addresses, device),
         "lengths": kept.on(device, "lengths", memory.lengths),
-        "exponent": (p.scale if launch.raw(p) else 1.0) * common.LOG2E.value,
-        "unit": p.scale if launch.raw(p) else 1.0,
+        "exponent": (p.scale if launch_dense.raw(p) else 1.0) * common.LOG2E.value,
+        "unit": p.scale if launch_dense.raw(p) else 1.0,
     }  # fmt: skip
     known, few = decode_constants(p, tile, aligned)
-    with launch.on(device):
-        launch.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
-        launch.launch(join, (most * p.heads_q, count), given, few, tile)
-        launch.launch_mend(mend_out, p, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
+    with launch_dense.on(device):
+        launch_dense.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
+        launch_dense.launch(join, (most * p.heads_q, count), given, few, tile)
+        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
 
 
-def workspace_bytes(problem: Problem, schedule: launch.Schedule) -> int:
+def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:
     """At most: with every share that the keys could be cut into."""
     return 4 * MOST_SPLITS * schedule.rows * problem.heads_q * (problem.dim_v + 2)

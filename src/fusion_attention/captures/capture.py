@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention import api
-from fusion_attention.captured import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
+from fusion_attention.api import attention as api
+from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
 from fusion_attention.npu import indexer_loss, inference, sparse, training
 from fusion_attention.ops import RECORDS

@@ -1,0 +1,1 @@
+"""This library's own functions, which the package shows under their names."""

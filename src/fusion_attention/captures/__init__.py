@@ -1,0 +1,1 @@
+"""Calls recorded to files, and computed again from them on any machine."""
