@@ -7,9 +7,9 @@ import gc
 
 import pytest
 import torch
-from bits import same_bits
-from caches import CACHES, Cache, judge, made
-from cases import BITS, CASES, CAUSAL, DRAWN, Args
+from support.bits import same_bits
+from support.caches import CACHES, Cache, judge, made
+from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError

@@ -36,12 +36,12 @@ def core(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, f"csrc/{file}", old, new, ("make test-core",))
 
 
-FORMULAS = "test_training.py::test_golden_and_the_lowering_against_the_formulas"
-GOLDEN = "test_golden.py::test_against_autograd"
-MODES = ("test_modes.py::test_the_band_of_a_mode", FORMULAS)
-DECODE = "test_decode.py::test_golden_agrees_with_dense_formulas"
-SELECTION = "test_sparse.py::test_golden_is_the_formula"
-LOSS = "test_indexer_loss.py::test_golden_is_the_formula"
+FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
+GOLDEN = "training/test_golden.py::test_against_autograd"
+MODES = ("training/test_modes.py::test_the_band_of_a_mode", FORMULAS)
+DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
+SELECTION = "sparse/test_sparse.py::test_golden_is_the_formula"
+LOSS = "sparse/test_indexer_loss.py::test_golden_is_the_formula"
 
 SPECIFICATION = "backends/golden/attention.py"
 ATTENTION = [
@@ -73,10 +73,10 @@ ATTENTION = [
           "gradient = problem.scale * dscores if problem.bias_scaled else dscores", "gradient = dscores", FORMULAS),
     house("dbias of shared heads is one head's", "waist/bias.py",
           "gradient = gradient.sum(axes, keepdim=True)", "gradient = gradient.amax(axes, keepdim=True)",
-          "test_waist.py::test_matrix_and_its_gradient_by_tiles", FORMULAS),
+          "training/test_waist.py::test_matrix_and_its_gradient_by_tiles", FORMULAS),
     house("slopes measured the other way", "waist/bias.py",
           "distance = (key - row + shift).abs()", "distance = (row - key + shift).abs()",
-          "test_waist.py::test_slopes_by_hand", FORMULAS),
+          "training/test_waist.py::test_slopes_by_hand", FORMULAS),
 ]  # fmt: skip
 BANDS = [
     house("a row sees a key too many", "waist/problem.py",
@@ -85,7 +85,7 @@ BANDS = [
     house("a tile's edge is taken as seen by all rows", "waist/tiles.py",
           "full_end = np.clip(np.maximum(row0 + hi, prefix), 0, kv_len)",
           "full_end = np.clip(np.maximum(row0 + hi + 1, prefix), 0, kv_len)",
-          "test_waist.py::test_tiles_cover_what_is_seen"),
+          "training/test_waist.py::test_tiles_cover_what_is_seen"),
     house("mode 2 aligned like mode 3", "ops/shared/layouts.py",
           'return Band.causal("start")', 'return Band.causal("end")', *MODES),
     house("mode 3 aligned like mode 2", "ops/shared/layouts.py",
@@ -97,20 +97,20 @@ BANDS = [
     house("mode 8 shifts the last sequence", "ops/shared/layouts.py",
           "cut = rows[-1] if mode == 7 else rows[0]", "cut = rows[-1]", *MODES),
     house("a window one key short", "waist/mask.py",
-          "return cls(-tokens(left),", "return cls(1 - tokens(left),", "test_waist.py::test_bands_by_hand"),
+          "return cls(-tokens(left),", "return cls(1 - tokens(left),", "training/test_waist.py::test_bands_by_hand"),
     house("a prefix one key short", "waist/mask.py",
           "prefix[:] = np.asarray(self.prefix, np.int64)", "prefix[:] = np.asarray(self.prefix, np.int64) - 1", *MODES),
 ]  # fmt: skip
 DROPOUT = [
     house("Philox one round short", "waist/dropout.py",
           "for _ in range(rounds):", "for _ in range(rounds - 1):",
-          "test_waist.py::test_philox_known_answers"),
+          "training/test_waist.py::test_philox_known_answers"),
     house("packed bits from the other end", "waist/dropout.py",
           ">> (bit & 7)) & 1).bool()", ">> (7 - (bit & 7))) & 1).bool()",
-          "test_waist.py::test_packed_bits_against_numpy"),
+          "training/test_waist.py::test_packed_bits_against_numpy"),
     house("both heads draw the same bits", "waist/dropout.py",
           "stream = torch.arange(first_stream, first_stream + heads)[:, None, None]",
-          "stream = torch.full((heads, 1, 1), first_stream)", "test_waist.py::test_drawn_bits_by_definition"),
+          "stream = torch.full((heads, 1, 1), first_stream)", "training/test_waist.py::test_drawn_bits_by_definition"),
 ]  # fmt: skip
 LOWERING = [
     house("pse added before the scale where it comes after", "ops/training/lower.py",
@@ -119,7 +119,7 @@ LOWERING = [
           "distance = kv_start - q_start", "distance = q_start - kv_start", FORMULAS),
     house("packed statistics in the other order", "ops/training/lower.py",
           '"token" if n["softmax_layout"] else "item"', '"item" if n["softmax_layout"] else "token"',
-          "test_training.py::test_statistics_of_packed_rows_in_both_orders"),
+          "training/test_training.py::test_statistics_of_packed_rows_in_both_orders"),
     house("packed rows that a mask empties are zero", "ops/training/lower.py",
           "(not form.packed and band_empties_rows(extents))", "band_empties_rows(extents)", FORMULAS),
     house("seven of eight lanes", "ops/shared/layouts.py",
@@ -129,12 +129,13 @@ LOWERING = [
           "stride_head = tensor.stride(head) if head is not None else dim", "stride_head = dim", FORMULAS),
     house("rows of no sequence left as they lie", "ops/shared/layouts.py",
           "if uncovered(call, side):\n            for tensor in tensors:\n                tensor.zero_()",
-          "if uncovered(call, side):\n            pass", "test_training.py::test_rows_beyond_the_last_end_are_zero"),
+          "if uncovered(call, side):\n            pass",
+          "training/test_training.py::test_rows_beyond_the_last_end_are_zero"),
     house("dbias not cleared before it is added to", "ops/shared/layouts.py",
           "    if summed is not None:\n        summed.zero_()\n", "    if summed is not None:\n        pass\n",
           FORMULAS),
     house("means of the CPU forget dropout's divisor", "backends/cpu/means.py",
-          "mean / (kv_len * problem.keep_prob)", "mean / kv_len", "test_training.py::test_back_end"),
+          "mean / (kv_len * problem.keep_prob)", "mean / kv_len", "training/test_training.py::test_back_end"),
 ]  # fmt: skip
 DECODING = [
     house("the last page is read to its end", "ops/inference/lower.py",
@@ -143,7 +144,7 @@ DECODING = [
           '    return extents_of(q_len, -(-n["used"] // size) * size, band)', DECODE),
     house("a decoding step without its window", "ops/inference/own.py",
           'band = (n["band"] or Band.causal()).resolve', "band = Band.causal().resolve",
-          "test_decode.py::test_windows_sinks_and_several_tokens_are_those_of_attention"),
+          "inference/test_decode.py::test_windows_sinks_and_several_tokens_are_those_of_attention"),
     house("offset after scale", SPECIFICATION,
           "    if dequant.offset is not None:\n"
           "        values = values + dequant.offset.sequence(b, problem.heads_kv, length)\n"
@@ -154,21 +155,22 @@ DECODING = [
           "    return values", DECODE),
     house("nibbles in the other order", SPECIFICATION,
           "(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)",
-          "test_decode.py::test_what_is_quantised_comes_back_within_half_a_step"),
+          "inference/test_decode.py::test_what_is_quantised_comes_back_within_half_a_step"),
     house("padding to the right of a sequence forgotten", "ops/inference/lower.py",
           "first = capacity - max(int(padding[0]), 0) - kv_len", "first = capacity - kv_len", DECODE),
     house("a shared page written without a copy", "api/cache.py",
-          "pool[pages[-1]] = pool[old]", "pass", "test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
+          "pool[pages[-1]] = pool[old]", "pass",
+          "inference/test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
 ]  # fmt: skip
 SPARSE = [
     house("scores of the indexer without ReLU", "backends/golden/indexer.py",
           "scores = (weights * dots.clamp(min=0)).sum(0)", "scores = (weights * dots).sum(0)",
-          "test_indexer.py::test_the_order_is_exact"),
+          "sparse/test_indexer.py::test_the_order_is_exact"),
     house("ties by descending index", "backends/golden/indexer.py",
           "scores, order = scores.sort(dim=-1, descending=True, stable=True)",
           "scores, order = scores.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
           "        order = kv_len - 1 - order",
-          "test_indexer.py::test_the_order_is_exact"),
+          "sparse/test_indexer.py::test_the_order_is_exact"),
     house("a list read beyond its first -1", "backends/golden/selection.py",
           "(entries >= 0).cumprod(-1).bool()", "(entries >= 0)", SELECTION),
     house("a block that the diagonal cuts is not read", "backends/golden/selection.py",
@@ -186,39 +188,39 @@ SPARSE = [
 FACES = [
     house("phase 2 does nothing", "aclnn.py",
           "        job.run()\n", "",
-          "test_aclnn.py::test_forward_gives_the_bytes_of_npu",
-          "test_aclnn.py::test_gradients_give_the_bytes_of_autograd",
-          "test_aclnn.py::test_golden_behind_the_same_calls",
-          "test_page_programs.py::test_its_own_data_give_what_arithmetic_says"),
+          "faces/test_aclnn.py::test_forward_gives_the_bytes_of_npu",
+          "faces/test_aclnn.py::test_gradients_give_the_bytes_of_autograd",
+          "faces/test_aclnn.py::test_golden_behind_the_same_calls",
+          "contract/test_page_programs.py::test_its_own_data_give_what_arithmetic_says"),
     house("one gradient goes to its neighbour", "torch_ops/dense_eager.py",
-          "inputs = (dq, dk, dv,", "inputs = (dq, dv, dk,", "test_faces.py::test_gradcheck_of_the_pythonic_face"),
+          "inputs = (dq, dk, dv,", "inputs = (dq, dv, dk,", "faces/test_faces.py::test_gradcheck_of_the_pythonic_face"),
     house("a rule accepts any number of heads", "ops/training/rules.py",
           '"N2 > 0 and N1 % N2 == 0", "key"', '"N2 > 0 and N1 % N2 < N1", "key"',
-          "test_contract.py::test_every_broken_rule_is_reported_alone"),
+          "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     house("strict ignored", "contract/binding.py",
           'if strict else ("meaning", "note", "doubt")', 'if False else ("meaning", "note", "doubt")',
-          "test_settings.py::test_strict_refuses_what_the_chip_would"),
+          "contract/test_settings.py::test_strict_refuses_what_the_chip_would"),
     house("content is never asked", "contract/binding.py",
           "if check_content and reads and not", "if False and not",
-          "test_settings.py::test_content_is_asked_on_request"),
+          "contract/test_settings.py::test_content_is_asked_on_request"),
     house("content is not asked again", "contract/binding.py",
           "        if reads:\n            _ask(op, known.reads, names)", "        pass",
-          "test_binding.py::test_content_is_asked_again"),
+          "contract/test_binding.py::test_content_is_asked_again"),
     house("storages are not asked", "contract/binding.py",
           "if t.untyped_storage().nbytes() < t.storage_offset() * size + need:", "if False:",
-          "test_storage.py::test_every_tensor_of_every_record"),
+          "contract/test_storage.py::test_every_tensor_of_every_record"),
     house("lengths kept as the caller's own array", "contract/arguments.py",
           "copy=array is value or isinstance(value, torch.Tensor))", "copy=False)",
-          "test_binding.py::test_lengths_are_copied"),
+          "contract/test_binding.py::test_lengths_are_copied"),
     house("memory lent twice", "memory.py",
           "if block.nbytes == size and _idle.pop(place, None) is not None:",
           "if block.nbytes == size and place in _idle:",
-          "test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
+          "backends/test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
     house("captures begin at 0000 again", "captures/capture.py",
-          "default=-1) + 1", "default=-1) * 0", "test_captures_beside.py::test_numbers_go_on"),
+          "default=-1) + 1", "default=-1) * 0", "faces/test_captures_beside.py::test_numbers_go_on"),
     house("uninstall leaves an attribute", "npu/install.py",
           "            delattr(owner, name)", "            pass",
-          "test_install.py::test_uninstall_restores_everything"),
+          "faces/test_install.py::test_uninstall_restores_everything"),
 ]  # fmt: skip
 
 KERNELS = "kernels/test_cases.py::test_several_tiles"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bits import same_bits
-from cases import CASES, PACKED
+from support.bits import same_bits
+from support.cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import CACHES, Cache, judge, made
+from support.caches import CACHES, Cache, judge, made
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, shapes

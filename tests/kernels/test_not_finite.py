@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from bits import same_bits
-from caches import Cache, answer, made, results
-from caches import plain as plain_of_cache
-from cases import BITS, CAUSAL, DRAWN
+from support.bits import same_bits
+from support.caches import Cache, answer, made, results
+from support.caches import plain as plain_of_cache
+from support.cases import BITS, CAUSAL, DRAWN
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, part, plain, run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forgetting import Results, forgets, is_poison
+from support.forgetting import Results, forgets, is_poison
 
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_decode, launch_dense

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from caches import Cache, judge, made, results
+from support.caches import Cache, judge, made, results
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode

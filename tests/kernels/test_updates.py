@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import same_bits
-from caches import Cache, judge, made, rows
+from support.bits import same_bits
+from support.caches import Cache, judge, made, rows
 
 from fusion_attention.backends.triton import launch_dense, memory
 from fusion_attention.plan import Plan, plan

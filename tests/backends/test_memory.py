@@ -1,0 +1,230 @@
+"""Large results ask for huge pages, inside their own memory alone, and take over what earlier ones left."""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusion_attention as fa
+from fusion_attention import memory
+
+PAGE = 2 << 20
+granted = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without transparent huge pages"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """No test finds another's memory."""
+    memory._idle.clear()
+    yield
+    memory._idle.clear()
+
+
+def large(size: int = memory.LARGE) -> torch.Tensor:
+    return memory.empty(torch.empty(0), (size,), torch.uint8)
+
+
+def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The parts [begin, end) of a tensor's memory for which huge pages were asked, in bytes from its first one."""
+    found: list[tuple[int, int]] = []
+    first, begin, end = tensor.data_ptr(), 0, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(border, 16) - first for border in borders.groups())
+        elif line.startswith("VmFlags:") and "hg" in line.split() and begin < tensor.nbytes and end > 0:
+            found.append((max(begin, 0), min(end, tensor.nbytes)))
+    return found
+
+
+def whole_pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """The huge pages that lie in a tensor's memory altogether, in bytes from its first one."""
+    first = tensor.data_ptr()
+    return -first % PAGE, (first + tensor.nbytes) // PAGE * PAGE - first
+
+
+@granted
+def test_large_memory_asks_for_its_whole_pages() -> None:
+    tensor = memory.empty(torch.empty(0), (4, 5 << 20), torch.bfloat16)
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((4, 5 << 20), torch.bfloat16, True)
+    assert asked_for(tensor) == [whole_pages(tensor)]
+
+
+def test_only_large_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(memory, "_advise", lambda *given: asked.append(given))
+    memory.empty(torch.empty(0), (memory.LARGE - 1,), torch.uint8)
+    assert not asked
+    tensor = memory.empty(torch.empty(0), (memory.LARGE,), torch.uint8)
+    ((first, size, _),) = asked
+    assert (first - tensor.data_ptr(), first + size - tensor.data_ptr()) == whole_pages(tensor)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (7, 5)])
+def test_small_memory_is_torchs_own(shape: tuple[int, ...]) -> None:
+    tensor = memory.empty(torch.empty(0, dtype=torch.float16), shape)
+    assert (tensor.shape, tensor.dtype) == (shape, torch.float16)
+
+
+def test_tensors_without_memory_ask_for_nothing() -> None:
+    with FakeTensorMode():
+        assert memory.empty(torch.empty(2), (64 << 20,)).shape == (64 << 20,)
+    assert memory.empty(torch.empty(2, device="meta"), (64 << 20,)).is_meta
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3, 5), (1, 1, 1), (3, 1, 40 << 20)])
+def test_memory_from_a_template(shape: tuple[int, ...]) -> None:
+    template = memory.template(torch.empty(0), shape, torch.uint8)
+    assert template.untyped_storage().nbytes() == 1
+    for tensor in (memory.another(template), memory.another(template)):
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, torch.uint8, True)
+        assert tensor.untyped_storage().nbytes() == tensor.numel()
+
+
+@granted
+def test_results_and_gradients_ask() -> None:
+    size, heads = 49152, 3  # results of 36 MiB
+    q, k, v = (torch.randn(1, heads, size, 64, requires_grad=True) for _ in range(3))
+    out = fa.attention(q, k, v, layout="BNSD", band=fa.Band.window(0, 0))
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    for result in (out, *gradients):
+        assert asked_for(result) == [whole_pages(result)]
+    assert torch.equal(out, v)  # a row sees its own key alone
+    assert bool((gradients[2] == 1).all())
+
+
+def test_memory_of_a_dead_result_serves_the_next_of_its_size() -> None:
+    first = large()
+    place = first.data_ptr()
+    del first
+    other_size = large(memory.LARGE + 4)
+    second = memory.empty(torch.empty(0), (2, memory.LARGE // 8), torch.float32)
+    assert second.data_ptr() == place != other_size.data_ptr()
+    assert second.isnan().all()  # what conftest.py leaves in results, in these too
+    assert second.untyped_storage().nbytes() == second.nbytes
+    template = memory.template(second, second.shape, second.dtype)
+    del second
+    assert memory.another(template).data_ptr() == place
+
+
+def saved_for_a_derivative(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.float32).mul(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda t: t[5:9],
+        lambda t: t.detach(),
+        lambda t: t.numpy(),
+        lambda t: memoryview(t.numpy()),
+        lambda t: t.untyped_storage(),
+        lambda t: t.__dlpack__(),
+        saved_for_a_derivative,
+    ],
+)
+def test_memory_that_somebody_holds_is_nobody_elses(hold: Callable[[torch.Tensor], Any]) -> None:
+    tensor = large()
+    place = tensor.data_ptr()
+    held = hold(tensor)
+    del tensor
+    assert large().data_ptr() != place
+    del held
+    assert place in (large().data_ptr(), large().data_ptr())  # one of the two that are left
+
+
+def test_memory_given_to_another_process_is_not_used_again() -> None:
+    shared = large().share_memory_()
+    place = shared.data_ptr()
+    first, second = large(), large()
+    assert place not in (first.data_ptr(), second.data_ptr())
+    first.fill_(1)
+    assert shared.fill_(2).eq(2).all()
+    assert first.eq(1).all()
+
+
+def test_a_lent_storage_refuses_another_size() -> None:
+    tensor = large()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+    assert tensor.fill_(1).eq(1).all()
+
+
+def idle() -> int:
+    return sum(block.nbytes for block in memory._idle.values())
+
+
+def test_what_waits_is_bounded() -> None:
+    half = memory.IDLE // 2
+    first, second, third = large(half), large(half), large(half)
+    assert idle() == 0
+    place = third.data_ptr()
+    del first, second
+    assert idle() == memory.IDLE
+    del third
+    assert idle() == memory.IDLE  # what was given back first is gone
+    assert place in memory._idle
+    large()
+    assert idle() == half + memory.LARGE
+    large(memory.IDLE + 1)
+    assert idle() == half + memory.LARGE
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    wrong: list[int] = []
+
+    def work(mine: int) -> None:
+        for _ in range(20):
+            tensors = [large().fill_(mine), large().fill_(mine)]
+            if not all(tensor.eq(mine).all() for tensor in tensors):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert idle() <= memory.IDLE
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork()")
+def test_a_forked_process_writes_into_memory_of_its_own() -> None:
+    living, dead = large().fill_(1), large().fill_(2)
+    place = dead.data_ptr()
+    del dead
+    child = os.fork()
+    if child == 0:
+        tensor = large().fill_(3)
+        os._exit(0 if tensor.data_ptr() == place and tensor.eq(3).all() and living.eq(1).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert memory._idle[place].eq(2).all()
+
+
+def test_results_and_gradients_take_over_memory() -> None:
+    def step() -> tuple[torch.Tensor, ...]:
+        q, k, v = (torch.randn(1, 8, 2048, 64, generator=random, requires_grad=True) for _ in range(3))
+        out = fa.attention(q, k, v, layout="BNSD", band=fa.Band.window(16, 0))
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    random = torch.Generator().manual_seed(0)
+    first = step()
+    expected = [tensor.clone() for tensor in first]
+    places = {tensor.data_ptr() for tensor in first}
+    random.manual_seed(0)
+    second = step()
+    assert places.isdisjoint(tensor.data_ptr() for tensor in second)
+    del first
+    random.manual_seed(0)
+    third = step()
+    assert places == {tensor.data_ptr() for tensor in third}
+    for results in (second, third):
+        same_bits(results, expected)

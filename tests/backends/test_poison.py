@@ -1,0 +1,164 @@
+"""Whatever a back end forgets to write is noticed: memory for results holds poison, and comparisons refuse it."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same, same_bits
+from support.forgetting import Results, forgets, is_poison
+
+import fusion_attention as fa
+from fusion_attention import memory
+from fusion_attention.backends import cpu
+from fusion_attention.contract import bind
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.inference import own as decode_attention
+from fusion_attention.testing import Case, arguments, lowered, run, sparse
+from fusion_attention.testing import indexer_loss as loss
+from fusion_attention.torch_ops import eager
+
+BACKENDS = ("cpu", "golden")
+
+
+def training(backend: str) -> Results:
+    case = Case(pse="full", sink=True, dim_rope=4)
+    args = arguments(case)
+    return run(lowered(case, args), args["dy"], backend)
+
+
+def decode(backend: str) -> Results:
+    q, k, v = torch.ones(2, 1, 4, 16), torch.ones(2, 70, 2, 16), torch.ones(2, 70, 2, 16)
+    call = decode_attention.lower(bind(decode_attention.RECORD, {"q": q, "k": k, "v": v}))
+    return eager.run(replace(call, names=decode_attention.RESULTS), backend)
+
+
+def selected(backend: str) -> Results:
+    case = sparse.SparseCase(sink=True, dim_rope=4)
+    args = sparse.arguments(case)
+    return sparse.compute(case, sparse.lowered(args), args["dy"], backend)
+
+
+def chosen(backend: str) -> Results:
+    case = sparse.IndexerCase(exact=True)
+    args = sparse.indexer_arguments(case)
+    call = sparse.lowered_indexer(args)
+    indices, values = sparse.chosen(call, backend)
+    gradients = sparse.indexer_gradients(call, torch.ones_like(values), sparse.chosen(call, "cpu")[0], backend)
+    return {"indices": indices, "values": values, **gradients}
+
+
+def statistics(backend: str) -> Results:
+    args = sparse.indexer_arguments(sparse.IndexerCase())
+    given = {"query_index": args["query"], "key_index": args["key"], "weights": args["weights"]}
+    call = indexer_loss.TORCH_LSE.lower(bind(indexer_loss.TORCH_LSE, given))
+    return eager.run(call, backend)
+
+
+def losses(backend: str) -> Results:
+    case = loss.LossCase(count=4)
+    return eager.run(loss.lowered(case, loss.arguments(case)), backend)
+
+
+# (family, verb): results of the verb.
+FAMILIES: dict[tuple[Callable[[str], Results], str], int] = {
+    (training, "attention_forward"): 3,
+    (training, "attention_backward"): 7,
+    (decode, "attention_forward"): 3,
+    (selected, "attention_forward"): 3,
+    (selected, "attention_backward"): 6,
+    (chosen, "indexer_topk"): 2,
+    (chosen, "indexer_backward"): 3,
+    (statistics, "indexer_lse"): 2,
+    (losses, "indexer_loss"): 4,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("family", "verb"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_forgotten_element_is_missed(
+    family: Callable[[str], Results], verb: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert forgets(monkeypatch, backend, verb, lambda: family(backend)) == FAMILIES[family, verb]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_fresh_results_of_every_record_are_poison(name: str) -> None:
+    """Those too that no verb writes, but what comes after it."""
+    op = RECORDS[name]
+    args = sample(op)
+    assert op.lower is not None
+    found = op.lower(bind(op, args)).results()
+    assert found
+    found |= {} if op.fresh is None else {f"traced {n}": t for n, t in op.fresh({**op.neutral, **args}).items()}
+    assert [n for n, tensor in found.items() if not is_poison(tensor)] == []
+
+
+def test_results_of_calls_that_a_plan_was_laid_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call of one signature the core writes without a verb."""
+    monkeypatch.setattr(cpu, "lay_forward", lambda *_: lambda *given: True)
+    q, k, v = torch.randn(3, 1, 5, 2, 24).unbind()
+    first = fa.attention(q, k, v, scale=0.3125)
+    assert first.isfinite().all()
+    for stats in (False, True):
+        found = fa.attention(q, k, v, scale=0.3125, return_lse=stats)
+        assert all(map(is_poison, found if stats else (found,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int8])
+def test_memory_is_poison(dtype: torch.dtype) -> None:
+    template = memory.template(torch.empty(0), (3, 5), dtype)
+    assert is_poison(memory.another(template))
+    for shape in ((3, 5), (memory.LARGE,), (memory.LARGE,)):
+        assert is_poison(memory.empty(torch.empty(0), shape, dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64)),
+        (torch.tensor([1.0]), torch.tensor([[1.0]])),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])),
+        (torch.tensor([True]), torch.tensor([False])),
+    ],
+)
+def test_other_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert same(one, one.clone())
+    assert not same(one, other)
+    for got, want in ((one, other), ({"x": one}, {"x": other}), ([one, one], (one, other)), ((), ()), ({"x": one}, {})):
+        with pytest.raises(AssertionError):
+            same_bits(got, want)
+    same_bits({"x": [one]}, {"x": (one.clone(),)})
+
+
+def test_a_nan_is_equal_to_itself_and_strides_are_nothing() -> None:
+    t = torch.tensor([[torch.nan, 1.0], [-0.0, torch.inf]])
+    same_bits(t.mT, t.mT.contiguous())
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+
+DRAWN: list[torch.Tensor] = []
+AT_IMPORT = torch.randn(3)
+
+
+def test_a_module_draws_the_same_whatever_was_imported_before(request: pytest.FixtureRequest) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(request.node.parent.nodeid.encode()))
+    assert same(AT_IMPORT, torch.randn(3, generator=generator))
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_test_draws_the_same_whatever_ran_before(number: int, request: pytest.FixtureRequest) -> None:
+    """The second of these draws something else than the first, though neither seeds."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    drawn = torch.randn(3)
+    assert same(drawn, torch.randn(3, generator=torch.Generator().manual_seed(seed)))
+    assert all(not same(drawn, other) for other in DRAWN)
+    DRAWN.append(drawn)

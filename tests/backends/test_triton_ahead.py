@@ -1,0 +1,101 @@
+"""The Triton kernels compiled for sm_80 and sm_90 without either: registers, spills, shared memory, instructions.
+
+The list covers every row of the tables of tiles; the everyday suite compiles a part that covers every kernel, dtype,
+class of head dims and feature, on and off. What each took when it was last recorded stands in resources.json:
+
+    python tests/support/triton_ahead.py     records it anew
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+from importlib.metadata import version
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from support import triton_ahead as ahead
+
+EVERYDAY = [name for name in ahead.CONFIGS if name in ahead.EVERYDAY]
+REST = [name for name in ahead.CONFIGS if name not in ahead.EVERYDAY]
+RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8"))
+
+
+@cache
+def pool() -> ProcessPoolExecutor:
+    return ahead.workers()
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]:
+    """Everything that this run's tests will ask for, under way."""
+    asked = {
+        item.callspec.params["name"] for item in request.session.items if "name" in getattr(item, "fixturenames", ())
+    }
+    return {
+        f"{name} sm_{chip}": pool().submit(ahead.figures, name, chip) for name in ahead.CONFIGS if name in asked
+        for chip in ahead.CHIPS
+    }  # fmt: skip
+
+
+def judge(name: str, chip: int, found: ahead.Figures) -> None:
+    recorded = RECORDED["rows"][f"{name} sm_{chip}"]
+    assert found["spilled"] == 0
+    assert found["shared"] <= ahead.SHARED[chip]
+    assert found["registers"] <= recorded["registers"] + 8
+    assert found["shared"] <= recorded["shared"]
+    assert {key: found[key] for key in ("wgmma", "mma")} == {key: recorded[key] for key in ("wgmma", "mma")}
+    # wgmma that the assembler runs one after the other waits after each.
+    assert found["waits"] <= recorded["waits"]
+
+
+@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
+@pytest.mark.parametrize("chip", ahead.CHIPS)
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
+    judge(name, chip, compiled[f"{name} sm_{chip}"].result())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
+@pytest.mark.parametrize("chip", ahead.CHIPS)
+@pytest.mark.parametrize("name", REST)
+def test_the_other_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
+    judge(name, chip, compiled[f"{name} sm_{chip}"].result())
+
+
+def test_the_tables_say_how_much_memory_their_kernels_take() -> None:
+    for name, config in ahead.CONFIGS.items():
+        if config.kernel in ahead.shapes.TABLES:
+            for chip in ahead.CHIPS:
+                row = ahead.shapes.row_of(config.kernel, config.problem, chip)
+                assert row is not None
+                assert RECORDED["rows"][f"{name} sm_{chip}"]["shared"] <= row[-1] * 1024, name
+
+
+def test_the_list_covers_the_tables() -> None:
+    """Every tile that a launch can choose is compiled by some entry, and the list stays short."""
+    assert len(ahead.CONFIGS) <= 80
+    chosen = {(config.kernel, chip, config.tile(chip)) for config in ahead.CONFIGS.values() for chip in ahead.CHIPS}
+    for kernel, table in ahead.shapes.TABLES.items():
+        for (chip, _), rows in table.items():
+            for _, _, light, heavy, _ in rows:
+                assert (kernel, chip, light) in chosen, f"{kernel} sm_{chip} {light}"
+                assert (kernel, chip, heavy) in chosen, f"{kernel} sm_{chip} {heavy}"
+
+
+def test_the_everyday_list_covers_the_features() -> None:
+    assert len(ahead.EVERYDAY) * len(ahead.CHIPS) <= 40
+    configs = [ahead.CONFIGS[name] for name in ahead.EVERYDAY]
+    problems = [config.problem for config in configs]
+    assert {config.kernel for config in configs} == set(ahead.KERNELS)
+    assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16"}
+    assert {64, 96, 128, 192, 576, 768} <= {p.dim_qk + p.dim_rope for p in problems}
+    assert {p.bias for p in problems} == {"none", "matrix", "table", "slopes_sqrt"}
+    assert {p.dropout for p in problems} == {"none", "bits", "philox"}
+    for flag in ("has_sink", "has_blocked", "dim_rope", "page_size", "kv_dtype"):
+        assert {bool(getattr(p, flag)) for p in problems} == {False, True}, flag
+    assert {bool(config.mean) for config in configs} == {False, True}

@@ -1,0 +1,188 @@
+"""Five pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clauses import (
+    flash_attention_score_v2,
+    incre_flash_attention_v4,
+    indexer_grad_kl_loss,
+    sparse_flash_attention_grad,
+    table,
+    unpadding_score_grad_v3,
+)
+from clauses.table import KINDS, TYPES, Check, Clause, Page, bytes_of, called, outputs_of, record_of, wrong
+
+from fusion_attention import acl, aclnn
+from fusion_attention.acl import state
+from fusion_attention.contract import Attr
+
+RULINGS = Path(__file__).parents[2] / "docs" / "rulings.md"
+# Each page, and how many of its calls and parameters are checked at least.
+PAGES: dict[Page, int] = {
+    unpadding_score_grad_v3.PAGE: 221,
+    sparse_flash_attention_grad.PAGE: 178,
+    flash_attention_score_v2.PAGE: 219,
+    incre_flash_attention_v4.PAGE: 245,
+    indexer_grad_kl_loss.PAGE: 151,
+}
+ROWS = [
+    pytest.param(page, clause, id=f"{page.operator.removeprefix('aclnn')}-{clause.id}")
+    for page in PAGES
+    for clause in page.clauses
+]
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+def by_name(page: Page) -> str:
+    return page.operator.removeprefix("aclnn")
+
+
+@pytest.mark.parametrize(("page", "clause"), ROWS)
+def test_the_clause_holds(page: Page, clause: Clause) -> None:
+    found = [f"{check}: {why}" for check in clause.checks if (why := wrong(page, check))]
+    assert not found, "\n".join([clause.text, *found])
+
+
+def spellings(name: str) -> list[str]:
+    """A parameter's name, and what is left of it without what pages add to names."""
+    found = [name.lower().replace("_", "")]
+    for added in ("optional", "out", "in"):
+        found.append(found[-1].removesuffix(added))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_the_prototype_is_the_page_s(page: Page) -> None:
+    params = record_of(page).params
+    assert len(params) == len(page.prototype)
+    for ours, p in zip(page.prototype, params, strict=True):
+        assert isinstance(p, KINDS[ours.kind]), ours
+        assert not isinstance(p, Attr) or p.type is TYPES[ours.kind], ours
+        assert p.shown == (ours.shown or p.shown), ours
+        assert ours.shown or p.shown.replace("_", "") in spellings(ours.name), (ours, p.shown)
+        assert not ours.default or p.default == TYPES[ours.kind](ours.default), (ours, p.default)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_page_is_checked_throughout(page: Page) -> None:
+    assert len(page) >= PAGES[page]
+    ids = [clause.id for clause in page.clauses]
+    assert len(set(ids)) == len(ids)
+    assert all(clause.checks for clause in page.clauses)
+    named = {name for _, check in page.parts() for name in (*check.over, *check.names)}
+    assert {p.name for p in page.prototype} <= named, "no call is about these"
+
+
+# ------------------------------------------------------------------------------------------------------------- breaking
+
+SECOND = aclnn._second
+Broken = Callable[[dict[str, Any]], None]
+
+
+def firsts(page: Page, wanted: Callable[[Check], bool]) -> list[Check]:
+    """The first check of a kind in every clause that has one."""
+    found = [next(filter(wanted, clause.checks), None) for clause in page.clauses]
+    checks = [check for check in found if check is not None]
+    assert checks
+    return checks
+
+
+def nothing(outputs: dict[str, torch.Tensor]) -> None:
+    """Leaves every output as it was."""
+    for tensor in outputs.values():
+        bytes_of(tensor).fill_(0xFF)
+
+
+def scaled(outputs: dict[str, torch.Tensor]) -> None:
+    """All of it is larger by an eighth, and not zero."""
+    for tensor in outputs.values():
+        tensor.mul_(1.125).add_(0.001) if tensor.is_floating_point() else tensor.bitwise_xor_(64)
+
+
+def last_row(outputs: dict[str, torch.Tensor]) -> None:
+    """The last number of the last output is another one."""
+    tensor = [tensor for tensor in outputs.values() if tensor.numel()][-1]
+    at = (-1,) * tensor.dim()
+    tensor[at] = torch.nan if tensor.is_floating_point() else tensor[at] ^ 64
+
+
+@pytest.mark.parametrize("breaking", [nothing, scaled, last_row], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_a_wrong_result_is_noticed(page: Page, breaking: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: dict[str, Any] = {}
+
+    def second(op: Any, *own: Any) -> int:
+        ret = SECOND(op, *own)
+        breaking(outputs)
+        return ret
+
+    def laid(page: Page, args: dict[str, Any], *second: Any) -> Any:
+        outputs.clear()
+        outputs.update({name: args[name] for name in outputs_of(page) if isinstance(args[name], torch.Tensor)})
+        return called(page, args, *second)
+
+    monkeypatch.setattr(aclnn, "_second", second)
+    monkeypatch.setattr(table, "called", laid)
+    missed = [str(check) for check in firsts(page, lambda check: not check.codes) if not wrong(page, check)]
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_a_call_that_is_not_refused_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aclnn, page.operator + "GetWorkspaceSize", lambda *_: (0, 0, None))
+    monkeypatch.setattr(aclnn, "_second", lambda *_: 0)
+    missed = [str(check) for check in firsts(page, lambda check: bool(check.codes)) if not wrong(page, check)]
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_a_refusal_for_another_reason_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = firsts(page, lambda check: bool(check.codes) and check.second is None)
+    for code, text in ((561002, "no such parameter"), (161000, "query")):
+
+        def first(*_: Any, code: int = code, text: str = text) -> tuple[int, int, None]:
+            state.note(f"{page.operator}: {text}: expected something else")
+            return code, 0, None
+
+        monkeypatch.setattr(aclnn, page.operator + "GetWorkspaceSize", first)
+        missed = [str(check) for check in refused if not wrong(page, check)]
+        assert not missed, (text, missed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_a_refusal_that_writes_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    def writing(page: Page, args: dict[str, Any], *second: Any) -> Any:
+        found = called(page, args, *second)
+        for name in outputs_of(page):
+            if isinstance(args[name], torch.Tensor):
+                bytes_of(args[name])[0] = 0
+        return found
+
+    monkeypatch.setattr(table, "called", writing)
+    missed = [str(check) for check in firsts(page, lambda check: bool(check.codes)) if not wrong(page, check)]
+    assert not missed, missed
+
+
+# ------------------------------------------------------------------------------------------------------------- counting
+
+
+def test_clauses_in_all() -> None:
+    assert sum(map(len, PAGES)) >= sum(PAGES.values())
+
+
+def test_rulings_exist() -> None:
+    known = {int(number) for number in re.findall(r"^## (\d+)\.", RULINGS.read_text(encoding="utf-8"), re.MULTILINE)}
+    named = {clause.ruling for page in PAGES for clause in page.clauses if clause.ruling is not None}
+    assert named <= known

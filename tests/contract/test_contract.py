@@ -1,0 +1,471 @@
+"""What a correct call is: every rule of every record broken alone, through bind() and through the functions themselves;
+signatures, remembered signatures, wording, pages.
+"""
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
+
+import fusion_attention
+import fusion_attention.contract.binding as binding
+from fusion_attention import ContractError, ContractWarning, npu
+from fusion_attention.contract import (
+    INVALID,
+    LEVELS,
+    NULL_POINTER,
+    STAGES,
+    TILING,
+    WARNED,
+    Array,
+    Failure,
+    Op,
+    Rule,
+    Tensor,
+    bind,
+)
+from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import own as attention
+from fusion_attention.ops.training import records as training
+from fusion_attention.plan import Plan
+
+FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
+FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+del FACES["decode_attention"]  # its cache stands for several of the record's parameters
+Args = dict[str, Any]
+ATTENTION = RECORDS["attention"]
+PACKED = {"input_layout": "TND"}
+
+
+def outcome(op: Op, args: Args, **flags: bool) -> tuple[tuple[Failure, ...], list[str]]:
+    """The failures and the warnings of a call; anything else raised is this test's failure."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            bind(op, args, **flags)
+            failures: tuple[Failure, ...] = ()
+        except ContractError as error:
+            failures = error.failures
+    return failures, [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
+
+
+def one(op: Op, args: Args, **flags: bool) -> str:
+    """The text of the only failure of a call."""
+    failures, _ = outcome(op, args, **flags)
+    assert len(failures) == 1, failures
+    return str(failures[0])
+
+
+def call(op: Op, args: Args) -> Any:
+    """The function that a record describes, called by its own names."""
+    return FACES[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
+
+
+# --------------------------------------------------------------------------------------------------- samples, spoils
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_sample_is_legal(name: str) -> None:
+    op = RECORDS[name]
+    for layout in op.layouts:
+        args = sample(op, **{op.layout_attr: layout})
+        assert outcome(op, args, strict=True, check_content=True) == ((), []), layout
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_broken_rule_is_reported_alone(name: str) -> None:
+    """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
+    op = RECORDS[name]
+    for case in spoils(op):
+        asked = {"strict": case.level in ("limit", "doubt", "hint"), "check_content": case.level == "content"}
+        failures, notes = outcome(op, case.args, **asked)
+        usual = outcome(op, case.args)
+        if case.level in ("note", "hint"):
+            assert not failures, case.id
+            assert bool(usual[1]) is (case.level == "note"), case.id
+            assert len(notes) == 1, case.id
+            assert notes[0].startswith(f"{name}: {case.param}: expected {case.expected}, got "), case.id
+            continue
+        assert [(f.op, f.param, f.code) for f in failures] == [(name, case.param, case.code)], (case.id, failures)
+        assert case.expected in (failures[0].expected, ""), case.id
+        text = str(failures[0]).removeprefix(f"{name}: {case.param}: expected ")
+        assert re.fullmatch(r".+, got .+", text), case.id
+        assert len(text) < 400, case.id
+        # Asked for everything, the chip's limits alone may say more: a version may take nothing of a kind.
+        more, _ = outcome(op, case.args, strict=True, check_content=True)
+        others = [f for f in more if f not in failures]
+        assert all(f.rule is not None and f.rule.level == "limit" for f in others), (case.id, more)
+        assert more, case.id
+        always = case.level == "meaning"
+        warned = [f"{name}: {case.param}: expected {case.expected} ({f.advice})" for f in failures]
+        assert (bool(usual[0]), usual[1]) == (always, warned if case.level == "doubt" else []), case.id
+        refused = always or case.level in ("limit", "doubt") or bool(others)
+        assert bool(outcome(op, case.args, strict=True)[0]) is refused, case.id
+        assert bool(outcome(op, case.args, check_content=True)[0]) is (always or case.level == "content"), case.id
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_rules_are_declared_whole(name: str) -> None:
+    op = RECORDS[name]
+    assert len({rule.id for rule in op.asked}) == len(op.asked), "two rules of one name"
+    for rule in op.rules:
+        assert rule.level in LEVELS
+        assert rule.stage in STAGES
+        assert rule.given or rule.spoil, f"{rule.id}: say how to break it"
+        assert rule.advice, f"{rule.id}: say why, or what to do"
+        assert not (rule.reads and rule.level in WARNED), rule.id
+
+
+@pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *training.RECORDS)])
+def test_levels_and_codes(name: str) -> None:
+    for rule in RECORDS[name].asked:
+        key = rule.param, rule.expected
+        levels = {"limit": LIMITS, "content": CONTENT, "note": NOTES, "doubt": DOUBTS, "hint": HINTS}
+        level = next((level for level, keys in levels.items() if key in keys), "meaning")
+        assert rule.level in (level, BOTH.get(rule.expected)), key
+        assert rule.code == (NULL_POINTER if key in MISSING else INVALID if key in SHAPES_AND_DTYPES else TILING), key
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "code"),
+    [
+        ("head_num", {"head_num": 0}, INVALID),
+        ("head_num", {"head_num": None}, NULL_POINTER),
+        ("key", {"key": None}, NULL_POINTER),
+        ("key", {"key": ("B S2 N2 D", "float32")}, INVALID),
+        ("value", {"value": "B S1 N2 D"}, INVALID),
+        ("sink", {"sink": ("N1", "float16")}, INVALID),
+        ("keep_prob", {"keep_prob": 0.0}, TILING),
+        ("softmax_layout", {"softmax_layout": "same_as_input"}, INVALID),
+        ("pse_type", {"pse_type": 4}, TILING),
+        ("inner_precise", {"inner_precise": 1.5}, INVALID),
+    ],
+)
+def test_codes_of_the_stages(name: str, settings: Args, code: int) -> None:
+    failures, _ = outcome(training.TORCH_V2, sample(training.TORCH_V2, **settings))
+    assert [(f.param, f.code) for f in failures] == [(name, code)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "legal"),
+    [
+        ({"pse": "B N1 1 S2"}, True),
+        ({"pse": "1 N1 S1 S2"}, True),
+        ({"pse": "S1 S2"}, False),
+        ({**PACKED, "pse": "200"}, True),
+        ({**PACKED, "pse": "48"}, True),
+        ({**PACKED, "pse": "2 4 25"}, False),
+        ({**PACKED, "pse": "2 N1 5 5"}, False),
+        ({**PACKED, "pse": "1 N1 1024 7"}, True),
+        ({**PACKED, "actual_seq_qlen": [4, 8], "actual_seq_kvlen": [6, 12], "pse": "2 N1 4 6"}, True),
+        ({**PACKED, "actual_seq_qlen": [4, 8], "actual_seq_kvlen": [6, 12], "pse": "2 N1 6 4"}, False),
+        ({**PACKED, "actual_seq_qlen": [4, 8], "actual_seq_kvlen": [6, 12], "pse": "2 N1 1 6"}, True),
+    ],
+)
+def test_forms_of_pse(settings: Args, legal: bool) -> None:
+    assert (outcome(training.TORCH_V1, sample(training.TORCH_V1, **settings))[0] == ()) is legal
+
+
+# -------------------------------------------------------------------------------------------------------------- faces
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise AssertionError("a wrong call was computed")
+
+    monkeypatch.setattr(Plan, "run", run)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", FACES)
+def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
+    op = RECORDS[name]
+    outputs = {p.shown for p in op.tensors(output=True)}
+    for case in spoils(op):
+        if case.level != "meaning" or any(case.args.get(name) is not None for name in outputs):
+            continue
+        versions = [t._version for t in case.args.values() if isinstance(t, torch.Tensor)]
+        with pytest.raises(ContractError, match=rf"^{name}: {case.param}: expected ") as caught:
+            call(op, case.args)
+        assert [(f.param, f.code) for f in caught.value.failures] == [(case.param, case.code)], case.id
+        assert versions == [t._version for t in case.args.values() if isinstance(t, torch.Tensor)], case.id
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_function_takes_its_samples(name: str) -> None:
+    op = RECORDS[name]
+    for layout in op.layouts:
+        results = call(op, sample(op, **{op.layout_attr: layout, "B": 1, "D": 4, "Dv": 4}))
+        first = results if isinstance(results, torch.Tensor) else results[0]
+        assert first.isfinite().all(), layout
+
+
+# -------------------------------------------------------------------------------------------- stages and their failures
+
+
+def test_a_stage_reports_all_its_failures_and_stops() -> None:
+    """Each call adds what an earlier stage refuses; that stage's failures alone are reported."""
+    op = training.TORCH_V2
+    legal = sample(op, **PACKED, atten_mask="S1 S2", query_rope=True, key_rope=True)
+
+    def params(**wrong: Any) -> list[str]:
+        return [f.param for f in outcome(op, legal | wrong)[0]]
+
+    rules = {"sparse_mode": 5, "pse_type": 0, "query_rope": None, "key_rope": None}
+    assert params(**rules) == ["sparse_mode", "pse_type"]
+    lengths = rules | {"actual_seq_qlen": [8, 3], "actual_seq_kvlen": [5, 13]}
+    assert params(**lengths) == ["actual_seq_qlen", "actual_seq_kvlen"]
+    domains = lengths | {"keep_prob": 0.0, "softmax_layout": "BSND"}
+    assert params(**domains) == ["keep_prob", "softmax_layout"]
+    axes = domains | {"value": legal["value"][1:], "sink": torch.zeros(3)}
+    assert params(**axes) == ["value", "sink"]
+    rank = axes | {"key": legal["key"][0], "sink": torch.zeros(2, 2)}
+    assert params(**rank) == ["key", "sink"]
+    dtype = rank | {"key": legal["key"].double(), "sink": torch.zeros(4).half(), "input_layout": "tnd"}
+    assert params(**dtype) == ["key", "sink", "input_layout"]
+    presence = dtype | {"value": None, "head_num": None, "pse": "x", "sync": 1, "prefix": [0.5]}
+    assert params(**presence) == ["value", "head_num", "pse", "prefix", "sync"]
+
+
+def test_the_message_has_a_line_per_failure() -> None:
+    with pytest.raises(ContractError) as caught:
+        bind(training.TORCH_V1, sample(training.TORCH_V1, sparse_mode=7, N2=3))
+    assert [str(f) for f in caught.value.failures] == str(caught.value).split("\n")
+    assert len(caught.value.failures) == 2
+
+
+def test_an_error_survives_a_process_boundary() -> None:
+    with pytest.raises(ContractError) as caught:
+        bind(ATTENTION, sample(ATTENTION, N2=3))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.failures, copy.code) == (str(caught.value), caught.value.failures, caught.value.code)
+
+
+TEXTS = [
+    (
+        "npu_fusion_attention",
+        {"atten_mask": "B 1 1 S2"},
+        (
+            "atten_mask: expected shape [B, N1, S1, S2] or [B, 1, S1, S2] or [1, 1, S1, S2] or [S1, S2], got "
+            "uint8 [2, 1, 1, 6] with B=2, N1=4, S1=4, S2=6 (1 removes a score; key padding [B, 1, 1, S2] must "
+            "be expanded: mask.expand(B, 1, S1, S2))"
+        ),
+    ),
+    (
+        "npu_fusion_attention",
+        PACKED | {"actual_seq_qlen": [0, 5, 3]},
+        (
+            "actual_seq_qlen: expected len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) "
+            "> 0, got actual_seq_qlen=[0, 5, 3], actual_seq_kvlen=[5, 12] (one end per sequence in both; an "
+            "empty tensor has the ends [0])\nnpu_fusion_attention: actual_seq_qlen: expected ends that never "
+            "fall, or only to a tail of zeros, got item 2: 3 after 5 (inclusive cumulative ends: [3, 8] is "
+            "lengths 3 and 5; strip the leading 0 of cu_seqlens)"
+        ),
+    ),
+    (
+        "npu_fusion_attention",
+        {"head_num": 3},
+        "query: expected axis 2 to be N1=3 as in head_num, got 4",
+    ),
+    (
+        "npu_fusion_attention",
+        {"input_layout": "BSH", "D": 0},
+        "query: expected axis 2 to be a positive multiple of N1=4 as in head_num, got 0",
+    ),
+    (
+        "npu_fusion_attention_grad",
+        {"scale": float("nan")},
+        "scale_value: expected a finite scale_value, got nan (of float32)",
+    ),
+    (
+        "npu_fusion_attention_grad",
+        {"attention_in": None},
+        "attention_in: expected a value (The forward's output.), got None",
+    ),
+    (
+        "npu_fusion_attention_v3",
+        {"atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": -6, "next_tokens": 1},
+        (
+            "pre_tockens: expected pre_tockens and next_tockens that leave a visible key, got pre_tockens=-6, "
+            "next_tockens=1 (from the upper left corner: -8 and 3), the left edge beyond the right one or "
+            "beyond the 6 keys (the window must meet the scores; 2147483647 is no limit)"
+        ),
+    ),
+    (
+        "npu_fusion_attention_v2",
+        {"input_layout": "BSND", "pse": ("B N1", "float16"), "pse_type": 2},
+        ("pse: expected float32 slopes [B, N1] or [N1], got float16 [2, 4] (pse_type 2 and 3 take slopes in pse)"),
+    ),
+    (
+        "aclnnFlashAttentionVarLenScoreV5",
+        {"input_layout": "bsnd"},
+        "input_layout: expected one of TND, got 'bsnd' (aclnnFlashAttentionVarLenScoreV5 has no other)",
+    ),
+    (
+        "aclnnFlashAttentionScoreV2",
+        {"pse": "B 1 S1 S2"},
+        (
+            "pse: expected [B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024, got [2, 1, 4, "
+            "6] with B=2, N1=4, S1=4, S2=6 (compressed means the last 1024 rows of the full table)"
+        ),
+    ),
+    (
+        "attention",
+        {"blocked": "S1 3"},
+        (
+            "blocked: expected [B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out, got [4, 3] "
+            "for [2, 4, 4, 6] (true removes a score)"
+        ),
+    ),
+    (
+        "attention",
+        {"layout": "TND", "q_len": [3, 6]},
+        (
+            "q_len: expected lengths of the sequences that the query tensor holds, got 9 tokens in all, 8 in "
+            "the tensor (tokens of every sequence, not cumulative ends)"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "text"), TEXTS)
+def test_wording(name: str, settings: Args, text: str) -> None:
+    op = RECORDS[name]
+    layout = settings.get(op.layout_attr, op.layouts[0])
+    known = layout if layout in op.layouts else op.layouts[0]
+    args = sample(op, **{**settings, op.layout_attr: known}) | {op.layout_attr: layout}
+    with pytest.raises(ContractError) as caught:
+        bind(op, args)
+    assert str(caught.value) == f"{name}: {text}"
+
+
+NO_DENSE_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.ones(2, 4, 4, 8).to_sparse(), "a sparse_coo one"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2, 4, 4, 8), 0.1, 0, torch.qint8), "a quantized one"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(4, 4, 8)] * 2), "a nested one"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(4, 4)] * 2, layout=torch.jagged), "a nested one"),
+    "numpy": (lambda: np.ones((2, 4, 4, 8)), "numpy float64 [2, 4, 4, 8]"),
+    "huge": (lambda: 10**5000, "a value of type int"),
+    "long": (lambda: "q" * 1000, "..."),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
+def test_what_is_no_dense_tensor(kind: str) -> None:
+    make, got = NO_DENSE_TENSORS[kind]
+    for op, name in ((ATTENTION, "q"), (training.TORCH_V1, "query"), (training.TORCH_V1, "padding_mask")):
+        text = one(op, sample(op) | {name: make()})
+        assert text.startswith(f"{op.name}: {name}: expected a ")
+        assert got in text
+        assert len(text) < 250
+
+
+def test_tensors_of_several_devices() -> None:
+    args = sample(training.TORCH_V1, atten_mask="S1 S2", sink="N1")
+    text = one(training.TORCH_V1, args | {"sink": args["sink"].to("meta")})
+    assert text == (
+        'npu_fusion_attention: sink: expected a tensor on cpu as query, got one on meta (move it: .to("cpu"))'
+    )
+    failures, _ = outcome(training.TORCH_V1, args | {"query": args["query"].to("meta")})
+    assert [f.param for f in failures] == ["key", "value", "atten_mask", "sink"]
+    assert {f.code for f in failures} == {INVALID}
+
+
+def test_seeds_may_stay_on_the_host() -> None:
+    op = training.TORCH_GRAD_V3
+    args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in sample(op, keep_prob=0.5).items()}
+    bound = bind(op, args | {"seed": torch.tensor([3]), "offset": torch.tensor([0])})
+    assert (bound.names["seed"].item(), bound.names["offset"].item()) == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64])
+def test_dtypes_that_no_record_of_cann_takes(dtype: torch.dtype) -> None:
+    args = sample(training.TORCH_V1)
+    odd = {name: args[name].to(dtype) for name in ("query", "key", "value")}
+    text = one(training.TORCH_V1, args | odd)
+    assert f"query: expected float16 or bfloat16 or float32, got {str(dtype).removeprefix('torch.')}" in text
+
+
+def test_inputs_may_overlap_and_outputs_may_not() -> None:
+    op = training.SCORE_V1
+    args = sample(op, drop_mask=None)
+    wide = args["query"][:1].expand(2, -1, -1, -1)
+    bound = bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
+    assert bound.names["query"] is wide
+    text = one(op, args | {"attention_out": wide})
+    assert "attention_out: expected memory of its own for every element, got strides (0, 32, 8, 1)" in text
+
+
+# --------------------------------------------------------------------------------------------------- notes and rules
+
+
+def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lengths(q_len: list[int]) -> list[int]:
+        q = torch.zeros(8, 1, 8)
+        return bind(ATTENTION, {"q": q, "k": q, "v": q, "layout": "TND", "q_len": q_len}).names["q_len"].tolist()
+
+    class Raced(binding._Signature):
+        """Is settled anew as soon as it is settled."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "settled" and meanwhile:
+                lengths(meanwhile.pop())
+
+    meanwhile: list[list[int]] = []
+    monkeypatch.setattr(binding, "_Signature", Raced)
+    ATTENTION.signatures.clear()
+    lengths([4, 4])
+    meanwhile.append([5, 3])
+    assert lengths([3, 5]) == [3, 5]
+    assert not meanwhile
+
+
+def test_a_warning_points_at_the_caller() -> None:
+    args = sample(training.TORCH_V1, sparse_mode=3)
+    for ask in (lambda: bind(training.TORCH_V1, args), lambda: call(training.TORCH_V1, args)):
+        for _ in range(2):
+            with pytest.warns(
+                ContractWarning, match="^npu_fusion_attention: sparse_mode: expected atten_mask"
+            ) as caught:
+                ask()
+            assert [Path(w.filename).name for w in caught] == ["test_contract.py"]
+
+
+def test_a_warning_comes_once_per_line() -> None:
+    args = sample(training.TORCH_V1, sparse_mode=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            bind(training.TORCH_V1, args)
+    assert len(caught) == 1
+
+
+def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:
+    assert not any(r.param == "pse_type" for r in training.SCORE_V1.asked)
+    assert not any(r.only == ("TND",) for r in training.SCORE_V3.asked)
+    op = training.SCORE_V1.version("v", "s", without=("pse",), after={"value": (training.SINK,)})
+    assert [p.name for p in op.params[:4]] == ["query", "key", "value", "sink"]
+    assert not any(r.param == "pse" for r in op.asked)
+
+
+def test_a_rule_words_itself() -> None:
+    rule = Rule("fits(x, 'B N | 1 N')", "x", "why")
+    op = Op(
+        "op", "s", "here", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),)
+    )
+    assert rule.expected == "shape [B, N] or [1, N]"
+    assert rule.code == TILING
+    bind(op, {"x": torch.ones(2, 3)}, strict=True)
+    assert one(op, {"x": torch.ones(3)}) == "op: x: expected 2 dimensions [B, N], got 1 dimensions [3]"

@@ -1,0 +1,314 @@
+"""What the programs of CANN's pages (page_programs.py) print, by hand arithmetic on their own data, and by the page's
+formula on random data; a phase 2 that computes nothing, or something else, is noticed in each of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from clauses import (
+    flash_attention_score_v2,
+    incre_flash_attention_v4,
+    indexer_grad_kl_loss,
+    sparse_flash_attention_grad,
+    unpadding_score_grad_v3,
+)
+from clauses.near import UNIT, near
+from clauses.table import GENERATOR, I8, U8, Args, Page, not_computed
+from clauses.training import hiding
+from support.page_programs import CORRECTED, FILL, PRINTED, Given, Printed, check, indexer_grad_kl_loss_refused
+from support.page_programs import incre_flash_attention_v4 as run_incre
+from support.page_programs import indexer_grad_kl_loss as run_loss
+from support.page_programs import score_v2 as run_score
+from support.page_programs import sparse_flash_attention_grad as run_sparse
+from support.page_programs import unpadding_score_grad_v3 as run_unpadding
+
+from fusion_attention import acl, aclnn
+from fusion_attention.contract import Tensor
+
+
+@pytest.fixture(autouse=True)
+def finalized() -> Iterator[None]:
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+def held(printed: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """The tensor in the bytes that a program copied; behind it nothing was written."""
+    raw = torch.from_numpy(printed).view(torch.uint8)
+    assert bool((raw[like.nbytes :] == FILL).all())
+    return raw[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+# ------------------------------------------------------------------------------------------------------- as printed
+
+
+def unpadding_as_printed() -> None:
+    got = run_unpadding({})
+    # A float 1 is the pair (0, 1): 96 products of ones per score. The saved statistics are max 3 and sum 3, so that
+    # P = exp(0.088388 * 96 - 3) / 3 = 80.37, and dv = 256 P in the columns where dY is 1. Within 1/2 of 20575,
+    # bfloat16 has 20480 and 20608; P rounded to it, 80.5, gives 20608 as well.
+    assert 80.25 < math.exp(0.088388 * 96 - 3) / 3 < 80.75
+    rows = {name: held(values, torch.empty(values.size, dtype=torch.bfloat16)) for name, values in got.items()}
+    # One truth value each: pytest, where CI is set, would spell out how lists of thousands differ.
+    assert rows["dv"].numel() == 32768
+    assert bool((rows["dv"].view(-1, 2) == torch.tensor([0.0, 20608.0])).all())
+    # dY V^T and rowsum(dY * out) are both 64: nothing is left for q and k.
+    assert all(not rows[name].any() for name in ("dq", "dqRope", "dk", "dkRope"))
+
+
+def score_as_printed() -> None:
+    got = run_score({})
+    # The short 1 is the smallest float16, 2**-24: all scores are one number, and the mean of equal rows is that row.
+    assert got["attentionOut"].size == 32768
+    assert bool((got["attentionOut"] == 1).all())
+    score = 0.088388 * 128 * 2.0**-48
+    assert (np.abs(got["softmaxMax"] - score) <= 130 * UNIT * score).all()  # 128 terms, the scale and its product
+    assert got["softmaxSum"].size == 2048
+    assert bool((got["softmaxSum"] == 256.0).all())
+
+
+def incre_as_printed() -> None:
+    # A float 1 is the pair (0, 1.875): all keys are alike, and the mean of equal rows is that row.
+    assert run_incre({})["out"].tolist() == [0.0, 1.875] * 16
+
+
+def sparse_as_printed() -> None:
+    got = run_sparse({})
+    # Every number is 2**-24, so scores vanish beside the saved maximum 3, and P = exp(-3) / 3 for each key and head.
+    # dv = P dY summed over 16 heads is about a quarter of 2**-24, the smallest number that float16 has: rounded, zero.
+    # dq and dk carry the product of three such numbers.
+    assert 16 * math.exp(-3) / 3 < 0.49
+    assert all(not values.any() for values in got.values())
+
+
+def loss_as_corrected() -> None:
+    got = run_loss({})
+    # The shorts are 2**-24 and its multiples: all scores vanish, so that y is uniform over the n keys that a row sees,
+    # and p is exp(0 - 1) / 1 for every key, as the saved statistics say.
+    p = near(-1.0).exp()
+    loss = near(0.0)
+    for n in (5, 6, 7, 8):
+        loss = loss + p * (p.log() - (near(1.0) / n).log()) * n
+    assert abs(float(got["loss"][0]) - loss.value) <= loss.slack
+    # dS carries a weight of 2**-24, dweights a score of 128 * 30 * 2**-48: both are below what float16 holds.
+    assert all(not got[name].view(np.float16).any() for name in ("dQIndex", "dKIndex", "dWeight"))
+
+
+# --------------------------------------------------------------------------------------------------- on random data
+
+
+def unpadding_args() -> Args:
+    args = unpadding_score_grad_v3.base(q=(256,), kv=(256,), N=1, N2=1, D=128, Dr=64)
+    mask = hiding(256, 256, d=U8)(None)
+    tokens = {"preTokens": 65536, "nextTokens": 65536}
+    return args | tokens | {"attenMaskOptional": mask, "scaleValue": 0.088388, "sparseMode": 0}
+
+
+def score_args() -> Args:
+    args = flash_attention_score_v2.base("SBH", B=1, S1=256, S2=256, N=1, N2=1, D=128)
+    mask = hiding(256, 256, d=U8)(None)
+    tokens = {"preTokensOptional": 65536, "nextTokensOptional": 65536}
+    return args | tokens | {"attenMaskOptional": mask, "scaleValueOptional": 0.088388}
+
+
+def incre_args() -> Args:
+    args = incre_flash_attention_v4.base("BNSD", B=1, N=2, N2=2, S=16)
+    return args | {"attenMask": hiding(1, 1, 1, 16, d=I8)(None), "actualSeqLengths": [16]}
+
+
+def sparse_args() -> Args:
+    """A list that ends before its 2048 entries."""
+    args = sparse_flash_attention_grad.base("TND", q=(1,), kv=(2048,), N=16, mode=0, count=1500)
+    return args | {"scaleValue": 0.088388}
+
+
+def loss_args() -> Args:
+    """Queries so small that with a scale of 1 every key has its share."""
+    args = indexer_grad_kl_loss.base("TND", q=(4,), kv=(8,), N=64, Nidx=32, count=8)
+    small = {name: args[name] * 0.04 for name in ("query", "queryRope")}
+    return args | small | {"scaleValue": 1.0}
+
+
+class Program(NamedTuple):
+    """A program with what is known of it.
+
+    Args:
+        run: it; by_hand: its own data, judged by hand.
+        page: the formula; args: the same call by the page's names, on random data.
+        names: of its tensors, beside the page's; the last `outputs` of them are outputs.
+    """
+
+    run: Callable[[Given], Printed]
+    by_hand: Callable[[], None]
+    page: Page
+    args: Callable[[], Args]
+    outputs: int
+    names: dict[str, str]
+
+
+def pairs(own: str, page: str) -> dict[str, str]:
+    return dict(zip(own.split(), page.split(), strict=True))
+
+
+PROGRAMS = [
+    Program(
+        *(run_unpadding, unpadding_as_printed, unpadding_score_grad_v3.PAGE, unpadding_args, 5),
+        pairs(
+            "q qRope k kRope v dx attenmask softmaxMax softmaxSum attentionIn dq dqRope dk dkRope dv",
+            "query queryRope keyIn keyInRope value dy attenMaskOptional softmaxMaxOptional softmaxSumOptional "
+            "attentionInOptional dqOut dqRopeOut dkOut dkRopeOut dvOut",
+        ),
+    ),
+    Program(
+        *(run_score, score_as_printed, flash_attention_score_v2.PAGE, score_args, 3),
+        pairs(
+            "q k v attenmask softmaxMax softmaxSum attentionOut",
+            "query key value attenMaskOptional softmaxMaxOut softmaxSumOut attentionOutOut",
+        ),
+    ),
+    Program(
+        *(run_incre, incre_as_printed, incre_flash_attention_v4.PAGE, incre_args, 1),
+        pairs("query key value atten out", "query key value attenMask attentionOut"),
+    ),
+    Program(
+        *(run_sparse, sparse_as_printed, sparse_flash_attention_grad.PAGE, sparse_args, 5),
+        pairs(
+            "q k v sparseIndices out dOut softmaxMax softmaxSum qRope kRope dq dk dv dqRope dkRope",
+            "query key value sparseIndices out dOut softmaxMax softmaxSum queryRopeOptional keyRopeOptional "
+            "dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional",
+        ),
+    ),
+    Program(
+        *(run_loss, loss_as_corrected, indexer_grad_kl_loss.PAGE, loss_args, 4),
+        pairs(
+            "q k qIndex kIndex weight sparseIndices softmaxMax softmaxSum qRope kRope dQIndex dKIndex dWeight loss",
+            "query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope "
+            "dQueryIndex dKeyIndex dWeights loss",
+        ),
+    ),
+]
+EACH = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.run.__name__)
+
+
+def by_formula(program: Program) -> str:
+    """What is wrong of a run on random data; "" where nothing is."""
+    GENERATOR.manual_seed(1)
+    args = program.args()
+    if program.page.finish is not None:
+        program.page.finish(args, frozenset())
+    names = list(program.names.items())
+    inputs, outputs = names[: -program.outputs], names[-program.outputs :]
+    given = {own: args[name][0] if isinstance(args[name], list) else args[name] for own, name in inputs}
+    printed = program.run(given)
+    assert printed.keys() == {own for own, _ in outputs}
+    args.update({name: held(printed[own], args[name]) for own, name in outputs})
+    return not_computed(program.page, args)
+
+
+@EACH
+def test_its_own_data_give_what_arithmetic_says(program: Program) -> None:
+    program.by_hand()
+
+
+@EACH
+def test_random_data_give_what_the_formula_says(program: Program) -> None:
+    assert by_formula(program) == ""
+
+
+# ------------------------------------------------------------------------------------------------------- what breaks
+
+SECOND = aclnn._second
+
+
+def nothing(outputs: list[torch.Tensor]) -> None:
+    """Not even computed."""
+
+
+def zeros(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.zero_()
+
+
+def doubled(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.mul_(2)
+
+
+def reversed_rows(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        rows = tensor.view(-1, tensor.shape[-1])
+        rows.copy_(rows.flip(0))
+
+
+def break_phase_2(monkeypatch: pytest.MonkeyPatch, breaking: Callable[[list[torch.Tensor]], None]) -> None:
+    def second(op: Any, workspace: Any, size: Any, executor: Any, stream: Any) -> int:
+        args = executor.job.args
+        outputs = [args[p.name] for p in op.params if isinstance(p, Tensor) and p.output and args[p.name] is not None]
+        ret = 0 if breaking is nothing else SECOND(op, workspace, size, executor, stream)
+        breaking(outputs)
+        return ret
+
+    monkeypatch.setattr(aclnn, "_second", second)
+
+
+@pytest.mark.parametrize("breaking", [nothing, zeros, doubled, reversed_rows], ids=lambda f: f.__name__)
+@EACH
+def test_a_wrong_phase_2_is_noticed(
+    program: Program, breaking: Callable[[list[torch.Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_phase_2(monkeypatch, breaking)
+    assert by_formula(program) != ""
+
+
+@EACH
+def test_its_own_data_show_that_nothing_was_computed(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_phase_2(monkeypatch, nothing)
+    with pytest.raises(AssertionError):
+        program.by_hand()
+
+
+# ------------------------------------------------------------------------- the last program, as its page prints it
+
+
+def test_16_bit_host_data_make_no_tensors() -> None:
+    """As printed: what is as short as its host data is null, which the program does not look at, and phase 1 does."""
+    nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED)
+    assert nulls == {
+        "sparseIndices": "data: the view ends at byte 8192 of an allocation of 4096",
+        "softmaxMax": "data: the view ends at byte 1024 of an allocation of 512",
+        "softmaxSum": "data: the view ends at byte 1024 of an allocation of 512",
+        "loss": "data: the view ends at byte 4 of an allocation of 2",
+    }
+    assert ret == 161001
+    found = [line.split(": ", 2)[1:] for line in text.splitlines()]
+    assert [name for name, _ in found] == ["sparse_indices", "softmax_max", "softmax_sum"]
+    assert all(said.startswith("expected a value") and said.endswith("got None") for _, said in found)
+
+
+def test_64_weights_for_32_heads_are_refused() -> None:
+    """As printed, but for host data of the tensors' own types."""
+    nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED, np.int32, np.float32)
+    assert (nulls, ret) == ({}, 161002)
+    assert text == (
+        "aclnnSparseLightningIndexerGradKLLoss: weights: expected one weight for every head of query_index, got "
+        "weights=float16 [4, 64], query_index=float16 [4, 32, 128] (a score is a sum over heads)"
+    )
+
+
+@pytest.mark.parametrize("wrong", ["sparseIndices", "softmaxMax", "softmaxSum"])
+def test_its_other_shapes_are_refused_too(wrong: str) -> None:
+    names = {"sparseIndices": "sparse_indices", "softmaxMax": "softmax_max", "softmaxSum": "softmax_sum"}
+    _, ret, text = indexer_grad_kl_loss_refused({**CORRECTED, wrong: PRINTED[wrong]}, np.int32, np.float32)
+    assert ret == 161002
+    assert f"{names[wrong]}: expected 3 dimensions" in text
+
+
+def test_a_device_that_is_not_there() -> None:
+    check(acl.init(None))
+    assert acl.rt.set_device(8) == 107001
+    assert acl.get_recent_err_msg() == "device_id: expected 0 to 7, got 8"

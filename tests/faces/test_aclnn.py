@@ -1,0 +1,494 @@
+"""The two-phase face: records compute what the npu face does; a mistake is a code and a text, and writes nothing."""
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same
+
+from fusion_attention import acl, aclnn, npu, use_backend
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op
+from fusion_attention.contract.expressions import size_of
+from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training import records as training
+
+OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
+TRAINING = [op for op in OPERATORS.values() if op in training.RECORDS]
+FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
+BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
+V2 = RECORDS["aclnnFlashAttentionScoreV2"]
+Args = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+def by_name(op: Op) -> str:
+    return op.name.removeprefix("aclnnFlashAttention")
+
+
+# ----------------------------------------------------------------------------------------------------- calls from data
+
+
+def axes_of(op: Op, args: Args) -> dict[str, int]:
+    """The size of every axis word, as far as inputs show it."""
+    sizes: dict[str, int] = {}
+    for number in (q for q in op.params if isinstance(q, Attr) and q.axis and isinstance(args.get(q.name), int)):
+        sizes[number.axis] = args[number.name]
+    if isinstance(args.get("sparse_count"), int):
+        sizes |= {"K": args["sparse_count"], "Kv": args["sparse_count"] if args["return_values"] else 0}
+    for p in op.tensors():
+        value, words = args[p.name], p.words(op.layout_of(p, args))
+        if isinstance(value, torch.Tensor) and value.dim() == len(words):
+            for word, size in zip(words, value.shape, strict=True):
+                unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
+                known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
+                if len(unknown) == 1:
+                    sizes[unknown[0]] = size // known
+    return sizes
+
+
+def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
+    """Poisoned memory for the outputs of a call, those that it brings left as they are."""
+    sizes = axes_of(op, args)
+    found: dict[str, torch.Tensor | None] = {}
+    for p in op.tensors(output=True):
+        words = p.words(op.layout_of(p, args))
+        shape = [size_of(word, sizes) for word in words]
+        alone = getattr(torch, p.dtypes, None) if p.dtypes else None
+        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
+        dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
+        dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
+        if p.name == "dpse":
+            pse = args["pse"]
+            found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
+        elif args.get(p.name) is not None or not words or None in shape or (p.name == "dsink" and args["sink"] is None):
+            found[p.name] = None
+        else:
+            found[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+    for tensor in found.values():
+        if tensor is not None and tensor.numel():
+            tensor.view(-1).view(torch.uint8).fill_(0xA5)
+    return found
+
+
+def handle(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return acl.Tensor.of(value)
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return acl.create_tensor_list([acl.Tensor.of(tensor) for tensor in value])
+    return acl.create_int_array(value) if isinstance(value, list) else value
+
+
+def call(
+    op: Op, args: Args, outputs: dict[str, torch.Tensor | None], check_content: bool = False, **options: Any
+) -> tuple[int, int]:
+    """(ret of phase 1, ret of phase 2) with outputs given by name."""
+    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
+    options |= {"check_content": check_content}
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
+    if first:
+        assert (size, executor) == (0, None)
+        return first, 0
+    workspace = acl.rt.malloc(size)[0] if size else None
+    second = getattr(aclnn, op.name)(workspace, size, executor, None)
+    return first, second
+
+
+def done(
+    op: Op, args: Args, outputs: dict[str, torch.Tensor | None] | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """The outputs of a legal call."""
+    given = outputs_of(op, args) if outputs is None else outputs
+    assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+# ----------------------------------------------------------------------------------------------- the same as npu's face
+
+VARIANTS: dict[str, Args] = {
+    "plain": {},
+    "full_mask": {"atten_mask": "S1 S2", "sparse_mode": 0},
+    "causal": {"atten_mask": "2048 2048", "sparse_mode": 2},
+    "empty_rows": {"atten_mask": "2048 2048", "sparse_mode": 3, "S2": 3, "inner_precise": 2},
+    "pse": {"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2", "atten_mask": "2048 2048", "sparse_mode": 3}},
+    "slopes": {"pse_type": 2, "pse": ("B N1", "float32"), "S1": 6},
+    "dropout": {"drop_mask": "1024", "keep_prob": 0.5},
+    "rope": {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3},
+    "sink": {"sink": True},
+    "token_major": {"softmax_layout": "same_as_input"},
+}
+
+
+def variants(op: Op) -> Iterator[tuple[str, Args]]:
+    """Sampled calls of a record, in every layout and with everything that it has."""
+    for (name, settings), layout in itertools.product(VARIANTS.items(), op.layouts):
+        own = {**settings, **settings.get(layout, {})}
+        known = all(key in op.by_name or key in op.sizes or key in op.layouts for key in own)
+        if known and (layout == "TND") >= (name == "rope") and not (layout == "TND" and name == "empty_rows"):
+            yield f"{name}-{layout}", sample(op, input_layout=layout, **settings)
+
+
+def everywhere(args: Args) -> bool:
+    """Whether a sampled call is within the chip's limits in every version: one takes neither pse nor dropout."""
+    return args["pse"] is None and args["drop_mask"] is None
+
+
+def torch_npu(args: Args, **changes: Any) -> tuple[torch.Tensor, ...]:
+    """The same forward call by npu_fusion_attention_v2."""
+    names = inspect.signature(npu.npu_fusion_attention_v2).parameters
+    given = {name: value for name, value in {**args, **changes}.items() if name in names and value is not None}
+    given["dropout_mask"] = args["drop_mask"]
+    given["softmax_layout"] = "TND" if args.get("softmax_layout") else ""
+    return npu.npu_fusion_attention_v2(**given)
+
+
+@pytest.mark.parametrize("op", FORWARD, ids=by_name)
+def test_forward_gives_the_bytes_of_npu(op: Op) -> None:
+    for name, args in variants(op):
+        got = done(op, args, strict=everywhere(args))
+        expected = dict(zip(("attention_out", "softmax_max", "softmax_sum"), torch_npu(args), strict=False))
+        assert got.keys() == expected.keys()
+        for output, tensor in got.items():
+            assert same(tensor, expected[output]), (name, output)
+
+
+@pytest.mark.parametrize("op", BACKWARD, ids=by_name)
+def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
+    for name, args in variants(op):
+        inputs = {"dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
+        inputs |= {"dpse": "pse", "dsink": "sink"}
+        leaves = {key: args[key].clone().requires_grad_() for key in inputs.values() if args.get(key) is not None}
+        if args.get("pse_type") == 2:
+            leaves["pse"].requires_grad_(False)
+        out, softmax_max, softmax_sum, *_ = torch_npu(args, **leaves)
+        out.backward(args["dy"])
+        saved = {"attention_in": out.detach(), "softmax_max": softmax_max, "softmax_sum": softmax_sum}
+        got = done(op, args | saved, strict=everywhere(args))
+        assert got.keys() == {key for key in inputs if inputs[key] in leaves}
+        for output, tensor in got.items():
+            expected = leaves[inputs[output]].grad
+            assert same(tensor, torch.zeros_like(tensor) if expected is None else expected), (name, output)
+
+
+@pytest.mark.parametrize("op", [op for op in RECORDS.values() if op.name.startswith("aclnn")], ids=by_name)
+def test_signatures_are_the_records(op: Op) -> None:
+    first = inspect.signature(getattr(aclnn, op.name + "GetWorkspaceSize")).parameters
+    assert list(first) == [*(p.shown for p in op.params), "strict", "check_content"]
+    assert all(first[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("strict", "check_content"))
+    second = inspect.signature(getattr(aclnn, op.name))
+    assert list(second.parameters) == ["workspace", "workspace_size", "executor", "stream"]
+    assert {op.name, op.name + "GetWorkspaceSize"} <= set(aclnn.__all__) & set(dir(aclnn))
+    with pytest.raises(AttributeError):
+        getattr(aclnn, op.name + "V9")
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
+def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
+    for spoiled in spoils(op):
+        outputs = outputs_of(op, spoiled.args)
+        before = {name: tensor.clone() for name, tensor in outputs.items() if tensor is not None}
+        if spoiled.level == "note":
+            with pytest.warns(UserWarning, match=op.name):
+                assert call(op, spoiled.args, outputs, strict=False) == (0, 0), (spoiled.id, acl.get_recent_err_msg())
+            continue
+        content = spoiled.level == "content"
+        later = content or any(rule.reads and spoiled.id.endswith(rule.id) for rule in op.asked)
+        rets = call(op, spoiled.args, outputs, strict=spoiled.level in ("limit", "doubt"), check_content=content)
+        text = acl.get_recent_err_msg()
+        assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
+        assert text.startswith(f"{op.name}: {spoiled.param}: expected {spoiled.expected}"), (spoiled.id, text)
+        assert "\n" not in text, (spoiled.id, text)
+        assert all(same(before[name], outputs[name]) for name in before), spoiled.id  # type: ignore[arg-type]
+
+
+def failed(ret: int, code: int, *words: str) -> None:
+    text = acl.get_recent_err_msg()
+    assert ret == code, (ret, text)
+    assert all(word in text for word in words), text
+    assert acl.get_recent_err_msg() == ""
+
+
+def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Executor | None, dict[str, acl.Tensor]]:
+    """Phase 1 of a small V2 call, and its handles by name."""
+    args = sample(V2) if args is None else args
+    given = outputs_of(V2, args) | outputs
+    handles = {p.name: handle(args[p.name] if args[p.name] is not None else given.get(p.name)) for p in V2.params}
+    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    return ret, size, executor, handles
+
+
+def run(size: int, executor: Any, workspace: Any = ..., stream: Any = None) -> int:
+    memory = acl.rt.malloc(max(size, 1))[0] if workspace is ... else workspace
+    return aclnn.aclnnFlashAttentionScoreV2(memory, size, executor, stream)
+
+
+@pytest.mark.parametrize("output", ["softmax_max", "softmax_sum", "attention_out"])
+def test_a_null_output_is_refused(output: str) -> None:
+    ret, *_ = planned(**{output: None})
+    failed(ret, NULL_POINTER, f"{output}: expected a tensor to write")
+
+
+@pytest.mark.parametrize("name", ["dq", "dq_rope", "dk", "dk_rope", "dv", "dpse", "dsink"])
+def test_a_null_gradient_is_refused(name: str) -> None:
+    op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
+    args = sample(op, **VARIANTS["rope"], **VARIANTS["sink"]) if name != "dpse" else sample(op, pse="1 N1 1024 S2")
+    assert call(op, args, outputs_of(op, args), strict=False) == (0, 0), acl.get_recent_err_msg()
+    first, _ = call(op, args, outputs_of(op, args) | {name: None}, strict=False)
+    failed(first, NULL_POINTER, name)
+
+
+@pytest.mark.parametrize(
+    ("output", "tensor", "word"),
+    [
+        ("softmax_max", torch.zeros(2, 4, 4, 1), "axis 3"),
+        ("softmax_sum", torch.zeros(2, 4, 4, 8, dtype=torch.float16), "float32"),
+        ("attention_out", torch.zeros(2, 4, 4, 8), "float16"),
+        ("attention_out", torch.zeros(2, 4, 32, dtype=torch.float16), "4 dimensions"),
+        ("attention_out", torch.zeros(1, dtype=torch.float16).expand(2, 4, 4, 8), "memory of its own"),
+        ("attention_out", torch.zeros(99, dtype=torch.float16).as_strided((2, 4, 4, 8), (32, 8, 2, 1)), "its own"),
+    ],
+)
+def test_wrong_outputs_are_refused(output: str, tensor: torch.Tensor, word: str) -> None:
+    ret, *_ = planned(**{output: tensor})
+    failed(ret, INVALID, output, word)
+
+
+def test_reserved_outputs_are_null_or_empty() -> None:
+    for blank in (None, torch.empty(0), torch.empty(())):
+        assert planned(softmax_out=blank)[0] == 0, acl.get_recent_err_msg()
+    failed(
+        planned(softmax_out=torch.empty(3, dtype=torch.float16))[0], TILING, "softmax_out", "None or an empty tensor"
+    )
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2), np.zeros(2), "text", 7, object()], ids=lambda v: type(v).__name__)
+def test_wrong_types_are_refused(wrong: Any) -> None:
+    *_, handles = planned()
+    for name in ("query", "atten_mask", "attention_out"):
+        ret, _, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {name: wrong}))
+        assert executor is None
+        failed(ret, INVALID, f"{name}: expected an acl.Tensor or None")
+    if not isinstance(wrong, np.ndarray):
+        ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {"prefix": wrong}))
+        failed(ret, INVALID, "prefix: expected an acl.IntArray")
+        failed(run(1, wrong), INVALID, "executor: expected an acl.Executor")
+    with pytest.raises(TypeError):
+        aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(handles["query"])
+
+
+def test_a_chip_format_is_refused() -> None:
+    *_, handles = planned()
+    handles["query"] = acl.Tensor.of(handles["query"].view, acl.ACL_FORMAT_FRACTAL_NZ)
+    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    failed(ret, INVALID, "query: expected a plain format, got ACL_FORMAT_FRACTAL_NZ")
+
+
+def test_shared_memory_is_refused_and_interleaved_memory_is_not() -> None:
+    args = sample(V2)
+    ret, *_ = planned(args, attention_out=args["query"])
+    failed(ret, INVALID, "attention_out: expected memory of its own, got some that query holds too")
+    statistics = torch.zeros(2, 4, 4, 8)
+    ret, *_ = planned(args, softmax_max=statistics, softmax_sum=statistics)
+    failed(ret, INVALID, "memory of its own")
+    fused = torch.zeros(2, 4, 4, 16, dtype=torch.float16)
+    fused[..., :8] = args["query"]
+    expected = done(V2, args)
+    got = done(V2, args | {"query": fused[..., :8]}, outputs_of(V2, args) | {"attention_out": fused[..., 8:]})
+    assert all(same(got[name], expected[name]) for name in expected)
+    assert same(fused[..., :8], args["query"])
+
+
+def test_an_executor_runs_once() -> None:
+    ret, size, executor, _ = planned()
+    assert ret == 0
+    assert run(size, executor) == 0
+    failed(run(size, executor), RUNTIME, "executor: expected one that has not run")
+    failed(acl.set_acl_op_executor_repeatable(executor), RUNTIME, "destroyed")
+    failed(run(size, None), NULL_POINTER, "executor")
+    _, size, executor, _ = planned()
+    failed(aclnn.aclnnFlashAttentionScore(None, 0, executor, None), INVALID, "aclnnFlashAttentionScoreGetWorkspaceSize")
+
+
+@pytest.mark.parametrize("workspace", [None, 0, 12345, "small", "host", "torch", "text", True])
+def test_a_wrong_workspace_is_refused(workspace: Any) -> None:
+    _, size, executor, handles = planned()
+    assert size > 0
+    before = handles["attention_out"].view.clone()
+    made = {"small": acl.rt.malloc(size - 1)[0], "host": acl.rt.malloc_host(size)[0], "torch": torch.zeros(3)}
+    memory = made.get(workspace, workspace)
+    code = INVALID if workspace == "text" or workspace is True else RUNTIME
+    failed(run(size, executor, memory), code, "workspace")
+    if workspace == "host":
+        failed(aclnn.aclnnFlashAttentionScoreV2(memory, size - 1, executor, None), RUNTIME, f"at least {size}")
+        failed(aclnn.aclnnFlashAttentionScoreV2(memory, "1", executor, None), INVALID, "workspace_size")
+    assert same(before, handles["attention_out"].view)
+    assert run(size, executor) == 0
+    assert not same(before, handles["attention_out"].view)
+
+
+def test_what_ended_since_phase_1_is_noticed() -> None:
+    stream, _ = acl.rt.create_stream()
+    _, size, executor, handles = planned()
+    acl.rt.destroy_stream(stream)
+    failed(run(size, executor, stream=stream), RUNTIME, "stream: destroyed")
+    failed(run(size, executor, stream="stream"), INVALID, "stream")
+    assert acl.destroy_tensor(handles["key"]) == 0
+    failed(run(size, executor), RUNTIME, "key: expected a live tensor")
+    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    failed(ret, INVALID, "key: expected a live tensor")
+    failed(acl.destroy_tensor(handles["key"]), INVALID, "destroyed before")
+    failed(acl.destroy_tensor(None), NULL_POINTER, "got null")
+    prefix = acl.create_int_array([1, 2])
+    assert acl.destroy_int_array(prefix) == 0
+    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(
+        **(handles | {"key": handles["value"], "prefix": prefix})
+    )
+    failed(ret, INVALID, "prefix: expected a live int array")
+    failed(acl.destroy_int_array(prefix), INVALID, "destroyed before")
+
+
+def test_memory_freed_under_a_tensor_is_noticed() -> None:
+    args = sample(V2)
+    address, _ = acl.rt.malloc(args["query"].nbytes)
+    shape = args["query"].shape
+    query = acl.create_tensor(shape, acl.ACL_FLOAT16, None, 0, acl.ACL_FORMAT_ND, shape, address)
+    *_, handles = planned()
+    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {"query": query}))
+    assert (ret, acl.rt.free(address)) == (0, 0)
+    failed(run(size, executor), RUNTIME, "query: expected a live tensor, got destroyed, or its memory freed")
+
+
+def test_a_repeatable_executor_and_its_addresses() -> None:
+    args = sample(V2, **VARIANTS["full_mask"]) | {"prefix": [0]}
+    _, size, executor, handles = planned(args)
+    expected, other = done(V2, args), sample(V2)["query"].flip(0).contiguous()
+    failed(acl.set_input_tensor_addr(executor, 0, handles["query"], other), RUNTIME, "repeatable")
+    assert acl.set_acl_op_executor_repeatable(executor) == 0
+    acl.destroy_int_array(handles["prefix"])  # It was read.
+    for _ in range(3):
+        handles["attention_out"].view.zero_()
+        assert run(size, executor) == 0
+        assert same(handles["attention_out"].view, expected["attention_out"])
+    first = torch.zeros(256, dtype=torch.float16)
+    assert acl.set_input_tensor_addr(executor, 0, handles["query"], other) == 0
+    assert acl.set_output_tensor_addr(executor, 3, handles["attention_out"], first) == 0
+    failed(acl.set_tensor_addr(executor, 0, handles["query"], torch.zeros(9)), INVALID, "the view ends at byte")
+    failed(acl.set_tensor_addr(executor, 0, handles["key"], other), INVALID, "that phase 1 was given")
+    failed(acl.set_tensor_addr(executor, 3, handles["query"], other), INVALID, "index: 3 was null")
+    failed(acl.set_tensor_addr(executor, 11, handles["query"], other), INVALID, "index: expected 0 to 10, got 11")
+    failed(acl.set_tensor_addr(executor, 0, None, other), 561103, "tensor")
+    failed(acl.set_tensor_addr(None, 0, handles["query"], other), 561103, "executor")
+    room = torch.zeros(1000, dtype=torch.float16)
+    assert acl.set_tensor_addr(executor, 10, handles["attention_out"], room[8:]) == 0
+    assert run(size, executor) == 0, acl.get_recent_err_msg()
+    moved = done(V2, args | {"query": other})["attention_out"]
+    assert same(room[8 : 8 + moved.numel()], moved.reshape(-1))
+    assert not first.any()
+    assert acl.destroy_acl_op_executor(executor) == 0
+    failed(run(size, executor), RUNTIME, "a destroyed one")
+    failed(acl.destroy_acl_op_executor(executor), RUNTIME, "destroyed before")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def strided(like: torch.Tensor, kind: str) -> torch.Tensor:
+    """Memory of a shape that lies otherwise, in a buffer of NaN."""
+    shape = like.shape
+    if kind == "transposed":
+        return torch.full(tuple(reversed(shape)), torch.nan, dtype=like.dtype).permute(*reversed(range(len(shape))))
+    if kind == "padded rows":
+        return torch.full((*shape[:-1], shape[-1] + 3), torch.nan, dtype=like.dtype)[..., : shape[-1]]
+    if kind == "offset":
+        return torch.full((like.numel() + 5,), torch.nan, dtype=like.dtype)[5:].view(shape)
+    return torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=like.dtype)[..., ::2]
+
+
+@pytest.mark.parametrize("kind", ["transposed", "padded rows", "offset", "every second"])
+@pytest.mark.parametrize("op", [V2, RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]], ids=by_name)
+def test_inputs_and_outputs_of_any_strides(op: Op, kind: str) -> None:
+    settings = VARIANTS["full_mask"] if op is V2 else VARIANTS["rope"] | VARIANTS["sink"]
+    args = sample(op, **settings)
+    options = {"strict": False}
+    outputs, moved = outputs_of(op, args), {}
+    assert call(op, args, outputs, **options) == (0, 0), acl.get_recent_err_msg()
+    for name, value in args.items():
+        float_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
+        moved[name] = strided(value, kind).copy_(value) if float_tensor else value
+    targets = {name: None if t is None else strided(t, kind) for name, t in outputs.items()}
+    assert call(op, moved, targets, **options) == (0, 0), acl.get_recent_err_msg()
+    for name, expected in outputs.items():
+        if expected is not None:
+            assert same(targets[name], expected), name  # type: ignore[arg-type]
+            base = targets[name]._base  # type: ignore[union-attr]
+            base = base if base is not None else targets[name]
+            assert int(base.isnan().sum()) == base.numel() - expected.numel(), f"{name}: written beside the view"
+
+
+def test_the_workspace_grows_with_what_is_converted() -> None:
+    args = sample(V2)
+    _, size, *_ = planned(args)
+    outputs = outputs_of(V2, args)
+    _, larger, *_ = planned(args, attention_out=strided(outputs["attention_out"], "transposed"))  # type: ignore[arg-type]
+    assert larger == size + args["query"].nbytes
+
+
+@pytest.mark.parametrize("layout", ["BSND", "SBH"])
+@pytest.mark.parametrize("axis", ["B", "S1", "S2"])
+def test_empty_calls(layout: str, axis: str) -> None:
+    args = sample(V2, input_layout=layout, **{axis: 0})
+    outputs = outputs_of(V2, args)
+    handles = {p.name: handle(args[p.name] if args[p.name] is not None else outputs.get(p.name)) for p in V2.params}
+    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    assert ret == 0, acl.get_recent_err_msg()
+    if axis != "S2":
+        assert size == 0
+    assert run(size, executor, None if axis != "S2" else ...) == 0, acl.get_recent_err_msg()
+    assert all(not tensor.any() for tensor in outputs.values() if tensor is not None)
+    op = RECORDS["aclnnFlashAttentionScoreGradV2"]
+    args = sample(op, input_layout=layout, **{axis: 0})
+    assert all(not tensor.any() for tensor in done(op, args).values())
+
+
+def test_golden_behind_the_same_calls() -> None:
+    args = sample(V2, **VARIANTS["pse"])
+    acl.finalize()
+    assert acl.init(backend="golden") == acl.rt.set_device(7) == 0
+    slow = done(V2, args)
+    with use_backend("golden"):
+        out, *statistics = torch_npu(args)[:3]
+    assert all(map(same, slow.values(), (*statistics, out)))
+
+
+def test_nothing_works_before_init_or_after_finalize() -> None:
+    *_, handles = planned()
+    _, size, executor, _ = planned()
+    failed(acl.init(), 100002, "called before")
+    assert acl.finalize() == 0
+    failed(acl.finalize(), 100037, "called twice")
+    failed(acl.rt.malloc(8)[1], 100001, "before acl.init()")
+    failed(acl.rt.set_device(0), 100001)
+    failed(acl.rt.get_mem_info()[2], 100001)
+    assert acl.create_tensor((2,), acl.ACL_FLOAT, data=torch.zeros(2)) is None
+    failed(100001, 100001, "create_tensor", "acl.init()")
+    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    failed(ret, RUNTIME, "acl.init()")
+    failed(aclnn.aclnnFlashAttentionScoreV2(None, size, executor, None), RUNTIME, "acl.init()")
+    failed(acl.init(device="meta"), 207004, "device")
+    failed(acl.init(device="no such"), 207004, "device")
+    failed(acl.init(backend="no such"), 100000, "backend")
+    assert acl.init() == 0

@@ -1,0 +1,340 @@
+"""The faces under torch.compile, export, autocast, function transforms and modes: the same bits, one graph for all
+lengths, and clear refusals.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusion_attention as fa
+from fusion_attention import npu
+
+Tensors = tuple[torch.Tensor, ...]
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def draw(*shape: int, seed: int = 0, count: int = 3) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(count))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
+    """The function compiled as one graph, and a list that grows with every graph made."""
+    made: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        made.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    return torch.compile(function, fullgraph=True, backend=backend, **options), made
+
+
+def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensors, *rest: Any) -> None:
+    """Both functions give the same bits, and so do their gradients."""
+    one, two = function(*leaves, *rest), other(*leaves, *rest)
+    same_bits(one, two)
+    weight = torch.linspace(-1, 1, one.numel()).view_as(one)
+    same_bits(torch.autograd.grad(one, leaves, weight), torch.autograd.grad(two, leaves, weight))
+
+
+# ------------------------------------------------------------------------------------------------------------- compile
+
+
+def dense(q: Any, k: Any, v: Any) -> torch.Tensor:
+    return fa.attention(q, k, v, band=fa.Band.causal(), return_lse=True)[0]
+
+
+def dense_npu(q: Any, k: Any, v: Any) -> torch.Tensor:
+    return npu.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=TRIANGLE, sparse_mode=3, scale=0.125)[0]
+
+
+def rich(q: Any, k: Any, v: Any, q_rope: Any, k_rope: Any, pse: Any, sink: Any) -> torch.Tensor:
+    given = {"query_rope": q_rope, "key_rope": k_rope, "pse": pse, "pse_type": 0, "sink": sink, "scale": 0.3}
+    return npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", **given)[0]
+
+
+def packed(q: Any, k: Any, v: Any, ends: Any) -> torch.Tensor:
+    lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    out, *_ = npu.npu_fusion_attention_v3(q, k, v, 4, "TND", atten_mask=TRIANGLE, sparse_mode=3, **lengths)
+    return out
+
+
+def packed_own(q: Any, k: Any, v: Any, lengths: Any) -> torch.Tensor:
+    return fa.attention(q, k, v, layout="TND", q_len=lengths, band=fa.Band.window(7, 0))
+
+
+@pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
+def test_dense(function: Callable[..., Any]) -> None:
+    fast, made = compiled(function)
+    same(function, fast, draw(2, 4, 4, 16))
+    for size in (8, 6, 5):
+        same(function, fast, draw(2, size, 4, 16) if function is dense else draw(2, 4, size, 16))
+    assert len(made) <= 3  # as it was, and with one or two sizes as symbols
+
+
+def test_every_operand_with_a_gradient() -> None:
+    leaves = draw(2, 5, 4, 16) + draw(2, 5, 4, 8, count=2) + draw(2, 4, 5, 5, count=1) + draw(4, count=1)
+    same(rich, compiled(rich)[0], leaves)
+
+
+@pytest.mark.parametrize("function", [packed, packed_own], ids=lambda f: f.__name__)
+def test_one_graph_for_all_lengths(function: Callable[..., Any]) -> None:
+    fast, made = compiled(function)
+    for ends in ([5, 12, 32], [20, 21, 32], [1, 2, 32]):
+        lengths = torch.tensor(ends)
+        same(
+            function,
+            fast,
+            draw(32, 4, 16),
+            lengths if function is packed else lengths.diff(prepend=torch.zeros(1).long()),
+        )
+    assert len(made) == 1
+
+
+def test_a_list_of_lengths_is_a_constant() -> None:
+    fast, made = compiled(packed)
+    for _ in range(2):
+        same(packed, fast, draw(32, 4, 16), [5, 32])
+    assert len(made) == 1
+    same(packed, fast, draw(32, 4, 16), [7, 32])
+    assert len(made) == 2
+
+
+def explicit(q: Any, k: Any, v: Any, dy: Any) -> Tensors:
+    out, top, total, *_ = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.3)
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
+    return npu.npu_fusion_attention_grad_v2(q, k, v, dy, 4, "BSND", scale_value=0.3, **saved)
+
+
+def test_explicit_gradients() -> None:
+    tensors = tuple(t.detach() for t in draw(2, 5, 4, 16, count=4))
+    same_bits(explicit(*tensors), compiled(explicit)[0](*tensors))
+
+
+def dropping(q: Any, k: Any, v: Any) -> Any:
+    first = npu.npu_fusion_attention(q, k, v, 4, "BSND", keep_prob=0.5)
+    second = fa.attention(q, k, v, scale=1.0, keep_prob=0.5)
+    return first[0], second, first[4]
+
+
+def test_drawn_dropout_is_drawn_at_every_run() -> None:
+    tensors = draw(2, 16, 4, 16)
+    fast, made = compiled(dropping)
+    torch.manual_seed(5)
+    want = [dropping(*tensors) for _ in range(2)]
+    torch.manual_seed(5)
+    got = [fast(*tensors) for _ in range(2)]
+    assert len(made) == 1
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+        assert a[2] == int(b[2])
+    assert not torch.equal(got[0][0], got[0][1])
+    assert not torch.equal(got[0][0], got[1][0])
+    drawn = got[0][2]
+    assert drawn.shape == ()
+    out, top, total, *_ = npu.npu_fusion_attention(*tensors, 4, "BSND", keep_prob=0.5, seed=int(drawn))
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "keep_prob": 0.5, "seed": drawn}
+    with torch.no_grad():
+        explicit = npu.npu_fusion_attention_grad(*tensors, out, 4, "BSND", **saved)[0]
+    assert torch.equal(explicit, torch.autograd.grad(out, tensors[0], out)[0])
+
+
+def test_a_wrong_call_is_refused_while_tracing() -> None:
+    q, k, _ = draw(2, 5, 4, 16)
+    with pytest.raises(Exception, match=r"npu_fusion_attention: head_num: expected .*, got 3|axis 2 to be N1=3"):
+        compiled(lambda q: npu.npu_fusion_attention(q, q, q, 3, "BSND")[0])[0](q)
+    with pytest.raises(Exception, match=r"attention: k: expected axis 3 to be D=16 as in q, got 8"):
+        compiled(lambda q, k: fa.attention(q, k, k))[0](q, k[..., :8])
+    with pytest.raises(Exception, match=r"query: expected a tensor, got <class 'float'>"):
+        compiled(lambda q: npu.npu_fusion_attention(1.5, q, q, 4, "BSND")[0])[0](q)
+
+
+def test_wrong_lengths_are_refused_when_it_runs() -> None:
+    fast, _ = compiled(packed)
+    with torch.no_grad(), pytest.raises(fa.ContractError, match="actual_seq_qlen: expected"):
+        fast(*draw(32, 4, 16), torch.tensor([9, 3, 32]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [dense, packed], ids=lambda f: f.__name__)
+def test_inductor(function: Callable[..., Any]) -> None:
+    fast = torch.compile(function, fullgraph=True)
+    if function is dense:
+        same(dense, fast, draw(2, 6, 4, 16))
+    else:
+        same(packed, fast, draw(32, 4, 16), torch.tensor([4, 32]))
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return packed(q, q, q, ends)
+
+
+class Dense(torch.nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return fa.attention(q, q, q, band=fa.Band.causal())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    q, ends = draw(32, 4, 16)[0].detach(), torch.tensor([5, 32])
+    tokens, items = torch.export.Dim("tokens", min=2, max=4096), torch.export.Dim("items", min=2, max=64)
+    shapes = {"q": {0: tokens}, "ends": {0: items}}
+    exported = torch.export.export(Layer(), (q, ends), dynamic_shapes=shapes, strict=strict).module()
+    for count, ends in ((32, [5, 32]), (40, [1, 2, 40])):
+        q = draw(count, 4, 16)[0].detach()
+        assert torch.equal(exported(q, torch.tensor(ends)), packed(q, q, q, ends))
+    dense = torch.export.export(Dense(), (q[None],), strict=strict).module()
+    assert torch.equal(dense(q[None]), Dense()(q[None]))
+
+
+# ------------------------------------------------------------------------------------------------------------ autocast
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    q, k, v = draw(2, 5, 4, 16)
+    bias, sink = draw(5, 5, count=1)[0], torch.zeros(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fa.attention(q, k.bfloat16(), v, bias=bias, sink=sink)
+        by_name, top, *_ = npu.npu_fusion_attention(q, k, v.bfloat16(), 4, "BSND", scale=0.25, sink=sink)
+        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        fast = compiled(lambda q, k, v: fa.attention(q, k.bfloat16(), v, bias=bias, sink=sink))[0](q, k, v)
+        slopes = torch.full((4,), 0.5)
+        npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", pse=slopes, pse_type=2)  # slopes stay float32
+    narrow = tuple(t.bfloat16() for t in (q, k, v))
+    assert torch.equal(out, fa.attention(*narrow, bias=bias.bfloat16(), sink=sink))
+    assert torch.equal(fast, out)
+    assert torch.equal(by_name, npu.npu_fusion_attention(*narrow, 4, "BSND", scale=0.25, sink=sink)[0])
+    assert top.dtype == torch.float32
+    assert torch.autograd.grad(out.float().sum(), q)[0].dtype == torch.float32
+
+
+def test_mixed_dtypes_without_autocast_are_refused() -> None:
+    q, k, v = draw(2, 5, 4, 16)
+    with pytest.raises(fa.ContractError, match="k: expected float32 as q, got bfloat16"):
+        fa.attention(q, k.bfloat16(), v)
+
+
+# ---------------------------------------------------------------------------------------------- transforms and modes
+
+
+@pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
+def test_functional_gradient(function: Callable[..., Any]) -> None:
+    leaves = draw(2, 4, 4, 16)
+    want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    got = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=(0, 1, 2))(*(t.detach() for t in leaves))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_functional_gradient_of_packed_rows() -> None:
+    leaves, ends = draw(32, 4, 16), torch.tensor([5, 32])
+    (want,) = torch.autograd.grad(packed(*leaves, ends).square().sum(), leaves[:1])
+    assert torch.equal(torch.func.grad(lambda *t: packed(*t, ends).square().sum())(*leaves), want)
+    fast, _ = compiled(torch.func.grad(lambda *t: packed(*t, ends).square().sum()))
+    assert torch.equal(fast(*(t.detach() for t in leaves)), want)
+
+
+def test_vmap_is_refused_in_one_sentence() -> None:
+    q = draw(3, 2, 4, 4, 16)[0]
+    for function in (dense, dense_npu):
+        with pytest.raises(NotImplementedError, match="vmap is not supported: make the mapped axis part of the batch"):
+            torch.func.vmap(lambda q, f=function: f(q, q, q))(q)
+    with pytest.raises(NotImplementedError, match="vmap is not supported"):
+        torch.func.vmap(torch.func.grad(lambda q: dense(q, q, q).sum()))(q.detach())
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout": "BSH", "heads": np.int64(4)},
+        {"scale": np.float32(0.25), "keep_prob": 0.5, "seed": np.int32(3)},
+        {"band": fa.Band.window(np.int64(2), np.int32(1)), "q_len": np.array([3, 4], np.int32)},
+    ],
+    ids=["heads", "scale and seed", "band and lengths"],
+)
+def test_numbers_of_numpy(given: dict[str, Any]) -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    q, k, v = (t.flatten(2) if "layout" in given else t for t in (q, k, v))
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    want = fa.attention(q, k, v, **plain)
+    assert torch.equal(fa.attention(q, k, v, **given), want)
+    with Seen():
+        assert torch.equal(fa.attention(q, k, v, **given), want)
+
+
+def test_numbers_of_numpy_in_a_graph() -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    want = fa.attention(q, k, v, scale=0.25)
+    made = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(made(q, k, v), want)
+    given = torch.compile(lambda *qkv, scale: fa.attention(*qkv, scale=scale), backend="aot_eager")
+    assert torch.equal(given(q, k, v, scale=np.float32(0.25)), want)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_no_keep_prob_keeps_all(traced: bool) -> None:
+    q, k, v = draw(2, 4, 4, 16)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=None)[0]  # type: ignore[arg-type]
+        return scaled, fa.attention(q, k, v, keep_prob=None)
+
+    found = (torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer)(q, k, v)
+    assert all(torch.equal(out, fa.attention(q, k, v)) for out in found)
+
+
+def test_a_trace_refuses_what_a_call_refuses() -> None:
+    q, k, v = draw(2, 4, 4, 16)
+    for wrong in ([3.7, 4.0], [True, True], np.array([3.5, 4.0])):
+        for mode in (contextlib.nullcontext(), Seen()):
+            with mode, pytest.raises(fa.ContractError, match="q_len: expected integers"):
+                fa.attention(q, k, v, q_len=wrong)  # type: ignore[call-overload]
+    with Seen(), pytest.raises(TypeError, match="attention: band: expected a plain number or word, got"):
+        fa.attention(q, k, v, band=(1, 2))
+
+
+def test_a_mode_sees_one_operator() -> None:
+    leaves = draw(2, 4, 4, 16)
+    with Seen() as mode:
+        out = dense(*leaves)
+        torch.autograd.grad(out.sum(), leaves)
+    ours = [name for name in mode.names if "attn" in name]
+    assert ours == ["fusion_attention.attn_fwd.default", "fusion_attention.attn_bwd.default"]
+    assert torch.equal(out, dense(*leaves))
+
+
+def test_shapes_without_memory() -> None:
+    for layout, shape, out in (("BSH", (2, 5, 64), (2, 5, 32)), ("TND", (10, 4, 16), (10, 4, 8))):
+        q, v = torch.empty(shape, device="meta"), torch.empty(*shape[:-1], shape[-1] // 2, device="meta")
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            q, v, lengths = (mode.from_tensor(torch.empty(t.shape)) for t in (q, v, torch.ones(2)))
+            ends = None if layout == "BSH" else lengths.long()
+            got, top, *_ = npu.npu_fusion_attention_v2(q, q, v, 4, layout, actual_seq_qlen=ends, actual_seq_kvlen=ends)
+        assert got.shape == out
+        assert top.shape == ((2, 4, 5, 8) if layout == "BSH" else (10, 4, 8))

@@ -1,0 +1,114 @@
+"""What type checkers are told is what runs: overloads, calls of layers, words that a parameter takes.
+
+tests/typed holds what the checkers must make of it.
+"""
+
+import ast
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fusion_attention import nn, plan
+from fusion_attention.api import attention, decode, sparse
+from fusion_attention.ops import RECORDS
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERLOADED = {"attention": attention, "sparse_attention": sparse, "decode_attention": decode}
+
+
+def functions(tree: ast.AST, name: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+
+
+def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
+    """(name, annotation, default) as written; "*" stands where the parameters that need their name begin."""
+    found = function.args
+    assert not found.posonlyargs
+    assert found.vararg is None
+    assert found.kwarg is None
+    rows: list[tuple[str, str, str]] = []
+    missing: list[ast.expr | None] = [None] * (len(found.args) - len(found.defaults))
+    for names, defaults in ((found.args, missing + list(found.defaults)), (found.kwonlyargs, found.kw_defaults)):
+        for p, default in zip(names, defaults, strict=True):
+            kind = ast.unparse(p.annotation) if p.annotation else ""
+            rows.append((p.arg, kind, ast.unparse(default) if default else "needed"))
+        rows.append(("*", "", ""))
+    return rows[:-1]
+
+
+@pytest.mark.parametrize("name", OVERLOADED)
+def test_overloads_are_the_implementation(name: str) -> None:
+    tree = ast.parse(Path(str(OVERLOADED[name].__file__)).read_text(encoding="utf-8"))
+    *overloads, real = functions(tree, name)
+    assert [[ast.unparse(d) for d in f.decorator_list] for f in (*overloads, real)] == [["overload"]] * 3 + [[]]
+    whole = parameters(real)
+    asked = ("return_lse", "bool", "False")
+    answers = {
+        ("return_lse", "Literal[False]", "False"): "Tensor",
+        ("return_lse", "Literal[True]", "needed"): "tuple[Tensor, Tensor]",
+        ("return_lse", "bool", "needed"): "Tensor | tuple[Tensor, Tensor]",
+    }
+    for overload, (said, answer) in zip(overloads, answers.items(), strict=True):
+        assert parameters(overload) == [said if row == asked else row for row in whole]
+        assert ast.unparse(overload.returns or ast.Constant(None)) == answer
+    assert ast.unparse(real.returns or ast.Constant(None)) == answer
+
+
+@pytest.mark.parametrize(
+    "name", ["LightningIndexer", "SparseAttention", "SparseSelfAttention", "SparseLatentAttention"]
+)
+def test_a_layers_call_is_its_forward(name: str) -> None:
+    tree = ast.parse(Path(nn.__file__).read_text(encoding="utf-8"))
+    layer = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    (call,) = functions(layer, "__call__")
+    (real,) = functions(layer, "attend" if name == "SparseAttention" else "forward")
+    assert parameters(call) == parameters(real)
+    assert ast.unparse(call.returns or ast.Constant(None)) == ast.unparse(real.returns or ast.Constant(None))
+    assert "__call__" not in vars(getattr(nn, name))  # For checkers alone: torch's own runs hooks.
+
+
+def test_words_are_those_that_are_taken() -> None:
+    layouts = {"attention": attention, "sparse_attention": sparse, "lightning_indexer": sparse}
+    layouts |= {"indexer_loss": sparse, "decode_attention": decode}
+    for name, module in layouts.items():
+        assert set(get_args(module.Layout)) == set(RECORDS[name].layouts)
+    assert repr(get_args(attention.EmptyRows)) in str(RECORDS["attention"].by_name["empty_rows"].domain)
+    assert set(get_args(plan.Backend)) == {"auto", *plan.BACKENDS}
+    assert get_args(nn.Stage) == nn.STAGES
+
+
+CHECKERS = ("mypy", "basedpyright")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
+)
+def test_what_checkers_make_of_it(checker: str) -> None:
+    """`make lint` asks them too; here a face that they no longer understand fails beside the other tests."""
+    done = subprocess.run(
+        [sys.executable, "-m", checker, "tests/typed"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
+)
+def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
+    """Without its comments every call of tests/typed that must be an error is one, in its own line."""
+    text = (ROOT / "tests/typed/faces.py").read_text(encoding="utf-8")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if "# type: ignore[" in line]
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(text.replace("# type: ignore[", "# was ["), encoding="utf-8")
+    options = ["--config-file=pyproject.toml"] if checker == "mypy" else []
+    done = subprocess.run(
+        [sys.executable, "-m", checker, *options, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert [n for n in lines if f"wrong.py:{n}:" not in done.stdout] == []
+    assert len(lines) > 20

@@ -1,0 +1,67 @@
+"""The benchmarks run, write what they found, and a long sequence's memory stays within its limits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import captures, memory
+from benchmarks.pair import Pair, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+slow = pytest.mark.slow
+
+
+def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--turns", "1", "--only", group]
+    command += ["--output", str(folder / "figures")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("group", "count"),
+    [("packed", 2), *(pytest.param(*row, marks=slow) for row in (("gradients", 20), ("steps", 4), ("threads", 9)))],
+)
+def test_a_group_of_rows(group: str, count: int, tmp_path: Path) -> None:
+    found = figures(tmp_path, group)
+    assert [row["group"] for row in found["rows"]] == [group] * count
+    assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in found["rows"])
+    assert found["memory"] == []
+
+
+def test_a_peer_that_does_other_work_is_compared_by_rate() -> None:
+    pair = Pair("", "", "", lambda: sum(range(200_000)), lambda: sum(range(200_000)), flops=100, peer_flops=400)
+    assert 0.1 < measure(pair, 9).ratio < 0.6  # as long for a quarter of the work
+
+
+def test_memory_is_what_the_plans_announce() -> None:
+    (row,) = memory.measured(4096, ["fp32"])
+    assert row.length == 4096
+    assert 0 < row.extra_mb <= max(row.forward_mb, row.backward_mb) + 2
+
+
+@slow
+def test_memory_rows(tmp_path: Path) -> None:
+    found = figures(tmp_path, "memory")
+    assert [row["dtype"] for row in found["memory"]] == ["bf16", "fp32", "fp16"]
+    assert found["rows"] == []
+
+
+@slow
+def test_memory_of_a_long_sequence_stays_within_its_limits() -> None:
+    limits = {"bf16": 120, "fp32": 220, "fp16": 220}
+    found = {row.dtype: row.extra_mb for row in memory.measured(65536)}
+    assert found.keys() == limits.keys()
+    assert all(found[dtype] < limits[dtype] for dtype in limits), found
+
+
+def test_what_a_capture_costs() -> None:
+    found = captures.costs(files=30, turns=5)
+    assert list(found) == [captures.ALONE, captures.DISK, captures.EMPTY, "as file 30 and on"]
+    assert found[captures.ALONE] < found[captures.EMPTY]
+    assert all(cpu > 0 for _, cpu in found.values())

@@ -1,0 +1,90 @@
+"""Every example runs: scripts, docstrings, and the python blocks of README and docs pages."""
+
+import doctest
+import importlib
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import fusion_attention as fa
+
+ROOT = Path(__file__).resolve().parents[2]
+# The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
+ARGUMENTS = {
+    "finetune_minilm": ["--steps", "2", "--pairs", "4"],
+    "generate": ["--tokens", "8"],
+    "train_dsa": ["--steps", "1", "--folder", "{folder}"],
+}
+DOCUMENTED = (
+    "api",
+    "api_sparse",
+    "decode",
+    "nn",
+    "npu.training",
+    "npu.inference",
+    "npu.sparse",
+    "npu.indexer_loss",
+    "npu.install",
+    "capture",
+    "captured",
+    "mask",
+    "plan",
+    "sampling",
+    "settings",
+)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]
+    command = [sys.executable, str(path), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, math.nan])
+def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "finetune_minilm.py"))
+    texts = [
+        ("Return the sum.", "Missing values count as zero, others as they are."),
+        ("Stop.", "Wait for no thread."),
+    ] * 3
+    monkeypatch.setitem(script["main"].__globals__, "draw_pairs", lambda count, seed: texts)
+    right = fa.attention
+    monkeypatch.setattr(fa, "attention", lambda *args, **kwargs: right(*args, **kwargs) * factor)
+    with pytest.raises(typer.Exit) as end:
+        script["main"](steps=3, pairs=2, seed=0)
+    assert end.value.exit_code == (0 if factor == 1.0 else 1)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstrings_say_what_happens(name: str) -> None:
+    module = importlib.import_module(f"fusion_attention.{name}")
+    found = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_pages_run(path: Path) -> None:
+    """From top to bottom: a page is read so."""
+    names: dict[str, object] = {}
+    for block in blocks(path):
+        exec(compile(block, str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("number", range(len(blocks(ROOT / "README.md"))))
+def test_every_block_of_the_readme_runs_alone(number: int) -> None:
+    """Somebody pastes it."""
+    exec(compile(blocks(ROOT / "README.md")[number], "README.md", "exec"), {})

@@ -1,0 +1,301 @@
+"""The lightning indexer: its order literally, its gradients by autograd, every back end against golden, its faces."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.backends import cpu
+from fusion_attention.contract import Op
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.testing import compare
+from fusion_attention.testing.sparse import (
+    IndexerCase,
+    chosen,
+    indexer_arguments,
+    indexer_gradients,
+    keys_of,
+    lowered_indexer,
+    part,
+    plain_indexer_gradients,
+    promoted,
+    scores_of,
+)
+
+Args = dict[str, Any]
+PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+
+CASES = [
+    *(IndexerCase(layout=layout, dtype=d) for layout in ("BSND", "TND") for d in ("float32", "float16", "bfloat16")),
+    replace(PACKED, top_k=5),
+    *(IndexerCase(mode=mode, top_k=k, **HALF) for mode in (0, 3) for k in (1, 9, 20)),
+    *(
+        replace(PACKED, heads=h, dim=d, top_k=5, dtype="float16", weights="float16")
+        for h, d in ((1, 1), (3, 7), (8, 128))
+    ),
+    IndexerCase(q_len=(9, 9), kv_len=(4, 4), top_k=6),  # rows without keys
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, **HALF),
+    IndexerCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2),
+    IndexerCase(q_len=(0, 0), kv_len=(4, 4)),
+    replace(PACKED, q_len=(0,), kv_len=(0,)),
+    IndexerCase(q_len=(70,), kv_len=(300,), heads=16, dim=64, top_k=100, **HALF),
+    IndexerCase(q_len=(1, 1), kv_len=(700, 700), heads=8, dim=32, top_k=512),
+    *(IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), layout=layout, top_k=8, **HALF) for layout in ("BSND", "TND")),
+]
+EXACT = [
+    IndexerCase(exact=True, top_k=6, q_len=(7, 7)),
+    IndexerCase(exact=True, top_k=6, q_len=(7, 7), dtype="float16", weights="float16"),
+    IndexerCase(exact=True, top_k=6, q_len=(7, 7), dtype="bfloat16"),
+    *(replace(PACKED, exact=True, dim=4, heads=h, top_k=k, mode=m) for h in (1, 4) for k in (1, 3, 9) for m in (0, 3)),
+    IndexerCase(exact=True, q_len=(40,), kv_len=(400,), dim=4, top_k=300, **HALF),
+    IndexerCase(exact=True, q_len=(3,), kv_len=(2500,), dim=4, heads=2, top_k=2048, mode=0),
+    IndexerCase(exact=True, page=16, kv_len=(65, 20), q_len=(3, 5), dim=4, top_k=40),
+]
+
+
+@cache
+def operands(case: IndexerCase) -> Args:
+    return indexer_arguments(case)
+
+
+def backends(case: IndexerCase) -> list[str]:
+    problem = lowered_indexer(operands(case)).problem
+    return ["golden"] + ([] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"])
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_the_order_is_exact(case: IndexerCase) -> None:
+    """Whole numbers add up alike everywhere: descending score, then ascending index, then -1 and -inf."""
+    args = operands(case)
+    for backend in backends(case):
+        indices, values = chosen(lowered_indexer(args), backend)
+        assert indices.dtype == torch.int32
+        for b, rows in enumerate(case.q_len):
+            scores = scores_of(case, args, b, torch.float64)
+            for row in range(rows):
+                found = sorted((-s, j) for j, s in enumerate(scores[row, : case.seen(b, row)].tolist()))[: case.top_k]
+                rest = case.top_k - len(found)
+                own = part(case, indices, "q", b)[row, 0].tolist()
+                assert own == [j for _, j in found] + [-1] * rest, (backend, b, row)
+                want = torch.tensor([-s for s, _ in found] + [-math.inf] * rest).to(values.dtype)
+                assert torch.equal(part(case, values, "q", b)[row, 0], want), (backend, b, row)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_is_chosen(case: IndexerCase) -> None:
+    """Distinct keys that the row sees, none of them worse than one left out, and their scores."""
+    args = operands(case)
+    best = chosen(promoted(lowered_indexer(args)), "golden")[1]
+    for backend in backends(case):
+        indices, values = chosen(lowered_indexer(args), backend)
+        for b, rows in enumerate(case.q_len):
+            scores = scores_of(case, args, b, torch.float64)
+            narrow = scores_of(case, args, b, torch.float32)
+            own, theirs = (part(case, t, "q", b)[:, 0] for t in (indices.long(), best))
+            count = torch.tensor([min(case.seen(b, row), case.top_k) for row in range(rows)], dtype=torch.int64)
+            valid = torch.arange(case.top_k) < count[:, None]
+            assert torch.equal(own >= 0, valid)
+            for row in range(rows):
+                assert len(set(own[row, : count[row]].tolist())) == count[row]
+            if not scores.numel():
+                continue
+            at = scores.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf)
+            plain = narrow.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf).to(values.dtype)
+            compare(f"{backend}: {case.id}: values", part(case, values, "q", b)[:, 0], at, plain, case.dim * case.heads)
+            slack = 1e-5 * scores.masked_fill(scores == -math.inf, 0).abs().amax()
+            assert (at[valid] >= theirs[valid] - slack).all(), backend
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_rows_of_no_sequence_choose_nothing(case: IndexerCase) -> None:
+    for backend in backends(case):
+        indices, values = chosen(lowered_indexer(operands(case)), backend)
+        if case.packed:
+            outside = [(indices[sum(case.q_len) :], values[sum(case.q_len) :])]
+        else:
+            outside = [(indices[b, n:], values[b, n:]) for b, n in enumerate(case.q_len)]
+        for own, scores in outside:
+            assert (own == -1).all()
+            assert (scores == -math.inf).all()
+
+
+GRADIENTS = [case for case in (*CASES, *EXACT) if not case.page and max(case.kv_len) < 1000]
+
+
+def lists_of(case: IndexerCase, args: Args) -> torch.Tensor:
+    return chosen(promoted(lowered_indexer(args)), "golden")[0]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
+def test_gradients(case: IndexerCase) -> None:
+    args = operands(case)
+    call, indices, dy = lowered_indexer(args), lists_of(case, args), args["dy"]
+    want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
+    exact = plain_indexer_gradients(case, args, indices, torch.float64)
+    measure = plain_indexer_gradients(case, args, indices)
+    for name, value in want.items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-11, atol=1e-11)
+    for backend in backends(case):
+        got = indexer_gradients(call, dy, indices, backend)
+        for name, value in got.items():
+            compare(f"{backend}: {case.id}: {name}", value, want[name], measure[name], case.top_k)
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
+def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
+    args = operands(case)
+    indices = lists_of(case, args)
+    leaves = {n: args[n].double().detach().requires_grad_() for n in ("query", "key", "weights")}
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(len(case.q_len)):
+        q, w = (part(case, leaves[n], "q", b) for n in ("query", "weights"))
+        k = keys_of(case, {**args, **leaves}, "key", b)[:, 0]
+        if len(q) and len(k):
+            scores = (torch.einsum("rhd,kd->rhk", q, k).relu() * w[..., None]).sum(1)
+            own = part(case, indices, "q", b)[:, 0].long()
+            dy = part(case, args["dy"].double(), "q", b)[:, 0]
+            total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
+    got = indexer_gradients(promoted(lowered_indexer(args)), args["dy"].double(), indices, "golden")
+    want = (
+        torch.autograd.grad(total, list(leaves.values()))
+        if total.requires_grad
+        else [torch.zeros_like(t) for t in got.values()]
+    )
+    for (name, value), expected in zip(got.items(), want, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_homogeneity() -> None:
+    """The score is linear in the weights and of degree 1 in q and in k: each gradient against its input is dI . I."""
+    args = operands(replace(PACKED, top_k=5))
+    call = promoted(lowered_indexer(args))
+    indices, values = chosen(call, "golden")
+    dy = torch.randn(values.shape, dtype=torch.float64)
+    got = indexer_gradients(call, dy, indices, "golden")
+    want = (dy * values).masked_fill(indices < 0, 0).sum()
+    for name in ("query", "key", "weights"):
+        torch.testing.assert_close((args[name] * got[f"d{name}"]).sum(), want, rtol=1e-11, atol=1e-11)
+
+
+def test_lists_are_read_as_attention_reads_them() -> None:
+    """Behind a -1 and behind as many entries as the row sees nothing counts; an entry that is listed twice does."""
+    q, k, w = torch.randn(1, 2, 3, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 2, 3)
+    dy = torch.tensor([[[1.0, 2.0, 4.0, torch.nan], [1.0, torch.nan, torch.nan, torch.nan]]])
+    indices = torch.tensor([[[3, 0, 3, -1], [2, -1, 1, 1]]])
+    args = {"query": q, "key": k, "weights": w, "dy": dy, "sparse_indices": indices, "layout": "BSND", "sparse_mode": 3}
+    call = lowered_indexer({**args, "sparse_count": 4, "return_values": True})
+    exact, measure = (read_by_hand([t.to(d).requires_grad_() for t in (q, k, w)]) for d in (torch.float64, q.dtype))
+    for backend in backends(IndexerCase()):
+        got = indexer_gradients(call, dy, indices, backend)
+        for three in zip(got.values(), exact, measure, strict=True):
+            compare(backend, *three, 4)
+
+
+def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gradients of what those lists leave of the weighted sum."""
+    scores = (torch.einsum("brhd,bkzd->brhk", *leaves[:2]).relu() * leaves[2][..., None]).sum(2)
+    return torch.autograd.grad(5 * scores[0, 0, 3] + 2 * scores[0, 0, 0] + scores[0, 1, 2], leaves)
+
+
+def test_what_is_not_a_number() -> None:
+    q, k, w = (
+        torch.ones(1, 1, 1, 2),
+        torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2),
+        torch.ones(1, 1, 1),
+    )
+    k[0, 3] = torch.nan
+    indices, values = fa.lightning_indexer(q, k, w, 3, backend="golden")
+    assert indices.flatten().tolist() == [3, 1, 2]
+    assert values.flatten()[0].isnan()
+    k[0, 3] = torch.inf
+    w.neg_()  # now the last key scores -inf: it is not seen
+    indices, values = fa.lightning_indexer(q, k, w, 4, backend="golden")
+    assert indices.flatten().tolist() == [0, 2, 1, -1]
+    assert values.flatten().tolist() == [-2.0, -6.0, -10.0, -math.inf]
+
+
+# --------------------------------------------------------------------------------------------------------------- faces
+
+
+def by_npu(op: Op, args: Args) -> Args:
+    return {p.shown: args[p.name] for p in op.params if p.name in args}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
+def test_faces_have_the_same_bits(case: IndexerCase) -> None:
+    args = operands(case)
+    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "weights")}
+    call = lowered_indexer(args)
+    indices, values = chosen(call, "auto")
+    own = {p.shown: {**args, **leaves}[p.name] for p in indexer.OWN.params if p.name in args}
+    own |= {"causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
+    results = npu.npu_lightning_indexer(**by_npu(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
+    for own_indices, own_values in results:
+        same_bits(own_indices, indices, "indices")
+        same_bits(own_values.detach(), values, "values")
+        assert not own_indices.requires_grad
+    alone, nothing = npu.npu_lightning_indexer(**by_npu(indexer.TORCH, {**args, "return_values": False}))
+    same_bits(alone, indices, "indices")
+    assert nothing.shape == (0,)
+    if case.page:
+        return
+    want = indexer_gradients(call, args["dy"], indices, "auto")
+    saved = {**args, "sparse_indices": indices}
+    bare = {**saved, "dy": args["dy"].squeeze(-2), "sparse_indices": indices.squeeze(-2).long()}
+    for given in (saved, bare):
+        explicit = npu.npu_lightning_indexer_grad(**by_npu(indexer.TORCH_GRAD, given))
+        for name, gradient in zip(want, explicit, strict=True):
+            same_bits(gradient, want[name], name)
+    for _, own_values in results:
+        gradients = torch.autograd.grad(own_values, list(leaves.values()), args["dy"])
+        for name, gradient in zip(leaves, gradients, strict=True):
+            same_bits(gradient, want[f"d{name}"], name)
+
+
+def test_from_the_indexer_to_attention() -> None:
+    """With every visible key chosen, sparse attention is dense attention, in whatever order the keys came."""
+    q, kv, rope = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(2, 9, 1, 4)
+    q_rope = torch.randn(2, 6, 4, 4)
+    indices, _ = fa.lightning_indexer(q, kv, torch.rand(2, 6, 4), 9, backend="golden")
+    got = fa.sparse_attention(q, kv, kv, indices, q_rope=q_rope, k_rope=rope, backend="golden")
+    want = fa.attention(q, kv, kv, q_rope=q_rope, k_rope=rope, band=fa.Band.causal(), backend="golden")
+    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps, atol=0)  # one number, rounded twice
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_calls_say_what_is_wrong() -> None:
+    q, k, w = torch.zeros(1, 2, 3, 4), torch.zeros(1, 5, 1, 4), torch.zeros(1, 2, 3)
+    dy, indices = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.int32)
+    with pytest.raises(
+        fa.ContractError, match="npu_lightning_indexer: weights: expected the dtype of query, or float32"
+    ):
+        npu.npu_lightning_indexer(q, k, w.half())
+    with pytest.raises(fa.ContractError, match="sparse_count: expected 1 <= sparse_count <= 1048576, got 0"):
+        npu.npu_lightning_indexer(q, k, w, sparse_count=0)
+    with pytest.raises(fa.ContractError, match="key: expected axis 2 to be 1=1, got 2"):
+        npu.npu_lightning_indexer(q, torch.zeros(1, 5, 2, 4), w)
+    with pytest.raises(fa.ContractError, match=r"lightning_indexer: kv_len: expected .* got length 6 of sequence 0"):
+        fa.lightning_indexer(q, k, w, 2, kv_len=[6])
+    indices[0, 1, 2] = 5
+    with pytest.raises(fa.ContractError, match=r"got 5 at batch 0, row 1, slot 2, outside \[-1, 5\)"):
+        npu.npu_lightning_indexer_grad(q, k, dy, indices, w)
+    with pytest.raises(fa.ContractError, match="sparse_indices: expected axis 2 to be K=4 as in dy, got 3"):
+        npu.npu_lightning_indexer_grad(q, k, dy, indices[..., :3], w)
+
+
+def test_a_table_without_columns_serves_sequences_without_keys() -> None:
+    q, pages, weights = torch.randn(1, 3, 2, 8), torch.randn(2, 4, 1, 8), torch.ones(1, 3, 2)
+    given = {"kv_len": [0], "page_table": torch.zeros(1, 0, dtype=torch.int32)}
+    indices, values = fa.lightning_indexer(q, pages, weights, 2, **given)
+    assert (indices == -1).all()
+    assert (values == -torch.inf).all()
+    assert not fa.sparse_attention(q, pages, pages, indices, **given).any()

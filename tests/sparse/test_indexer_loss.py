@@ -1,0 +1,425 @@
+"""The indexer's loss: golden against autograd and a plain program, every back end against golden, what must hold."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.backends import cpu
+from fusion_attention.contract import Op, bind
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, RESULTS
+from fusion_attention.testing import compare
+from fusion_attention.testing.indexer_loss import (
+    LEAST,
+    LossCase,
+    arguments,
+    distributions,
+    each_row,
+    golden,
+    in_float64,
+    lowered,
+    own,
+    part,
+    plain,
+    statistics,
+    tokens_of,
+)
+from fusion_attention.testing.sparse import indexer_gradients, keys_of, promoted
+from fusion_attention.torch_ops.eager import run
+from fusion_attention.waist.problem import IndexerProblem
+
+Args = dict[str, Any]
+Results = dict[str, torch.Tensor]
+PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+MLA = {"dim_qk": 32, "dim_rope": 8, "heads_q": 8, "heads": 4, "dim": 16}
+LISTS = ("all", "repeated", "short", "none", "wild")
+
+CASES = [
+    *(LossCase(dtype=d, layout=n, count=c) for d in ("float32", "float16") for n in ("BSND", "TND") for c in (0, 4)),
+    *(LossCase(layout=layout, count=count, **HALF) for layout in ("BSND", "TND") for count in (0, 4)),
+    *(LossCase(lists=lists, count=7, mode=mode) for lists in LISTS for mode in (0, 3)),
+    *(replace(PACKED, lists=lists, count=7, **HALF) for lists in LISTS),
+    *(LossCase(dtype=d, count=count, lists="all", **MLA) for d in ("float32", "bfloat16") for count in (0, 9)),
+    LossCase(dtype="float16", weights="float16", lists="repeated", wide=True, heads_q=6, heads_kv=3, dim_qk=7, dim=5),
+    LossCase(count=0, heads_q=6, heads_kv=6, dim_qk=7, dim_rope=3, heads=1, dim=1),
+    *(replace(PACKED, sink=True, count=count, heads_kv=2, dim_rope=3) for count in (0, 5)),
+    *(LossCase(q_len=(9, 9), kv_len=(4, 4), count=count, lists="all", sink=True) for count in (0, 6)),
+    *(
+        replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, lists="all", count=count, **HALF)
+        for count in (0, 6)
+    ),
+    *(LossCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=count) for count in (0, 6)),
+    *(LossCase(q_len=(0, 0), kv_len=(4, 4), count=count) for count in (0, 6)),
+    *(replace(PACKED, q_len=(0,), kv_len=(0,), count=count) for count in (0, 6)),
+    *(LossCase(q_len=(40,), kv_len=(150,), count=count, lists="all", **MLA, **HALF) for count in (0, 64, 200)),
+]
+
+
+@cache
+def operands(case: LossCase) -> Args:
+    return arguments(case)
+
+
+def backends(case: LossCase) -> list[str]:
+    """The back ends besides golden that compute a case."""
+    problem, device = lowered(case, operands(case)).problem, torch.device("cpu")
+    return [] if cpu.reasons_against(problem, device) else ["cpu"]
+
+
+def close(got: Results, want: Results) -> None:
+    """The same in float64; a loss is kept in float32."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        rtol = torch.finfo(torch.float32).eps if name == "loss" else 1e-11
+        torch.testing.assert_close(
+            got[name].double(), value.double(), rtol=rtol, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
+    """golden() from statistics that were not rounded to float32; of `more` times as many keys."""
+    saved = statistics(case, args, kept=torch.float64)
+    saved["softmax_sum"] = saved["softmax_sum"] * more
+    saved["lse"] = own(case, {**args, **saved})["lse"]
+    call = in_float64(lowered(case, args))
+    return run(
+        replace(call, tensors={n: t if t is None else saved.get(n, t) for n, t in call.tensors.items()}), "golden"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- golden, back ends
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_is_the_formula(case: LossCase) -> None:
+    """plain() in float64 goes slot by slot; golden counts how often a key is listed."""
+    args = operands(case)
+    close(golden(case, args), plain(case, args, torch.float64))
+
+
+def witness(case: LossCase, args: Args) -> Results:
+    """The gradients of sum_t (logsumexp(I) - p . I) by torch.autograd, in float64."""
+    leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
+    total = torch.zeros((), dtype=torch.float64)
+    for b, row, tokens in each_row(case, args):
+        p, _ = distributions(case, args, b, row, tokens, torch.float64)
+        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        k = keys_of(case, {**args, **leaves}, "key_index", b)[tokens, 0]
+        scores = (w[:, None] * (q @ k.mT).relu()).sum(0)
+        total = total + scores.logsumexp(-1) - (p * scores).sum()
+    grads = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else None
+    return {f"d{name}": grads[i] if grads else torch.zeros_like(t) for i, (name, t) in enumerate(leaves.items())}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)
+def test_golden_against_autograd(case: LossCase) -> None:
+    args = operands(case)
+    got = exactly(case, args)
+    del got["loss"]
+    close(got, witness(case, args | statistics(case, args, kept=torch.float64)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_back_end_is_as_good_as_plain(case: LossCase) -> None:
+    judge(case, operands(case))
+
+
+def judge(case: LossCase, args: Args) -> None:
+    """Every back end by golden, measured by plain()."""
+    want, measure = golden(case, args), plain(case, args)
+    for backend in backends(case):
+        got = run(lowered(case, args), backend)
+        assert got.keys() == want.keys() == measure.keys()
+        for name in want:
+            longest = sum(case.q_len) * max(case.kv_len) if name == "loss" else max(case.kv_len)
+            compare(f"{backend}: {case.id}: {name}", got[name], want[name].double(), measure[name], longest)
+
+
+STATISTICS = [case for case in CASES if case.count == 0 and not case.sink]
+
+
+@pytest.mark.parametrize("case", STATISTICS, ids=lambda case: case.id)
+def test_statistics(case: LossCase) -> None:
+    """max and sum of the indexer's scores over all keys: 0 and 0 in rows without keys, and in those of no sequence."""
+    args, op = operands(case), indexer_loss.TORCH_LSE
+    given = {name: value for name, value in args.items() if not name.startswith("softmax")}
+    call = op.lower(bind(op, given))  # type: ignore[misc]
+    assert call.problem == IndexerProblem(case.heads, case.dim, case.dtype, case.weights, top_k=0)
+    exact, measure = (statistics(case, args, d, d) for d in (torch.float64, torch.float32))
+    for backend in ("golden", *([] if cpu.reasons_against(call.problem, torch.device("cpu")) else ["cpu"])):
+        for name, kept in zip(("softmax_max_index", "softmax_sum_index"), run(call, backend).values(), strict=True):
+            inside = ~exact[name].isnan()
+            compare(f"{backend}: {name}", *(t[inside] for t in (kept, exact[name], measure[name])), max(case.kv_len))
+            assert not kept[~inside].any()
+
+
+# ---------------------------------------------------------------------------------------------------------- identities
+
+
+def run_own(args: Args, backend: str) -> Results:
+    """The results of indexer_loss(), gradients included."""
+    return run(indexer_loss.OWN.lower(bind(indexer_loss.OWN, args)), backend)  # type: ignore[misc]
+
+
+def both(case: LossCase) -> list[str]:
+    return ["golden", *backends(case)]
+
+
+@pytest.mark.parametrize("lists", ["random", "repeated", "short", "wild"])
+def test_it_is_the_gradient_of_chosen_scores(lists: str) -> None:
+    """LightningIndexerGrad with dy = y - p."""
+    case = LossCase(lists=lists, count=6, sink=lists == "random")
+    args = operands(case)
+    dy = torch.zeros(*args["sparse_indices"].shape, dtype=torch.float64)
+    for b, row, tokens in each_row(case, args):
+        p, y = distributions(case, args, b, row, tokens, torch.float64)
+        slots = iter((y - p).tolist())
+        for slot, entry in enumerate(part(case, args["sparse_indices"], "q", b)[row, 0].tolist()[: case.seen(b, row)]):
+            if entry == -1:
+                break
+            if entry < case.seen(b, row):
+                dy[b, row, 0, slot] = next(slots)
+    names = {"query": "query_index", "key": "key_index", "weights": "weights"}
+    given = {**args, **{name: args[source] for name, source in names.items()}, "dy": dy.float()}
+    call = indexer.TORCH_GRAD.lower(bind(indexer.TORCH_GRAD, given)).call  # type: ignore[misc, attr-defined]
+    want = indexer_gradients(promoted(call), dy, args["sparse_indices"], "golden")
+    got = golden(case, args)
+    del got["loss"]
+    close(got, {f"d{source}": want[f"d{name}"] for name, source in names.items()})
+    judge(case, args)
+
+
+def with_constant_head(case: LossCase) -> Args:
+    """The last head of the indexer scores 1 for every key: its dweights is sum_j dI_j."""
+    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args["key_index"][..., -1] = 1
+    args["query_index"][..., -1, :] = 0
+    args["query_index"][..., -1, -1] = 1
+    return args
+
+
+@pytest.mark.parametrize("count", [0, 6])
+@pytest.mark.parametrize("sink", [False, True])
+def test_the_gradient_of_a_row_adds_up_to_nothing(count: int, sink: bool) -> None:
+    case = LossCase(count=count, sink=sink)
+    args = with_constant_head(case)
+    sums = exactly(case, args)["dweights"][..., -1]
+    torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-11)
+    judge(case, args)
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_denser_statistics_leave_a_rest(count: int) -> None:
+    """With the statistics of more keys p holds less than 1, and is not brought to it: sum dI = 1 - sum p."""
+    case = LossCase(count=count)
+    args = with_constant_head(case)
+    rests = exactly(case, args, 2)["dweights"][..., -1]
+    torch.testing.assert_close(rests, torch.full_like(rests, 0.5), rtol=0, atol=1e-11)
+    judge(case, {**args, "softmax_sum": args["softmax_sum"] * 2})
+
+
+def test_homogeneity() -> None:
+    """q . dq, k . dk and w . dw are one number: sum_j dI_j I_j."""
+    for case in (LossCase(count=6, lists="repeated"), replace(PACKED, count=0, dim_rope=3)):
+        args = operands(case)
+        got = golden(case, args)
+        sums = [(got[f"d{n}"].nan_to_num() * args[n].nan_to_num()).sum() for n in DIFFERENTIABLE]
+        for other in sums[1:]:
+            torch.testing.assert_close(other, sums[0], rtol=1e-11, atol=1e-11)
+        judge(case, args)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_one_visible_key_teaches_nothing(count: int) -> None:
+    case = LossCase(q_len=(1, 1), kv_len=(1, 1), count=count, dim_rope=4)
+    for name, tensor in exactly(case, operands(case)).items():
+        torch.testing.assert_close(tensor, torch.zeros_like(tensor), rtol=0, atol=1e-11, msg=name)
+
+
+def test_all_keys_selected_are_all_keys() -> None:
+    """The two forms, which differ in the factor before the logarithms alone: max(p, 1e-8) and p."""
+    case = LossCase(count=9, lists="all", heads_kv=2, dim_rope=4, sink=True)
+    whole, args = replace(case, count=0), operands(case)
+    dense = {**args, "sparse_indices": None}
+    one, other = exactly(case, args), exactly(whole, dense)
+    losses = [found.pop("loss") for found in (one, other)]
+    close(one, other)
+    rows, terms = sum(case.q_len), max(case.kv_len) * LEAST * abs(math.log(LEAST))
+    assert abs(losses[0] - losses[1]) <= rows * terms + torch.finfo(torch.float32).eps * losses[1]
+    judge(case, args)
+    judge(whole, dense)
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    case = LossCase(lists="all", count=9, mode=0)
+    args = operands(case)
+    mixed = {**args, "sparse_indices": args["sparse_indices"][..., torch.randperm(9)]}
+    close(golden(case, mixed), golden(case, args))
+    judge(case, mixed)
+
+
+def test_keys_that_no_row_selects_may_be_anything() -> None:
+    case = LossCase(count=2, mode=0, dim_rope=4)
+    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args["sparse_indices"].remainder_(4)
+    for backend in both(case):
+        want = run(lowered(case, args), backend)
+        wild = {**args}
+        for name in ("key", "key_rope", "key_index"):
+            wild[name] = args[name].clone()
+            wild[name][:, 4:] = torch.nan
+        for name, tensor in run(lowered(case, wild), backend).items():
+            same_bits(tensor, want[name], name)
+
+
+def test_rows_of_no_sequence_get_no_gradient() -> None:
+    case = LossCase(q_len=(5, 2), kv_len=(3, 9), q_rest=1, kv_rest=2, count=4)
+    for backend in both(case):
+        got = run(lowered(case, operands(case)), backend)
+        assert not got["dquery_index"][1, 2:].any()
+        assert not got["dweights"][:, 5:].any()
+        assert not got["dkey_index"][0, 3:].any()
+
+
+# --------------------------------------------------------------------------------------------------------------- faces
+
+
+def by_name(op: Op, args: Args) -> Args:
+    """Arguments of a function by its own names."""
+    return {p.shown: args[p.name] for p in op.params if p.name in args}
+
+
+FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
+
+
+@pytest.mark.parametrize("case", [c for c in FACE_CASES if not c.sink or c.count], ids=lambda case: case.id)
+def test_npu_has_the_same_bits(case: LossCase) -> None:
+    args = operands(case)
+    op = indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE
+    trained = {name: args[name].detach().requires_grad_() for name in DIFFERENTIABLE}
+    got = getattr(npu, op.name)(**by_name(op, {**args, **trained}))
+    want = run(lowered(case, args), "auto")
+    for name, tensor in zip(RESULTS, got, strict=True):
+        same_bits(tensor, want[name], name)
+        assert not tensor.requires_grad
+
+
+@pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
+def test_the_pythonic_face_scales_what_came_with_the_loss(case: LossCase) -> None:
+    backend = both(case)[-1]
+    args = own(case, operands(case))
+    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "query_index", "key_index", "weights")}
+    want = run_own(args, backend)
+    loss = fa.indexer_loss(**by_name(indexer_loss.OWN, {**args, **leaves}), backend=backend)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    same_bits(loss.detach().reshape(1), want["loss"], "loss")
+    (loss * 0.5).backward()
+    for name in DIFFERENTIABLE:
+        gradient = leaves[name].grad
+        assert gradient is not None
+        same_bits(gradient, want[f"d{name}"] * 0.5, name)
+    assert leaves["query"].grad is leaves["key"].grad is None
+    with torch.no_grad():
+        assert not fa.indexer_loss(**by_name(indexer_loss.OWN, {**args, **leaves}), backend=backend).requires_grad
+
+
+def test_from_attention_to_the_loss() -> None:
+    """As a model calls it: lists from the indexer, lse from either attention; both losses fall when it is followed."""
+    torch.manual_seed(3)
+    q, k, index_q, index_k = (torch.randn(2, 12, n, 16) for n in (4, 1, 2, 1))
+    weights = torch.rand(2, 12, 2)
+    for sparse in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (index_q, index_k, weights)]
+        found = []
+        for _ in range(12):
+            indices = fa.lightning_indexer(*(t.detach() for t in leaves), 5)[0] if sparse else None
+            if indices is None:
+                _, lse = fa.attention(q, k, k, band=fa.Band.causal(), return_lse=True)
+            else:
+                _, lse = fa.sparse_attention(q, k, None, indices, return_lse=True)
+            loss = fa.indexer_loss(q, k, lse, *leaves, indices) / 24
+            found.append(loss.item())
+            grads = torch.autograd.grad(loss, leaves)
+            with torch.no_grad():
+                for leaf, gradient in zip(leaves, grads, strict=True):
+                    leaf -= gradient
+        assert found[-1] < 0.9 * found[0], found
+
+
+def test_an_empty_query() -> None:
+    for op in (indexer_loss.TORCH, indexer_loss.TORCH_DENSE, indexer_loss.OWN):
+        for layout in ("BSND", "TND"):
+            given: Args = {"actual_seq_qlen": [0, 0]} if layout == "TND" else {}
+            args = sample(op, layout=layout, S1=0, T1=0, **given)
+            got = run(op.lower(bind(op, args)), "golden")  # type: ignore[misc]
+            assert got["dquery_index"].numel() == 0
+            assert all(not t.any() for t in got.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+CALL = LossCase(layout="TND", q_len=(3, 5), kv_len=(5, 7), count=4)
+BAD: list[tuple[Args, str]] = [
+    ({"sparse_indices": torch.full((8, 1, 4), 5)}, "sparse_indices: expected -1 or the number of a block of the row's"),
+    ({"actual_seq_qlen": [3, 9]}, "actual_seq_qlen: expected the lengths .* got 9 tokens in all, 8 in the tensor"),
+    ({"actual_seq_qlen": [4, 3]}, "actual_seq_qlen: expected the lengths of the sequences in the query tensor, got"),
+    ({"actual_seq_kvlen": [5, 13]}, "actual_seq_klen: expected the lengths .* got 13 tokens in all, 12 in the tensor"),
+    ({"actual_seq_kvlen": [12]}, r"actual_seq_klen: expected len\(actual_seq_qlen\) == len\(actual_seq_klen\), got"),
+    ({"weights": torch.zeros(8, 3, dtype=torch.float16)}, "weights: expected the dtype of query, or float32, got"),
+    ({"weights": torch.zeros(8, 4)}, "weights: expected one weight for every head of query_index, got weights=float32"),
+    ({"sparse_indices": torch.zeros(8, 1, 0).int()}, "sparse_indices: expected lists of at least one entry, got K=0"),
+    ({"sparse_indices": torch.zeros(8, 4).int()}, r"sparse_indices: expected 3 dimensions \[T1, 1, K\] in layout TND"),
+    ({"softmax_max": torch.zeros(1, 8, 5)}, r"softmax_sum: expected axis 2 to be G=5 as in softmax_max, got 4"),
+    ({"softmax_sum": torch.zeros(1, 9, 4)}, r"softmax_sum: expected axis 1 to be T1=8 as in query, got 9"),
+    ({"softmax_sum": torch.zeros(1, 8, 4).double()}, "softmax_sum: expected float32, got float64"),
+    ({"key_index": torch.zeros(12, 2, 8)}, "key_index: expected axis 1 to be 1=1, got 2"),
+    ({"query_index": torch.zeros(8, 3, 8).bfloat16()}, "query_index: expected float32 as query, got bfloat16"),
+    ({"query_rope": torch.zeros(8, 4, 2)}, "query_rope: expected query_rope and key_rope, or neither"),
+    ({"scale_value": float("inf")}, "scale_value: expected a finite scale, got inf"),
+    ({"layout": "BNSD"}, "layout: expected one of BSND, TND, got 'BNSD'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:48] for _, text in BAD])
+def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+    given = by_name(indexer_loss.TORCH, {**operands(CALL), **wrong})
+    with pytest.raises(fa.ContractError, match=f"npu_sparse_lightning_indexer_grad_kl_loss: {text}"):
+        npu.npu_sparse_lightning_indexer_grad_kl_loss(**given)
+
+
+def test_the_first_bad_entry_is_named() -> None:
+    args = {**operands(CALL), "sparse_indices": operands(CALL)["sparse_indices"].clone()}
+    args["sparse_indices"][3 + 2, 0, 1] = 7
+    with pytest.raises(fa.ContractError, match=r"got 7 at batch 1, row 2, slot 1, outside \[-1, 7\)"):
+        npu.npu_sparse_lightning_indexer_grad_kl_loss(**by_name(indexer_loss.TORCH, args))
+    with pytest.raises(fa.ContractError, match=r"indexer_loss: indices: .* got 7 at batch 1, row 2, slot 1, outside"):
+        fa.indexer_loss(**by_name(indexer_loss.OWN, own(CALL, args)), backend="golden")
+
+
+def test_content_is_checked_on_request() -> None:
+    args, op = operands(CALL), indexer_loss.TORCH
+    for entries, text in (([0, -1, 1, -1], "lists packed to the front"), ([0, 4, -1, -1], "the row sees a key")):
+        lists = torch.full((8, 1, 4), -1)
+        lists[0, 0] = torch.tensor(entries)
+        bind(op, {**args, "sparse_indices": lists})
+        with pytest.raises(fa.ContractError, match=f"sparse_indices: expected .*{text}"):
+            bind(op, {**args, "sparse_indices": lists}, check_content=True)
+
+
+def test_tokens_are_those_of_the_page() -> None:
+    """What the cases above stand on: the scan of a list, by hand."""
+    case = LossCase(count=5, q_len=(2,), kv_len=(4,))
+    args = {"sparse_indices": torch.tensor([[[[2, 3, 0, -1, 1]], [[0, 0, 3, 1, 2]]]])}
+    assert tokens_of(case, args, 0, 0) == [2, 0]  # sees 3 keys, the fourth lies in its future
+    assert tokens_of(case, args, 0, 1) == [0, 0, 3, 1]  # reads as many entries as it sees keys

@@ -1,0 +1,418 @@
+"""Sparse attention: golden against autograd, every back end against golden, and what must not change a result."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.backends import cpu
+from fusion_attention.contract import Op
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.lower import Backward, Forward
+from fusion_attention.testing import call_face, compare
+from fusion_attention.testing.sparse import (
+    SparseCase,
+    arguments,
+    compute,
+    golden,
+    in_float64,
+    keys_of,
+    lowered,
+    part,
+    plain,
+    selected,
+)
+from fusion_attention.torch_ops.eager import run
+
+Args = dict[str, Any]
+PACKED = SparseCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+MLA = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True, "heads_q": 8}
+PAGED = {"page": 16, "kv_len": (33, 7)}
+
+CASES = [
+    *(SparseCase(dtype=d, layout=layout) for d in ("float32", "float16", "bfloat16") for layout in ("BSND", "TND")),
+    *(SparseCase(dtype=d, **MLA, lists="all", count=9) for d in ("float32", "float16", "bfloat16")),
+    *(
+        SparseCase(lists=lists, count=7, mode=mode)
+        for lists in ("all", "repeated", "short", "none", "wild")
+        for mode in (0, 3)
+    ),
+    *(
+        replace(PACKED, lists=lists, count=7, dtype="bfloat16")
+        for lists in ("all", "repeated", "short", "none", "wild")
+    ),
+    *(SparseCase(block=n, count=5, lists="all", kv_len=(40, 40)) for n in (2, 3, 8, 64, 128)),
+    *(SparseCase(block=n, count=5, lists="wild", q_len=(40, 7), kv_len=(40, 40), layout="TND") for n in (4, 64)),
+    replace(PACKED, q_len=(70, 3), kv_len=(130, 3), block=64, count=4, lists="all", dtype="bfloat16", **MLA),
+    SparseCase(heads_q=6, heads_kv=3, dim_qk=7, dim_v=5, sink=True),
+    SparseCase(heads_q=4, heads_kv=2, lists="repeated", dim_v=12, dtype="float16", wide=True),
+    SparseCase(
+        heads_q=1,
+        dim_qk=80,
+        dim_v=3,
+        dim_rope=5,
+        q_len=(1, 6),
+        kv_len=(50, 50),
+        layout="TND",
+        count=60,
+        lists="all",
+        wide=True,
+    ),
+    SparseCase(shares_kv=True, dim_v=5, lists="repeated"),
+    SparseCase(q_len=(9, 9), kv_len=(4, 4), lists="all"),  # rows without keys
+    SparseCase(q_len=(9, 9), kv_len=(4, 4), lists="all", sink=True, dtype="bfloat16"),
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, lists="all", sink=True, dim_rope=4),
+    SparseCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, lists="all", dtype="bfloat16"),
+    SparseCase(q_len=(0, 0), kv_len=(4, 4)),
+    SparseCase(q_len=(4, 4), kv_len=(0, 0), sink=True),
+    replace(PACKED, q_len=(0,), kv_len=(0,)),
+    SparseCase(q_len=(2, 2), kv_len=(300, 300), count=200, dtype="bfloat16", **MLA),
+    SparseCase(q_len=(130,), kv_len=(150,), count=64, heads_q=3, lists="random"),
+    *(
+        SparseCase(**PAGED, q_len=(3, 5), block=n, count=5, lists="all", dtype=d, **MLA)
+        for n, d in ((1, "bfloat16"), (8, "float32"), (64, "float16"))
+    ),
+    replace(PACKED, **PAGED, q_len=(3, 9), count=7, lists="wild", heads_kv=2, sink=True),
+]
+
+
+@cache
+def operands(case: SparseCase) -> Args:
+    return arguments(case)
+
+
+def backends(case: SparseCase) -> list[str]:
+    """The back ends besides golden that compute a case."""
+    problem = lowered(operands(case)).problem
+    return [] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"]
+
+
+def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], size: float = 1e-12) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(
+            got[name].double(), value.double(), rtol=size, atol=size, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- golden, back ends
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_is_the_formula(case: SparseCase) -> None:
+    """plain() in float64 gathers row by row; the multiplicity form never does."""
+    args = operands(case)
+    close(golden(case, args), plain(case, args, torch.float64), 1e-11)
+
+
+def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
+    """out and gradients by torch.autograd, float64, row by row."""
+    names = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+    leaves = {n: args[n].double().detach().requires_grad_() for n in names if args[n] is not None}
+    given = {**args, **leaves}
+    out = torch.zeros(args["dy"].shape, dtype=torch.float64)
+    group, total = case.heads_q // case.heads_kv, torch.zeros((), dtype=torch.float64)
+    for b, rows in enumerate(case.q_len):
+        lists, dy = part(case, args["sparse_indices"], "q", b), part(case, args["dy"].double(), "q", b)
+        for row in range(rows):
+            for head in range(case.heads_q):
+                kv = head // group
+                at = selected(case, lists[row, kv].tolist(), b, row)
+                q, k = part(case, given["query"], "q", b)[row, head], keys_of(case, given, "key", b)[at, kv]
+                v = k[:, : case.dim_v] if case.shares_kv else keys_of(case, given, "value", b)[at, kv]
+                s = k @ q
+                if case.dim_rope:
+                    s = (
+                        s
+                        + keys_of(case, given, "key_rope", b)[at, kv]
+                        @ part(case, given["query_rope"], "q", b)[row, head]
+                    )
+                s = s * case.scale
+                s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
+                if at:
+                    result = s.softmax(-1)[: len(at)] @ v
+                    part(case, out, "q", b)[row, head] = result.detach()
+                    total = total + (result * dy[row, head]).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
+    found = {
+        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
+    }
+    return {"out": out, **found}
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.page and max(c.q_len) * max(c.kv_len) < 500], ids=lambda case: case.id
+)
+def test_golden_against_autograd(case: SparseCase) -> None:
+    args = operands(case)
+    want, got = witness(case, args), golden(case, args)
+    close({name: got[name] for name in want}, want, 1e-11)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_back_end_is_as_good_as_plain(case: SparseCase) -> None:
+    judge(case, operands(case))
+
+
+def judge(case: SparseCase, args: Args) -> None:
+    """Every back end by golden, measured by plain()."""
+    want, measure = golden(case, args), plain(case, args)
+    for backend in backends(case):
+        got = compute(case, lowered(args), args["dy"], backend)
+        assert got.keys() == want.keys() == measure.keys()
+        for name in want:
+            compare(f"{backend}: {case.id}: {name}", got[name], want[name], measure[name], max(case.kv_len))
+
+
+def test_golden_writes_what_it_computes_rounded_once() -> None:
+    case = SparseCase(dtype="bfloat16", sink=True, dim_rope=4)
+    args = operands(case)
+    got, want = compute(case, lowered(args), args["dy"], "golden"), golden(case, args)
+    same_bits(got["out"], want["out"].bfloat16(), "out")
+
+
+# ----------------------------------------------------------------------------------------------------------- identities
+
+
+def both(case: SparseCase) -> Iterator[str]:
+    yield from ("golden", *backends(case))
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_all_blocks_are_dense_attention(layout: str) -> None:
+    case = SparseCase(layout=layout, lists="all", count=9, heads_q=6, heads_kv=2, dim_rope=4, sink=True)
+    args = operands(case)
+    dense = {"layout": layout, "q_len": case.q_len, "kv_len": case.kv_len, "sink": args["sinks"], "scale": case.scale}
+    own = [args[n] for n in ("query", "key", "value")]
+    ropes = {"q_rope": args["query_rope"], "k_rope": args["key_rope"]}
+    exact, measure = ({**found, "lse": lse_of(case, found)} for found in (golden(case, args), plain(case, args)))
+
+    def judged(what: str, out: torch.Tensor, lse: torch.Tensor) -> None:
+        for name, tensor in (("out", out), ("lse", lse)):
+            compare(f"{what}: {name}", tensor, exact[name], measure[name], max(case.kv_len))
+
+    judged("dense", *fa.attention(*own, **ropes, **dense, band=fa.Band.causal(), return_lse=True))
+    for backend in both(case):
+        lists = args["sparse_indices"]
+        judged(backend, *fa.sparse_attention(*own, lists, **ropes, **dense, return_lse=True, backend=backend))
+
+
+def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """max + log(sum), as functions return it: [T, N] packed, else [B, N, S]."""
+    lse = found["max"] + found["sum"].log()
+    return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    case = SparseCase(lists="all", count=9, mode=0, heads_kv=2, dtype="float32")
+    args = operands(case)
+    mixed = {**args, "sparse_indices": args["sparse_indices"][..., torch.randperm(9)]}
+    close(golden(case, mixed), golden(case, args), 1e-11)
+    judge(case, mixed)
+
+
+def test_a_block_listed_twice_weighs_twice() -> None:
+    q, k, v = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 1, 8), torch.randn(1, 4, 1, 8)
+    twice = fa.sparse_attention(q, k, v, torch.tensor([[[[2, 1, 2]]]]), backend="golden")
+    own = [2, 1, 2]
+    once_rounded(twice, fa.attention(q, k[:, own], v[:, own], backend="golden"))
+
+
+def once_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Two numbers that are one in float64, each rounded."""
+    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps, atol=0)
+
+
+def test_what_a_list_may_hold_without_effect() -> None:
+    """Behind a -1, behind as many entries as the row sees blocks, and in the future of the row."""
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 6, 1, 8)
+    plain_list = torch.tensor([[[[3, 1, -1, -1, -1, -1]], [[5, 2, 0, -1, -1, -1]]]])
+    odd_list = torch.tensor([[[[3, 5, 1, -1, 4, 2]], [[5, 2, 0, -1, 1, 1]]]])  # row 0 sees the keys 0 to 4
+    want = fa.sparse_attention(q, k, None, plain_list, backend="golden")
+    same_bits(fa.sparse_attention(q, k, None, odd_list, backend="golden"), want, "odd")
+    first = fa.sparse_attention(q[:, :1], k[:, :1], None, torch.zeros(1, 1, 1, 4, dtype=torch.int32), backend="golden")
+    assert torch.equal(first, k[:, :1].expand(1, 1, 2, 8))  # one key seen: one entry read
+
+
+def test_gradient_identities() -> None:
+    """sum_j dS = 0 leaves dq alone when all keys shift; V dV = O dO; q dq = k dk, rope parts together."""
+    case = SparseCase(lists="repeated", count=6, heads_q=6, heads_kv=2, dim_rope=4, mode=0)
+    args = operands(case)
+    got, call = golden(case, args), in_float64(lowered(args))
+    moved = replace(call, tensors={**call.tensors, "key": call.tensors["key"] + torch.randn(case.dim_qk).double()})
+    shifted = compute(case, moved, args["dy"].double(), "golden")
+    names = ("out", "dquery", "dvalue")
+    close({name: shifted[name] for name in names}, {name: got[name] for name in names}, 1e-11)
+    total = {n: (args[n] * got[f"d{n}"]).sum() for n in ("query", "key", "value", "query_rope", "key_rope")}
+    left = {"value": total["value"], "scores": total["query"] + total["query_rope"]}
+    right = {"value": (got["out"] * args["dy"]).sum(), "scores": total["key"] + total["key_rope"]}
+    close(left, right, 1e-11)
+    judge(case, args)
+
+
+def test_shared_rows_get_both_gradients() -> None:
+    case = SparseCase(lists="repeated", count=6, dim_rope=4, dim_qk=8, dim_v=8)
+    args = operands(case)
+    apart, shared = {**args, "value": args["key"]}, {**args, "value": None}
+    two, one = golden(case, apart), golden(case, shared)
+    two["dkey"] += two.pop("dvalue")
+    close(two, one, 1e-11)
+    judge(case, apart)
+    judge(replace(case, shares_kv=True), shared)
+    for backend in both(case):
+        outs = [compute(case, lowered(given), args["dy"], backend)["out"] for given in (shared, apart)]
+        same_bits(*outs, "out")
+
+
+def test_keys_that_no_row_selects_may_be_anything() -> None:
+    case = SparseCase(lists="random", count=2, mode=0)
+    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args["sparse_indices"].remainder_(4)
+    want = {backend: compute(case, lowered(args), args["dy"], backend) for backend in both(case)}
+    args["key"][:, 4:] = torch.nan
+    args["value"][:, 4:] = torch.inf
+    for backend, expected in want.items():
+        same_bits(compute(case, lowered(args), args["dy"], backend), expected)
+
+
+def test_statistics_may_span_more_than_the_list() -> None:
+    """Two halves of the lists, with the whole's statistics and output, add up to the whole's gradients."""
+    case = SparseCase(lists="all", count=8, mode=0, kv_len=(8, 8), heads_kv=2, dtype="float32")
+    args = operands(case)
+    call, dy = in_float64(lowered(args)), args["dy"].double()
+    whole = run(Forward(call), "golden")
+    want = run(Backward(call, dy, *whole.values()), "golden")
+    halves = [in_float64(lowered({**args, "sparse_indices": half})) for half in args["sparse_indices"].chunk(2, -1)]
+    first, second = (run(Backward(half, dy, *whole.values()), "golden") for half in halves)
+    close({name: first[name] + second[name] for name in want}, want, 1e-11)
+
+
+# --------------------------------------------------------------------------------------------------------------- faces
+
+FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
+
+
+def leaves_of(args: Args) -> dict[str, torch.Tensor]:
+    names = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+    return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
+
+
+def by_npu(op: Op, args: Args) -> Args:
+    """Arguments of a function of torch_npu by its own names."""
+    return {p.shown: args[p.name] for p in op.params if p.name in args}
+
+
+def by_python(case: SparseCase, args: Args) -> Args:
+    """Arguments of sparse_attention()."""
+    given = {p.shown: args[p.name] for p in sparse.OWN.params if p.name in args}
+    return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
+
+
+@pytest.mark.parametrize("case", [c for c in FACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
+def test_npu_has_the_same_bits(case: SparseCase) -> None:
+    args = operands(case)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args)
+    out, max_, sum_ = npu.npu_sparse_flash_attention(**by_npu(sparse.TORCH, {**args, **leaves}))
+    for name, got in (("out", out), ("max", max_), ("sum", sum_)):
+        same_bits(got.detach(), want[name], name)
+    assert not max_.requires_grad
+    assert not sum_.requires_grad
+    if case.page:
+        return
+    saved = {"attention_in": out.detach(), "softmax_max": max_, "softmax_sum": sum_}
+    explicit = npu.npu_sparse_flash_attention_grad(**by_npu(sparse.TORCH_GRAD, {**args, **saved}))
+    for name, gradient in zip(("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope"), explicit, strict=True):
+        same_bits(gradient, want.get(name, args["query"].new_empty(0)), name)
+    for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
+        same_bits(gradient, want[f"d{name}"], name)
+
+
+@pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
+def test_the_pythonic_face_has_the_same_bits(case: SparseCase) -> None:
+    args = operands(case)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args)
+    out, lse = fa.sparse_attention(**by_python(case, {**args, **leaves}), return_lse=True)
+    same_bits(out.detach(), want["out"], "out")
+    grouped = want["max"] + want["sum"].log()
+    same_bits(lse.detach(), grouped.movedim(0, 1).flatten(1) if case.packed else grouped.mT.flatten(1, 2), "lse")
+    if not case.page:
+        for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
+            same_bits(gradient, want[f"d{name}"], name)
+
+
+def test_statistics_only_when_they_are_asked_for() -> None:
+    args = operands(SparseCase())
+    given = {p.shown: args[p.name] for p in sparse.TORCH.params if args.get(p.name) is not None}
+    out, max_, sum_ = npu.npu_sparse_flash_attention(**{**given, "return_softmax_lse": False})
+    assert max_.shape == sum_.shape == (0,)
+    same_bits(out, npu.npu_sparse_flash_attention(**given)[0], "out")
+
+
+def test_keys_in_pages_have_no_gradient() -> None:
+    args = operands(next(case for case in CASES if case.page and not case.packed))
+    k = args["key"].float().requires_grad_()
+    q, rope, k_rope = (args[n].float() for n in ("query", "query_rope", "key_rope"))
+    indices = args["sparse_indices"]
+    more = {"q_rope": rope, "k_rope": k_rope, "page_table": args["block_table"], "kv_len": (33, 7), "q_len": (3, 5)}
+    out = fa.sparse_attention(q, k, None, indices, **more, backend="golden")
+    with pytest.raises(NotImplementedError, match="keys in pages have no gradient"):
+        out.sum().backward()
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+BAD = [
+    ({"sparse_indices": torch.tensor([[[[0, 9]]]])}, r"got 9 at batch 0, row 0, slot 1, outside \[-1, 9\)"),
+    ({"sparse_indices": torch.tensor([[[[0, -2]]]])}, r"got -2 at batch 0, row 0, slot 1"),
+    ({"sparse_indices": torch.tensor([[[[1 << 40, 0]]]])}, r"got 1099511627776 at batch 0, row 0, slot 0"),
+    ({"sparse_indices": torch.zeros(1, 1, 1, 0, dtype=torch.int32)}, "lists of at least one entry, got K=0"),
+    ({"sparse_indices": torch.zeros(1, 1, 1, 2)}, "int32 or int64, got float32"),
+    ({"sparse_indices": torch.zeros(1, 2, 1, 2, dtype=torch.int32)}, "axis 1 to be S1=1 as in query, got 2"),
+    ({"actual_seq_kvlen": [10]}, r"length 10 of sequence 0, outside \[0, 9\]"),
+    ({"actual_seq_qlen": [1, 1]}, "2 lengths for 1 sequences"),
+    ({"sparse_block_size": 0}, "1 <= sparse_block_size <= 128, got 0"),
+    ({"sparse_mode": 2}, r"sparse_mode in \(0, 3\), got 2"),
+    ({"scale_value": float("nan")}, "a finite scale, got nan"),
+    ({"layout_kv": "PA_BSND"}, "a table where keys are PA_BSND, and nowhere else"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:40] for _, text in BAD])
+def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
+    args = {
+        "query": q,
+        "key": k,
+        "value": k,
+        "sparse_indices": torch.zeros(1, 1, 1, 2, dtype=torch.int32),
+        "scale_value": 0.5,
+    }
+    if wrong.get("layout_kv"):
+        wrong = {**wrong, "actual_seq_kvlen": [9]}
+    with pytest.raises(fa.ContractError, match=f"npu_sparse_flash_attention: .*expected .*{text}"):
+        call_face(npu.npu_sparse_flash_attention, sparse.TORCH, {**args, **wrong})
+
+
+def test_the_first_bad_entry_is_named() -> None:
+    case = replace(PACKED, heads_q=4, heads_kv=2)
+    args = operands(case)
+    indices = args["sparse_indices"].clone()
+    indices[5, 1, 2] = 77  # sequence 1 has rows 3 to 8
+    indices[9, 0, 1] = -5
+    with pytest.raises(fa.ContractError, match=r"got 77 at batch 1, row 2, head 1, slot 2, outside \[-1, 6\)"):
+        lowered({**args, "sparse_indices": indices})
+
+
+def test_statistics_of_another_shape_are_refused() -> None:
+    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
+    indices, stats = torch.zeros(1, 1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 1, 3)
+    with pytest.raises(fa.ContractError, match=r"softmax_max: expected a last axis of N1 / N2, got .*G=3"):
+        npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats, stats, 0.5, 1)
+    with pytest.raises(fa.ContractError, match="softmax_max: expected 4 dimensions"):
+        npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats[0], stats[0], 0.5, 1)

@@ -1,0 +1,239 @@
+"""The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase face."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention import acl, aclnn, npu
+from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
+from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.torch_ops.eager import run
+
+OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
+ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
+Args = dict[str, Any]
+
+# Levels and codes restated (docs/rulings.md 15): what is not listed is meaning, and 561002.
+LIMITS = {
+    *(("query", t) for t in ("float16 or bfloat16", "1, 2, 4, ... 128 heads", "D == 512", "D == 128", "N1 <= 64")),
+    *(
+        ("key", "N2 == 1"),
+        ("value", "Dv == 512"),
+        ("query_rope", "Dr == 64"),
+        ("attention_mode", "attention_mode == 2"),
+    ),
+    ("sparse_block_size", "a power of two"),
+    ("sparse_block_size", "a block size that divides the page size"),
+    ("sparse_block_size", "sparse_block_size in (1, 8, 16, 32, 64)"),
+    ("block_table", "Ps % 16 == 0 and Ps <= 1024"),
+    ("block_table", "int32"),
+    ("sparse_indices", "lists of 2048 entries"),
+    ("sparse_count", "1 to 2048, 3072, 4096, ... 8192"),
+    ("return_values", "no values of paged keys"),
+    *(
+        ("query", t)
+        for t in ("N1 in (8, 16, 32, 64, 128)", "N1 in (32, 64, 128)", "no more rows than keys in a sequence")
+    ),
+    *(("query_index", t) for t in ("float16 or bfloat16", "Ni in (8, 16, 32, 64)", "N1 in (8, 16, 32, 64)")),
+    *(("query_index", t) for t in ("D == 128", "Di == 128", "no more rows than keys in a sequence")),
+    *((t, "up to 256 sequences") for t in ("query", "query_index")),
+    *(("key", "N2 == N1"), ("sparse_mode", "sparse_mode == 3")),
+    ("actual_seq_qlen", "no end of rows behind the end of the keys"),
+    *((t, "at most 131072 tokens in a sequence") for t in ("query", "query_index")),
+    *((t, "no limit: 2147483647, or the largest int64") for t in ("pre_tokens", "next_tokens")),
+    *(("value", "value rows"), ("weights", "float16 or bfloat16")),
+}
+CONTENT = {("sparse_indices", "lists packed to the front"), ("sparse_indices", "blocks of which the row sees a key")}
+DOUBTS = {
+    ("actual_seq_qlen", "sequences that take up all T1 rows of the tensor"),
+    ("actual_seq_kvlen", "sequences that take up all T2 rows of the tensor"),
+    ("sparse_count", "no more than the keys, or 8192"),
+}
+MISSING = {"actual_seq_qlen is not None", "actual_seq_kvlen is not None", "(query_rope is None) == (key_rope is None)"}
+MISSING |= {"value is not None", "(block_table is not None) == (layout_kv == 'PA_BSND')"}
+SHAPES_AND_DTYPES = {
+    *(("query", t) for t in ("1 <= D <= 768", "float16 or bfloat16", "D == 512", "D == 128")),
+    *(
+        ("value", "1 <= Dv <= 768"),
+        ("value", "Dv == 512"),
+        ("query_rope", "1 <= Dr <= 768"),
+        ("query_rope", "Dr == 64"),
+    ),
+    *(("attention_out", "rows as long as the key's"), ("dy", "rows as long as the key's")),
+    ("block_table", "int32"),
+    *(("query_index", t) for t in ("float16 or bfloat16", "D == 128", "Di == 128")),
+    *(("query_index", t) for t in ("1 <= D <= 768", "1 <= Di <= 768")),
+    *(("weights", f"the dtype of {t}, or float32") for t in ("q", "query_index")),
+    *(("weights", f"one weight for every head of {t}") for t in ("q", "query", "index_q", "query_index")),
+    ("weights", "float16 or bfloat16"),
+    *(("softmax_max", "a last axis of N1 / N2"), ("sparse_indices", "lists of at least one entry")),
+    *(("weights", "the dtype of query, or float32"), ("layout_kv", "what the queries have, or PA_BSND")),
+    ("sparse_values_out", "as many values as sparse_count says"),
+    ("sparse_indices_out", "as many indices as sparse_count says"),
+}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_levels_and_codes(op: Op) -> None:
+    for rule in op.asked:
+        key = rule.param, rule.expected
+        levels = {"limit": LIMITS, "content": CONTENT, "doubt": DOUBTS}
+        assert rule.level == next((level for level, keys in levels.items() if key in keys), "meaning"), key
+        wanted = NULL_POINTER if rule.check in MISSING else INVALID if key in SHAPES_AND_DTYPES else TILING
+        assert rule.code == wanted, key
+
+
+# --------------------------------------------------------------------------------------------------- the two-phase face
+
+
+@pytest.fixture
+def runtime() -> Iterator[None]:
+    assert acl.init() == acl.rt.set_device(0) == 0
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
+    """Poisoned memory for the results of a call, where there can be any."""
+    try:
+        call = op.lower(bind(op, args, reads=False))  # type: ignore[misc]
+    except ContractError:
+        return {}
+    return {name: torch.full_like(tensor, 77) for name, tensor in call.results().items() if name in op.by_name}
+
+
+def handle(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return acl.Tensor.of(value)
+    return acl.Tensor.of(torch.tensor(value)) if isinstance(value, list) and value else value
+
+
+def two_phase(op: Op, args: Args, outputs: dict[str, torch.Tensor], **options: Any) -> tuple[int, int]:
+    """(ret of phase 1, ret of phase 2); lengths as tensors."""
+    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
+    if first:
+        return first, 0
+    workspace = acl.rt.malloc(size)[0] if size else None
+    return first, getattr(aclnn, op.name)(workspace, size, executor, None)
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
+def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
+    reading = {f"{op.name}-{rule.id}" for rule in op.asked if rule.reads}
+    for spoiled in spoils(op):
+        outputs = outputs_of(op, spoiled.args)
+        later = spoiled.level == "content" or spoiled.id in reading  # Content is there in phase 2, not before.
+        options = {"strict": spoiled.level in ("limit", "doubt"), "check_content": spoiled.level == "content"}
+        rets = two_phase(op, spoiled.args, outputs, **options)
+        text = acl.get_recent_err_msg()
+        assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
+        assert text.startswith(f"{op.name}: {spoiled.param}: expected {spoiled.expected}"), (spoiled.id, text)
+        assert all((tensor == 77).all() for tensor in outputs.values()), spoiled.id
+
+
+VARIANTS: dict[str, Args] = {
+    "plain": {},
+    "shared": {"value": None},
+    "rope": {"query_rope": True, "key_rope": True},
+    "everything": {"return_softmax_lse": True, "return_values": True, "sparse_mode": 0, "K": 5, "D": 48, "Dv": 48},
+    "heads": {"N1": 6, "N2": 3, "G": 2},
+    "blocks": {"sparse_block_size": 4},
+    "float32": dict.fromkeys(("query", "query_index", "weights"), (True, "float32")),
+}
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
+def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) -> None:
+    args = sample(op, layout=layout, **VARIANTS[variant])
+    outputs = outputs_of(op, args)
+    assert two_phase(op, args, outputs, strict=variant in ("plain", "rope")) == (0, 0), acl.get_recent_err_msg()
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    assert outputs.keys() == want.keys() & op.by_name.keys()
+    for name, tensor in outputs.items():
+        same_bits(tensor, want[name], name)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_outputs_of_any_strides() -> None:
+    op = sparse.GRAD_V1
+    args = sample(op, K=4, D=16, Dv=16)
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    outputs = {
+        name: torch.full((*t.shape[::-1], 2), 7.0, dtype=t.dtype)[..., 0].permute(3, 2, 1, 0)
+        for name, t in want.items()
+    }
+    assert two_phase(op, args, outputs, strict=False) == (0, 0), acl.get_recent_err_msg()
+    for name, tensor in want.items():
+        same_bits(outputs[name], tensor, name)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_is_not_asked_for_is_null_or_empty() -> None:
+    op = sparse.V1
+    args = sample(op)
+    for blank in (None, torch.empty(0), torch.empty(())):
+        outputs: dict[str, Any] = {**outputs_of(op, args), "softmax_max": blank, "softmax_sum": blank}
+        assert two_phase(op, args, outputs) == (0, 0), acl.get_recent_err_msg()
+    given = torch.zeros(2, 1, 4, 4)
+    assert two_phase(op, args, {**outputs_of(op, args), "softmax_max": given})[0] == TILING
+    assert "softmax_max: expected None or an empty tensor" in acl.get_recent_err_msg()
+    lacking = {"attention_out": outputs_of(op, args)["attention_out"]}
+    assert two_phase(op, {**args, "return_softmax_lse": True}, lacking)[0] == NULL_POINTER
+
+
+@pytest.mark.usefixtures("runtime")
+def test_content_may_come_between_the_phases() -> None:
+    """Lists and lengths that phase 2 finds are those that count."""
+    op = sparse.V1
+    args = sample(op, layout="TND", K=4, D=16, Dv=16)
+    lists = torch.full_like(args["sparse_indices"], 1 << 20)
+    ends = torch.tensor([1, 8]), torch.tensor([5, 12])
+    given = {**args, "sparse_indices": lists}
+    outputs = outputs_of(op, args)
+    values = [given[p.name] if given.get(p.name) is not None else outputs.get(p.name) for p in op.params]
+    handles = [handle(v) for v in values]
+    names = [p.name for p in op.params]
+    for name, value in zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True):
+        handles[names.index(name)] = acl.Tensor.of(value)
+    ret, size, executor = aclnn.aclnnSparseFlashAttentionGetWorkspaceSize(*handles, strict=False)
+    assert ret == 0, acl.get_recent_err_msg()
+    lists.copy_(args["sparse_indices"])
+    ends[0].copy_(torch.tensor([3, 8]))
+    workspace = acl.rt.malloc(2 * size + 1024)[0]
+    assert aclnn.aclnnSparseFlashAttention(workspace, 2 * size + 1024, executor, None) == 0, acl.get_recent_err_msg()
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    same_bits(outputs["attention_out"], want["attention_out"], "attention_out")
+
+
+def test_an_empty_query() -> None:
+    for op in (sparse.TORCH_GRAD, indexer.TORCH_GRAD):
+        args = sample(op, S1=0, D=16, Dv=16, K=4)
+        got = getattr(npu, op.name)(
+            **{p.shown: args[p.name] for p in op.params if p.name in args and not getattr(p, "output", False)}
+        )
+        assert got[0].numel() == 0
+        assert not got[1].any()
+        assert all(not t.any() for t in got)
+
+
+def test_lengths_of_every_kind() -> None:
+    op = sparse.OWN
+    legal = sample(op, layout="TND")
+    for kind in (list, tuple, np.array, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)):
+        given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}
+        assert bind(op, {**legal, **given})["q_len"].tolist() == [3, 5]
+    assert set(RECORDS) >= set(OPS)

@@ -1,0 +1,71 @@
+"""examples/train_dsa.py killed in the middle, and what it refuses."""
+
+import os
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_dsa.py"
+STEPS = 4  # dense; then 2 of warm-up and 2 of sparse training
+
+
+def train(folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """A run to its end in this process, but for the picture; what its last checkpoint holds."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    main.__globals__["picture"] = lambda *_: None
+    with pytest.raises(typer.Exit) as end:
+        main(steps=steps, folder=folder, save_every=1, seed=0)
+    assert end.value.exit_code == 0
+    held: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return held
+
+
+def kill(folder: Path, step: int) -> int:
+    """A run killed as soon as its checkpoint has reached a step; the step in the checkpoint that it left."""
+    checkpoint = folder / "checkpoint.pt"
+    command = [sys.executable, str(SCRIPT), "--steps", str(STEPS), "--save-every", "1", "--folder", str(folder)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    deadline, reached = time.monotonic() + 60, 0
+    while reached < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if checkpoint.exists():
+            reached = torch.load(checkpoint, weights_only=True)["step"]  # whole, whatever is going on
+    process.kill()
+    process.wait()
+    last: int = torch.load(checkpoint, weights_only=True)["step"]
+    return last
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """kill -9 in the dense and in the sparse stage: the losses and weights of a run that nobody disturbed."""
+    whole = train(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    first, second = kill(folder, 1), kill(folder, 7)
+    assert 1 <= first < STEPS < second < whole["step"] == 8
+    capsys.readouterr()
+    resumed = train(folder)
+    assert f"goes on after step {second}" in " ".join(capsys.readouterr().out.split())
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["recalls"] == whole["recalls"]
+    for name in ("learner", "baseline"):
+        for key, value in whole[name]["model"].items():
+            assert torch.equal(resumed[name]["model"][key], value), (name, key)
+
+
+def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
+    main = runpy.run_path(str(SCRIPT))["main"]
+    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint.write_bytes(b"not a checkpoint")
+    with pytest.raises(SystemExit, match="is no checkpoint"):
+        main(steps=1, folder=tmp_path, save_every=1, seed=0)
+    checkpoint.unlink()
+    train(tmp_path, steps=1)
+    with pytest.raises(SystemExit, match="belongs to a run of other settings"):
+        main(steps=2, folder=tmp_path, save_every=1, seed=0)

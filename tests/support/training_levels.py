@@ -1,0 +1,83 @@
+"""Levels and codes of training attention restated (docs/rulings.md 15): what is not listed is meaning, and 561002."""
+
+from support import decode_levels
+
+LIMITS = {
+    *decode_levels.LIMITS,
+    ("value", "Dv <= D"),
+    ("query", "N1 <= 256"),
+    ("inner_precise", "inner_precise in (0, 1, 2)"),
+    ("padding_mask", "padding_mask is None"),
+    ("softmax_in", "softmax_in is None"),
+    ("softmax_layout", "softmax_layout == ''"),
+    *(("query", t) for t in ("at most 1048576 tokens in a sequence", "at most 1048576 tokens in all sequences")),
+    *(("query", t) for t in ("B <= 2097152", "D <= 512", "D % 8 == 0")),
+    *((t, "at most 2048 sequences") for t in ("actual_seq_qlen", "prefix")),
+    *(("prefix", f"at most {t} with prefixes") for t in ("2048 sequences", "1024 packed sequences")),
+    *(("padding_mask", "uint8 or bool"), ("softmax_in", "float16 or bfloat16 or float32")),
+    *(
+        ("value", "value rows as long as those of key"),
+        ("pse", "no pse"),
+        ("atten_mask", "a mask"),
+        ("query_rope", "Dr <= D and Dr % 8 == 0"),
+    ),
+    ("drop_mask", "drop_mask is None and keep_prob == 1"),
+    ("atten_mask", "a compressed mask of two dimensions"),
+    ("atten_mask", "a mask beside rope"),
+    ("pre_tokens", "lengths and a window that leave every row a key"),
+    ("pse", "no empty sequence"),
+    ("pse", "pse is None"),
+    ("query_rope", "no rope in a padded layout"),
+    ("query_rope", "Dr <= D and Dr % 8 == 0 and D % 8 == 0"),
+    ("query_rope", "pse is None and drop_mask is None and keep_prob == 1"),
+}
+CONTENT = {
+    (
+        "softmax_max",
+        "statistics with each sequence's heads end to end, token-major only where softmax_layout says so",
+    ),
+    ("atten_mask", "the documented content of a compressed mask"),
+    ("atten_mask", "a mask that agrees with pre_tokens and next_tokens"),
+    ("pse", "compressed rows that are shifted copies of each other"),
+}
+NOTES = {
+    *decode_levels.NOTES,
+    ("sparse_mode", "atten_mask beside a sparse_mode other than 0"),
+    ("actual_seq_qlen", "no lengths in a padded layout"),
+    ("atten_mask", "a mask for every sequence"),
+}
+DOUBTS = {
+    *((name, "sequences that take up all T1 rows of the tensor") for name in ("q_len", "actual_seq_qlen")),
+    *((name, "sequences that take up all T2 rows of the tensor") for name in ("kv_len", "actual_seq_kvlen")),
+    ("pse", "slopes that wait for no gradient"),
+    ("alibi_slopes", "a tensor that waits for no gradient"),
+}
+HINTS = {("scale", "a scale")}
+MISSING = {
+    ("actual_seq_qlen", "actual_seq_qlen is not None"),
+    ("actual_seq_kvlen", "actual_seq_kvlen is not None"),
+    ("query_rope", "query_rope and key_rope, or neither"),
+    *(("atten_mask", t) for t in ("a mask beside rope", "a mask")),
+    ("heads", "heads > 0"),
+    ("q_len", "the lengths of packed sequences"),
+    ("q_rope", "q_rope and k_rope, or neither"),
+}
+SHAPES_AND_DTYPES = {
+    *decode_levels.SHAPES_AND_DTYPES,
+    *(("query", "1 <= D <= 768"), ("value", "1 <= Dv <= 768"), ("value", "Dv <= D")),
+    ("softmax_layout", "softmax_layout == ''"),
+    *(("query", t) for t in ("D <= 512", "D % 8 == 0")),
+    *(
+        ("value", "value rows as long as those of key"),
+        ("pse", "no pse"),
+        ("padding_mask", "uint8 or bool"),
+        ("softmax_in", "float16 or bfloat16 or float32"),
+    ),
+    ("drop_mask", "drop_mask is None and keep_prob == 1"),
+    *(("q", "1 <= D <= 768"), ("v", "1 <= Dv <= 768"), ("q_rope", "1 <= Dr <= 768")),
+    *(("pse", "the dtype of query"), ("pse", "float32 slopes [B, N1] or [N1]"), ("dpse", "shape and dtype of pse")),
+    *(pair for pair in LIMITS if pair[0] == "query_rope"),
+}
+# One wording, two levels: an illegal prefix is an error in mode 6 and a note in mode 5; S1 == S2 is asked of tables and
+# of slopes.
+BOTH = {"per sequence a prefix between max(0, kv_len - q_len) and kv_len": "note", "S1 == S2": "limit"}

@@ -1,0 +1,254 @@
+"""Compiles the kernels for a chip without having one, and reads from the binary what it takes.
+
+    figures("forward 128", 90) -> {"registers": 255, "spilled": 0, "shared": 131072, ...}
+
+`python tests/support/triton_ahead.py` compiles the whole list and writes resources.json.
+
+The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
+pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusion_attention.backends.triton import backward, decode, forward, launch_decode, launch_dense, mend, shapes
+from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.waist.problem import Problem
+
+Figures = dict[str, int]
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8"}
+KERNELS = {
+    "forward": forward.forward,
+    "prepare": backward.prepare,
+    "query": backward.backward_query,
+    "key": backward.backward_key,
+    "decode": decode.decode,
+    "join": decode.join,
+    "mend_out": mend.mend_out,
+    "mend_query": mend.mend_query,
+    "mend_key": mend.mend_key,
+}
+
+
+def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch_dense.Constants:
+    """What a kernel knows while compiling."""
+    if kernel == "forward":
+        return launch_dense.forward_constants(problem, tile, mean, aligned)
+    if kernel in ("decode", "join"):
+        return dict(zip(("decode", "join"), launch_decode.decode_constants(problem, tile, aligned), strict=True))[
+            kernel
+        ]
+    if kernel == "mend_out":
+        cached = problem.page_size or problem.kv_dtype
+        return (launch_decode.mend_constants if cached else launch_dense.mend_out_constants)(problem, aligned)
+    if kernel in shapes.MEND:
+        return launch_dense.mend_constants(kernel, problem, aligned)
+    few, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
+    return {"prepare": few, "query": query, "key": key}[kernel]
+
+
+def pointer(kernel: str, name: str, p: Problem) -> str | None:
+    """The type of an argument that is memory, or None where a problem lacks it."""
+    stored = p.bias in ("matrix", "table")
+    lacking = {
+        **dict.fromkeys(("q_rope", "k_rope", "dq_rope", "dk_rope"), not p.dim_rope),
+        **dict.fromkeys(("bias", "dbias"), not stored),
+        "slopes": p.bias not in ("slopes", "slopes_sqrt"),
+        "blocked": not p.has_blocked,
+        "bits": p.dropout != "bits",
+        "sink": not p.has_sink,
+        "part": kernel == "prepare" and not p.has_sink,
+        "table": not p.page_size,
+        **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
+        **dict.fromkeys(("scale_v", "offset_v"), p.dequant_v == "none"),
+    }
+    if lacking.get(name, False):
+        return None
+    rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
+    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32"}
+    types |= dict.fromkeys(rows, TYPES[p.dtype])
+    if p.kv_dtype:
+        types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])
+    return "*" + types.get(name, "fp32")
+
+
+def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> ASTSource:
+    """A kernel with the types of its arguments."""
+    function = KERNELS[kernel]
+    signature: dict[str, str] = {}
+    fixed: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for at, (name, param) in enumerate(zip(function.arg_names, function.params, strict=True)):
+        kind = None if name in constants else param.annotation_type or pointer(kernel, name, problem)
+        if kind is None:
+            signature[name], fixed[(at,)] = "constexpr", constants.get(name)
+        else:
+            signature[name] = kind
+            if kind.startswith("*"):
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=function, signature=signature, constexprs=fixed, attrs=attributes)
+
+
+def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0, aligned: bool = True) -> Figures:
+    """What the kernel takes on a chip (80 or 90), and with which instructions it multiplies."""
+    compiled = triton.compile(
+        source(kernel, problem, known(kernel, problem, tile, mean, aligned)),
+        target=GPUTarget("cuda", chip, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    registers, stack, local = (
+        int(re.search(rf"{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
+        for word in ("REG", "STACK", "LOCAL")
+    )
+    return {
+        "registers": registers,
+        "spilled": stack + local,
+        "shared": compiled.metadata.shared,
+        "wgmma": "HGMMA" in code,
+        "mma": bool(re.search(r"\bHMMA\.", code)),
+        "copies": len(re.findall(r"\bLDGSTS", code)),
+        "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- the list
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's."""
+
+    kernel: str
+    problem: Problem
+    mean: int = 0
+    aligned: bool = True
+    rows: int = 0
+
+    def tile(self, chip: int) -> Tile:
+        """The tile that a launch chooses."""
+        if self.kernel in shapes.MEND:
+            return shapes.mend_tile(self.kernel, self.problem)
+        kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
+        tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
+        assert tile is not None
+        return tile._replace(BM=self.rows) if self.rows else tile
+
+
+def problem(dim: int, dim_v: int = 0, **more: Any) -> Problem:
+    given = {"dtype": "bfloat16", "scale": 0.1} | more
+    return Problem(16, 4, dim, dim_v or dim, **given)
+
+
+LIGHT = {"bias": "slopes_sqrt", "has_sink": True}
+DRAWN = {"bias": "matrix", "dropout": "philox", "keep_prob": 0.9}
+READ = {"bias": "table", "has_blocked": True, "dropout": "bits", "keep_prob": 0.9, "has_sink": True}
+SIZES = {
+    "64": {"dim": 64},
+    "128": {"dim": 128},
+    "192": {"dim": 128, "dim_rope": 64},
+    "256": {"dim": 256},
+    "576": {"dim": 512, "dim_rope": 64},
+}
+FLOAT32 = {"dtype": "float32"}
+PAGES = {"page_size": 64}
+INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
+
+
+def configs() -> dict[str, Config]:
+    """Every kernel with every row of its table, features off and on."""
+    found: dict[str, Config] = {}
+    for kernel in ("forward", "query", "key"):
+        for name, size in SIZES.items():
+            found[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
+            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ), mean=1)
+        found[f"{kernel} 128 plain"] = Config(kernel, problem(128))
+        found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
+        found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ), mean=2)
+        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), aligned=False)
+        found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
+        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ), mean=1)
+    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT), mean=2)
+    found["forward 96"] = Config("forward", problem(96, dtype="float16"))
+    found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
+    found["decode 128"] = Config("decode", problem(128, **PAGES))
+    found["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
+    found["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
+    found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
+    found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
+    found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
+    found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["decode 768"] = Config("decode", problem(768, **PAGES))
+    found["decode 768 int8"] = Config("decode", problem(768, **PAGES, **INT8))
+    found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
+    found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
+    for kernel in shapes.MEND:
+        found[f"{kernel} 128"] = Config(kernel, problem(128, **LIGHT))
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
+        found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
+    found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
+    return found
+
+
+CONFIGS = configs()
+EVERYDAY = (
+    *("forward 128 plain", "forward 128 drawn", "forward 192 read", "forward 96"),
+    *("query 128 plain", "query 64 read", "query float32", "key 128 plain", "key 128 drawn", "key 768", "prepare 128"),
+    *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
+    *("mend_out 128", "mend_query 128", "mend_key 768 read"),
+)
+CHIPS = (80, 90)
+SHARED = {80: 166912, 90: 232448}  # bytes that a program may have
+RESOURCES = Path(__file__).parent / "resources.json"
+
+
+def figures(name: str, chip: int) -> Figures:
+    """measure() of an entry of the list."""
+    config = CONFIGS[name]
+    return measure(config.kernel, config.problem, config.tile(chip), chip, config.mean, config.aligned)
+
+
+def workers() -> ProcessPoolExecutor:
+    """Processes that compile; started afresh, since a fork of a process with threads may hang."""
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+
+
+def main() -> None:
+    with workers() as pool:
+        running = {f"{name} sm_{chip}": pool.submit(figures, name, chip) for name in CONFIGS for chip in CHIPS}
+        rows = {}
+        for name, future in running.items():
+            rows[name] = future.result()
+            print(f"{name:34} {rows[name]}", flush=True)  # noqa: T201 (a tool's report)
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    RESOURCES.write_text(f'{{"triton": "{version("triton")}", "rows": {{\n{lines}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""A score of -inf is a key not seen: what a float mask hides reaches no result and no gradient, whatever lies there.
+
+Golden is judged by loops over single numbers that pass such keys over; the CPU core by golden, and by its own bits
+where zeros lie in place of what is not finite; the faces by the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import test_native
+import test_native_backward
+import test_native_decode
+import torch
+from support.bits import same_bits
+from support.cases import BITS, CAUSAL, DRAWN, compute
+from support.witness import Call, Results, full_bias, kept, make, run, seen_by
+from test_native import VARIANTS, converted, native, threads_as_before
+from test_native_backward import gradients
+
+import fusion_attention as fa
+from fusion_attention.testing import Case, arguments, check, golden, part, plain, pythonic
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Problem
+
+__all__ = ["threads_as_before"]
+# The specification adds up a bias that lies broadcast.
+pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
+INF, NAN = math.inf, math.nan
+FILLS = (NAN, INF, -INF)
+DTYPES = ("float32", "float16", "bfloat16")
+Tensor = torch.Tensor
+
+
+# --------------------------------------------------------------------------------------------------- the specification
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def add(to: list[float], weight: float, row: list[float]) -> None:
+    for d, x in enumerate(row):
+        to[d] += weight * x
+
+
+def zeros(tensors: list[Tensor], dim: int = 0) -> list[Any]:
+    return [torch.zeros(*t.shape[:2], dim or t.shape[2], dtype=torch.float64).tolist() for t in tensors]
+
+
+def largest(scores: list[float]) -> float:
+    return NAN if any(math.isnan(s) for s in scores) else max(scores, default=-INF)
+
+
+def by_loops(call: Call) -> Results:
+    """Everything that witness.run() returns, by loops over single numbers that pass over each score of -inf."""
+    p, factor = call.problem, 1 / call.problem.keep_prob
+    found = {name: zeros(call.q, 1) for name in ("max", "sum")} | {"out": zeros(call.q, p.dim_v)}
+    found |= {f"d{name}": zeros(getattr(call, name)) for name in ("q", "k", "v", "bias")}
+    for b, h in itertools.product(range(len(call.q)), range(p.heads_q)):
+        own = h // p.group
+        q, dout = call.q[b][h].tolist(), call.dout[b][h].tolist()
+        k, v = call.k[b][own].tolist(), call.v[b][own].tolist()
+        seen, keep = seen_by(call, b)[h].tolist(), kept(call, b)[h].tolist()
+        added = torch.as_tensor(full_bias(call, b, call.bias[b])).expand(p.heads_q, len(q), len(k))[h]
+        added = (added * p.scale if p.bias_scaled else added).tolist()
+        dk, dv = found["dk"][b][own], found["dv"][b][own]
+        sizes = call.bias[b].shape
+        for i in range(len(q)):
+            scores = {j: p.scale * dot(q[i], k[j]) + added[i][j] for j in range(len(k)) if seen[i][j]}
+            scores = {j: s for j, s in scores.items() if s != -INF}
+            peak, sink = largest(list(scores.values())), -INF if call.sink is None else call.sink[h].item()
+            peak = largest([peak, sink])
+            out, dq = found["out"][b][h][i], found["dq"][b][h][i]
+            if peak == -INF:  # an empty row
+                mean = p.empty_rows == "mean"
+                found["max"][b][h][i], found["sum"][b][h][i] = [peak], [float(len(k) * mean)]
+                for j in range(len(k)):
+                    if mean and keep[i][j]:
+                        add(out, factor / len(k), v[j])
+                        add(dv[j], factor / len(k), dout[i])
+                continue
+            total = math.exp(sink - peak) + sum(math.exp(s - peak) for s in scores.values())
+            found["max"][b][h][i], found["sum"][b][h][i] = [peak], [total]
+            weights = {j: math.exp(s - peak) / total for j, s in scores.items()}
+            for j, weight in weights.items():
+                if keep[i][j]:
+                    add(out, weight * factor, v[j])
+                    add(dv[j], weight * factor, dout[i])
+            out[:] = [x * (total / total) for x in out]  # NaN among the scores, even where all keys are dropped
+            delta = dot(dout[i], out)
+            for j, weight in weights.items():
+                ds = weight * ((dot(dout[i], v[j]) * factor if keep[i][j] else 0.0) - delta)
+                add(dq, p.scale * ds, k[j])
+                add(dk[j], p.scale * ds, q[i])
+                at = [n % size for n, size in zip((h, i, j), sizes, strict=True)]  # a size of 1 is shared
+                found["dbias"][b][at[0]][at[1]][at[2]] += ds * (p.scale if p.bias_scaled else 1.0)
+    return {name: [torch.tensor(t, dtype=torch.float64) for t in tensors] for name, tensors in found.items()}
+
+
+def agree(got: Results, want: Results) -> None:
+    for name, tensors in want.items():
+        for b, (g, w) in enumerate(zip(got[name], tensors, strict=True)):
+            at = f"{name}, sequence {b}"
+            torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11, equal_nan=True, msg=lambda m, at=at: f"{at}: {m}")
+
+
+SPECIFIED: dict[str, tuple[dict[str, Any], str, Band | None]] = {
+    "plain": ({}, "hij", None),
+    "a row for all": ({"bias_scaled": True, "has_blocked": True}, "j", Band.window(3, 2)),
+    "dropout, a sink": ({"dropout": "bits", "keep_prob": 0.75, "has_sink": True}, "ij", Band.causal()),
+    "means": ({"dropout": "bits", "keep_prob": 0.75, "empty_rows": "mean"}, "hij", None),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_golden_passes_over_scores_of_minus_infinity(name: str, fill: float) -> None:
+    fields, axes, band = SPECIFIED[name]
+    problem = Problem(4, 2, 3, 2, dtype="float64", scale=0.7, bias="matrix", **fields)
+    call = make(problem, (5, 3), (7, 4), band, axes)
+    for q, k, v, bias in zip(call.q, call.k, call.v, call.bias, strict=True):
+        bias[..., 1] = bias[:, -1:, 2] = -INF  # a key that no row sees, one that the last does not
+        v[:, 1], v[0, 2] = fill, fill
+        q[..., 0], k[1, 3, 0] = q[..., 0].abs() + 0.1, -INF  # scores of -inf from an element of K
+        k[..., 1], q[:, 0, 1] = k[..., 1].abs() + 0.1, -INF  # and from one of q
+    want = by_loops(call)
+    assert all(any(t.isfinite().any() for t in want[name]) for name in want)
+    agree(run(call), want)
+
+
+# --------------------------------------------------------------------------------------------------------- the CPU core
+
+# Of more rows than decoding takes, whose bits depend on what it finds.
+SIZES = {"small": ((9, 20), (5, 33)), "odd": ((61, 0, 17), (77, 4, 9)), "tiles": ((250, 40), (530, 300))}
+BANDS = {"small": Band.full(), "odd": Band.window(30, 9), "tiles": Band.causal("end")}
+FIELDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "blocked, rope": {"has_blocked": True, "dim_rope": 7, "bias_scaled": True},
+    "dropout, a sink": {"dropout": "philox", "keep_prob": 0.7, "has_sink": True},
+}
+
+
+def spoil_hidden(tame: Call) -> Call:
+    """The call with elements that are not finite at the keys that its float mask hides from all rows.
+
+    Of every fourth such key an infinite element of K alone makes the scores -inf.
+    """
+    wild = copy.deepcopy(tame)
+    for b, bias in enumerate(tame.bias):
+        hidden = (bias == -INF).flatten(0, 1).all(0).nonzero().flatten().tolist()
+        for n, j in enumerate(hidden):
+            wild.v[b][:, j, n % wild.v[b].shape[2] :] = FILLS[n % 3]
+            if n % 2:
+                wild.k[b][:, j, 0] = -INF
+            if n % 4 == 1:
+                wild.bias[b][..., j] = 0.25
+    return wild
+
+
+def masked(size: str, fields: dict[str, Any], dtype: str, axes: str) -> Call:
+    """A float mask hides some keys from all rows, some from a few, all from one; q begins with positive elements."""
+    problem = Problem(4, 2, 40, 24, dtype=dtype, scale=0.2, bias="matrix", **fields)
+    call = converted(make(problem, *SIZES[size], BANDS[size], axes), problem.torch_dtype)
+    for q, k, v, bias in zip(call.q, call.k, call.v, call.bias, strict=True):
+        hidden = [j for j in range(v.shape[1]) if j // 16 % 3 == 1 or j % 7 == 3 or j == v.shape[1] - 1]
+        bias[..., hidden] = -INF
+        if "i" in axes:
+            bias[:, : q.shape[1] // 2, ::5] = bias[:, 1:2] = -INF
+        v[:, hidden], k[:, hidden, 0] = 0, 0
+        q[..., 0] = q[..., 0].abs() + 0.5
+    return call
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, dtype: str) -> None:
+    tame = masked(size, FIELDS[fields], dtype, "j" if size == "odd" else "hij")
+    wild = spoil_hidden(tame)
+    for variant in VARIANTS:
+        want, got = native(tame, variant), native(wild, variant)
+        same_bits(got, want)
+        assert any(t.any() for t in got["out"])
+        for owned in (False, True)[: 1 if size == "odd" else 2]:
+            found = [gradients(*saved, variant, owned=owned) for saved in ((wild, got), (tame, want))]
+            for each in found:
+                # 0 times what is hidden: the sign of that zero is what was multiplied, its value is what counts.
+                each["dbias"] = [tensor + 0.0 for tensor in each["dbias"]]
+            same_bits(*found)
+
+
+def biased(seed: int) -> Call:
+    """A random call with a float mask anywhere, whose V, K, q and dout are not finite somewhere."""
+    rng = random.Random(seed)
+    call = test_native_backward.drawn(next(n for n in range(seed, seed + 999, 37) if test_native.draw_call(n).bias))
+    for bias in call.bias:
+        bias[torch.rand(bias.shape) < 0.3] = -INF
+        bias[..., rng.sample(range(bias.shape[2]), bias.shape[2] // 3)] = -INF
+    for name in ("v", "v", "v", "k", rng.choice(["q", "dout", "bias"])):
+        for tensor in getattr(call, name):
+            for _ in range(2 if tensor.numel() else 0):
+                tensor[tuple(rng.randrange(n) for n in tensor.shape)] = rng.choice(FILLS)
+    return call
+
+
+@pytest.mark.parametrize("seed", range(3000, 3030))
+def test_what_a_float_mask_leaves_reaches_exactly_what_sees_it(seed: int) -> None:
+    call = biased(seed)
+    saved, want = native(call), test_native.specified(call)
+    descent = test_native_backward.wanted(call, saved)
+    for variant in VARIANTS:
+        got = native(call, variant)
+        for name, b in itertools.product(got, range(len(call.q))):
+            at, (mine, other) = (variant, name, b, call.problem), (t[name][b] for t in (got, want))
+            assert torch.equal(mine.isnan(), other.isnan()), at
+            assert torch.equal(mine.isinf(), other.isinf()), at
+            assert torch.equal(mine[mine.isinf()].double(), other[other.isinf()]), at
+        for name, tensors in gradients(call, saved, variant).items():
+            for mine, other in zip(tensors, descent[name], strict=True):
+                assert torch.equal(mine.isfinite(), other.isfinite()), (variant, name, call.problem)
+
+
+# --------------------------------------------------------------------------------------------------------------- decode
+
+CACHES = {
+    "rows": {"dtype": "float32"},
+    "pages": {"dtype": "bfloat16", "page_size": 16, "has_sink": True},
+    "pages of float16": {"dtype": "float16", "page_size": 128, "bias_scaled": True},
+    "int8": {"dtype": "bfloat16", "page_size": 64, "kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"},
+    "int4": {"dtype": "float16", "page_size": 16, "kv_dtype": "int4", "dequant_k": "token", "dequant_v": "token"},
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("heads", [(8, 2), (20, 10)], ids=str)
+def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[int, int]) -> None:
+    problem = Problem(*heads, 64, 32, scale=0.1, bias="matrix", **CACHES[name])
+    tame = test_native_decode.plain_case(problem, (1, 3, 2), (2100, 77, 1024))
+    for bias in tame.call.bias:
+        bias[..., ::3] = bias[..., -4:] = bias[:, -1:, 5:9] = -INF
+    tame = replace(tame, call=replace(tame.call, q=[t.abs() for t in tame.call.q]))
+    wild = copy.deepcopy(tame)
+    for b, bias in enumerate(wild.call.bias):
+        for n, j in enumerate((bias == -INF).flatten(0, 1).all(0).nonzero().flatten().tolist()):
+            if problem.kv_dtype:
+                wild.v.scale[b][:, j] = FILLS[n % 3]
+                continue
+            wild.v.numbers[b][:, j, n % 32] = FILLS[n % 3]
+            if n % 4 == 1:
+                wild.k.numbers[b][:, j], bias[..., j] = -INF, 0.25
+    wild.call.k[:], wild.call.v[:] = wild.k.meaning(), wild.v.meaning()
+    want = test_native_decode.specified(wild.call)
+    agree(want, test_native_decode.specified(tame.call))
+    for variant in VARIANTS:
+        got = test_native_decode.native(wild, variant)
+        test_native_decode.judge(test_native_decode.narrowed(tame), got, want, (variant, name))
+
+
+# ------------------------------------------------------------------------------------------------------------ the faces
+
+FACES = [
+    Case(q_len=(2, 2), kv_len=(37, 37), pse="full", dtype="bfloat16", inner_precise=2),
+    Case(q_len=(20, 20), kv_len=(37, 37), pse="full", pse_type=0),
+    Case("BNSD", "bfloat16", (6, 6), (40, 40), pse="row", pse_type=1),
+    Case("BSH", "float16", (20, 20), (20, 20), pse="shared_full", **CAUSAL),
+    Case("SBH", q_len=(5, 5), kv_len=(7, 7), pse="shared_row", pse_type=0, **BITS),
+    Case("TND", "bfloat16", (3, 20), (5, 33), pse="blocks", pse_type=0, sink=True, dim_rope=3, **DRAWN),
+    Case("TND", q_len=(3, 20), kv_len=(5, 33), pse="row_blocks", mask="matrix", blank=True, inner_precise=2),
+]
+
+
+def hidden_values(case: Case, fill: float) -> dict[str, Any]:
+    """The case's arguments; the last two keys of each sequence, hidden by pse, have values of `fill`."""
+    args, first = arguments(case), 0
+    for b, keys in enumerate(case.kv_len):
+        part(case, args["value"], "kv", case.heads_kv, b)[:, -2:] = fill
+        if case.pse.endswith("blocks"):
+            size = case.heads_q * (case.q_len[b] if case.pse == "blocks" else 1) * keys
+            args["pse"][first : first + size].view(-1, keys)[:, -2:] = -INF
+            first += size
+        else:
+            args["pse"][..., -2:] = -INF
+    return args
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("case", FACES, ids=lambda case: case.id)
+def test_pse_hides_values_from_every_face(case: Case, fill: float) -> None:
+    wild = hidden_values(case, fill)
+    got, want = compute(case, wild), golden(case, wild)
+    assert all(t.isfinite().all() for t in want.values())
+    check(case, got, want, plain(case, hidden_values(case, 0.0)))
+    given = pythonic(case, wild)
+    if given is not None:
+        leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "bias")}
+        out = fa.attention(**{**given, **leaves})
+        found = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), wild["dy"])]
+        for name, tensor in zip(("out", "dq", "dk", "dv", "dpse"), found, strict=True):
+            torch.testing.assert_close(tensor, got[name], rtol=0, atol=0)

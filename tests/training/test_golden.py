@@ -1,0 +1,270 @@
+"""The float64 specification against independent witnesses: autograd through a plain formula, torch's own attention,
+finite differences, and the rule of what may reach what where memory holds NaN.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.witness import INF, Call, Results, forward, kept, load, make, read, room, rows, run, seen_by, witness
+
+from fusion_attention.backends import golden
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Problem, Stats
+
+PLAIN = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: waking other threads for each takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def agree(got: Results, want: Results) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        for b, (g, w) in enumerate(zip(got[name], want[name], strict=True)):
+            # Inputs are of size 1, and so is what cancels in the gradients that are exactly zero.
+            size = w[w.isfinite()].abs().amax().clamp(min=1.0).item() if w.isfinite().any() else 1.0
+            torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12 * size, msg=lambda m, at=(name, b): f"{at}: {m}")
+
+
+BITS = {"dropout": "bits", "keep_prob": 0.65}
+BIASES = ["hij", "ij", "hj", "hi", "i", "j", "h", ""]
+CASES: dict[str, tuple[dict, dict]] = {
+    "full": ({}, {}),
+    "one_kv_head": ({"heads_kv": 1, "dim_v": 9}, {}),
+    "no_group": ({"heads_kv": 4, "dim_qk": 1}, {}),
+    "causal_start": ({}, {"band": Band.causal("start")}),
+    "causal_end": ({}, {"band": Band.causal()}),
+    "window": ({}, {"band": Band.window(2, 1)}),
+    "negative_window": ({}, {"band": Band.window(-2, 4, "start")}),
+    "crossed_window": ({}, {"band": Band.window(-3, 1)}),
+    "prefix": ({}, {"band": Band.prefix_causal([3, 1, 0, 9])}),
+    "rope": ({"dim_rope": 3}, {"band": Band.causal()}),
+    "sink": ({"has_sink": True}, {"band": Band.window(1, 0, "start")}),
+    "bits": (BITS, {"band": Band.causal()}),
+    "philox": ({"dropout": "philox", "keep_prob": 0.65}, {"band": Band.causal()}),
+    "slopes": ({"bias": "slopes"}, {"shift": -2}),
+    "slopes_sqrt": ({"bias": "slopes_sqrt", "bias_scaled": True}, {}),
+    "table": ({"bias": "table"}, {"band": Band.causal("start")}),
+    "table_of_all_heads": ({"bias": "table", "bias_scaled": True}, {"bias_axes": "ij"}),
+    "shared_bias": ({"bias": "matrix"}, {"shared": True, "q_len": (5, 5, 5), "kv_len": (4, 4, 4)}),
+    "everything": (
+        {"dim_rope": 2, "has_sink": True, "bias": "matrix", "bias_scaled": True, "has_blocked": True, **BITS},
+        {"band": Band.window(2, 1)},
+    ),
+    **{f"bias_{axes}": ({"bias": "matrix", "bias_scaled": axes == "ij"}, {"bias_axes": axes}) for axes in BIASES},
+    **{f"blocked_{axes}": ({"has_blocked": True}, {"blocked_axes": axes}) for axes in BIASES},
+    **{
+        f"{form}_{band.lo}": ({"empty_rows": form, "has_blocked": True, "dim_rope": 2, **BITS}, {"band": band})
+        for form in ("zero", "mean", "mean_in_band")
+        for band in (Band.causal(), Band.window(0, 0, "start"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_autograd(name: str) -> None:
+    fields, arguments = CASES[name]
+    call = make(replace(PLAIN, **fields), **arguments)
+    agree(run(call), witness(call))
+
+
+@pytest.mark.parametrize("form", ["zero", "mean"])
+def test_scores_of_minus_infinity(form: str) -> None:
+    call = make(replace(PLAIN, bias="matrix", empty_rows=form, **BITS), band=Band.causal())
+    for t in call.bias:
+        t[t > 0.8] = -INF
+    call.bias[0][1, 2] = -INF  # a row that sees keys, and is empty
+    call.bias[3][:, :, 0] = -INF
+    want = witness(call)
+    assert want["max"][0][1, 2] == -INF
+    agree(run(call), want)
+
+
+def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+    call = make(replace(PLAIN, has_sink=True), band=Band.window(1, 0, "start"))
+    assert call.sink is not None
+    call.sink[2] = -INF  # and of its rows, some see no key
+    agree(run(call), witness(call))
+
+
+@pytest.mark.parametrize("form", ["full", "causal", "blocked", "bias"])
+def test_against_torch(form: str) -> None:
+    problem = replace(PLAIN, bias="matrix" if form == "bias" else "none", has_blocked=form == "blocked")
+    call = make(problem, (9, 6), (7, 8), Band.causal("start") if form == "causal" else None)
+    for t in call.blocked:
+        t[..., 0] = False
+    for b, out in enumerate(forward(call)["out"]):
+        mask = ~call.blocked[b] if call.blocked else call.bias[b] if call.bias else None
+        want = torch.nn.functional.scaled_dot_product_attention(
+            call.q[b], call.k[b], call.v[b], mask, is_causal=form == "causal", scale=0.4, enable_gqa=True
+        )
+        torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
+def test_against_finite_differences() -> None:
+    problem = Problem(2, 1, 2, 2, 1, "float64", 0.7, "matrix", True, has_sink=True, dropout="bits", keep_prob=0.6)
+    call = make(problem, (3,), (3,), Band.causal())
+    gradients = run(call)
+    step = 1e-5
+
+    def objective() -> float:
+        return float((forward(call)["out"][0] * call.dout[0]).sum())
+
+    for name in ("q", "k", "v", "q_rope", "k_rope", "bias", "sink"):
+        tensor = call.sink if name == "sink" else getattr(call, name)[0]
+        slope = torch.empty_like(tensor)
+        for at in np.ndindex(*tensor.shape):
+            value = tensor[at].item()
+            tensor[at] = value + step
+            above = objective()
+            tensor[at] = value - step
+            slope[at] = (above - objective()) / (2 * step)
+            tensor[at] = value
+        torch.testing.assert_close(gradients[f"d{name}"][0], slope, rtol=1e-8, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- what reaches what
+
+
+def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Which rows of each result (sequence 0) must be NaN, when the row at[:2] (bias: the element at) of an input is."""
+    p, heads = call.problem, torch.arange(call.problem.heads_q)
+    seen, keep = seen_by(call, 0), kept(call, 0)
+    mean = ~seen.any(-1, keepdim=True) & (p.empty_rows == "mean")
+    weighed = (seen | mean) & keep  # where V is read
+    own = heads // p.group == at[0]
+    struck = torch.zeros_like(seen[..., 0])  # rows with a NaN on their way to out; for dout, the row itself
+    if name in ("k", "k_rope", "v"):
+        struck = (weighed if name == "v" else seen)[:, :, at[1]] & own[:, None]
+    elif name == "bias":
+        struck[at[0], at[1]] = seen[at]
+    else:
+        struck[at[0], at[1]] = name == "dout" or seen[at[0], at[1]].any()
+    dscores = struck[:, :, None] & seen
+    dv = {"v": torch.zeros_like(seen), "dout": struck[:, :, None] & weighed}.get(name, dscores & keep)
+
+    def per_kv_head(pairs: torch.Tensor) -> torch.Tensor:
+        return pairs.any(1).view(p.heads_kv, p.group, -1).any(1)
+
+    none = torch.zeros_like(struck)
+    return {
+        "out": none if name == "dout" else struck,
+        **dict.fromkeys(("max", "sum"), none if name in ("v", "dout") else struck),
+        **dict.fromkeys(("dq", "dq_rope"), dscores.any(-1)),
+        **dict.fromkeys(("dk", "dk_rope"), per_kv_head(dscores)),
+        "dv": per_kv_head(dv),
+        "dbias": dscores,
+        "dsink": struck.any(1),
+    }
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "q_rope", "k_rope", "bias"])
+@pytest.mark.parametrize("form", ["zero", "mean"])
+def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
+    fields = {"dim_rope": 2, "bias": "matrix", "has_blocked": True, "empty_rows": form, "has_sink": form == "zero"}
+    call = make(replace(PLAIN, **fields, **BITS), (5, 2), (6, 3), Band.window(3, 1))
+    call.blocked[0][:, :, 3] = True  # a key that nobody sees
+    call.blocked[0][:, 1] = True  # a row that sees nothing
+    call.keep[0][:, :, 2] = False  # a key that every row drops
+    clean = run(call)
+    shape = getattr(call, name)[0].shape
+    places = list(np.ndindex(*shape)) if name == "bias" else list(np.ndindex(*shape[:2]))
+    for at in places[:: 7 if name == "bias" else 1]:
+        spoilt = copy.deepcopy(call)
+        getattr(spoilt, name)[0][at] = torch.nan
+        got = run(spoilt)
+        for result, wanted in expected_nan(call, name, at).items():
+            if result not in got:
+                continue
+            value, untouched = got[result][0], clean[result][0]
+            wanted = wanted.view(*wanted.shape, *[1] * (value.dim() - wanted.dim())).expand_as(value)
+            assert torch.equal(value.isnan(), wanted), (name, at, result)
+            torch.testing.assert_close(value[~wanted], untouched[~wanted], rtol=1e-12, atol=1e-12)
+            if result != "dsink":
+                assert torch.equal(got[result][1], clean[result][1]), (name, at, result)
+
+
+@pytest.mark.parametrize("value", [INF, -INF])
+def test_seen_infinity_follows_the_formula(value: float) -> None:
+    call = make(PLAIN, (6,), (6,), Band.causal())
+    call.v[0][1, 4, 2] = value
+    got, want = run(call), witness(call)
+    agree({n: got[n] for n in ("out", "max", "sum")}, {n: want[n] for n in ("out", "max", "sum")} | {"out": got["out"]})
+    assert torch.equal(got["out"][0][2:, 4:, 2], torch.full((2, 2), value, dtype=torch.float64))
+    assert got["out"][0].isinf().sum() == 4
+    assert got["dv"][0].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ the saved statistics
+
+
+def test_statistics_may_span_more_keys_than_the_call() -> None:
+    """Two halves of the keys, each differentiated with the whole's statistics and out, give the whole's gradients."""
+    whole = make(replace(PLAIN, has_sink=True), (5, 3), (8, 6))
+    saved, want = forward(whole), run(whole)
+    halves = []
+    for part in range(2):
+        call = copy.deepcopy(whole)
+        call.k, call.v = ([t.chunk(2, 1)[part] for t in side] for side in (whole.k, whole.v))
+        call.extents = make(call.problem, (5, 3), (4, 3)).extents
+        halves.append(run(call, saved))
+    first, second = halves
+    got = {n: [torch.cat(pair, 1) for pair in zip(first[n], second[n], strict=True)] for n in ("dk", "dv")}
+    got["dq"] = [a + b for a, b in zip(first["dq"], second["dq"], strict=True)]
+    got["dsink"] = first["dsink"]
+    agree(got, {n: want[n] for n in got})
+
+
+def test_the_mean_form_is_read_from_the_statistics() -> None:
+    call = make(replace(PLAIN, has_blocked=True), (3,), (5,))
+    call.blocked[0][:, 1] = True
+    saved = forward(call)
+    assert (saved["sum"][0][:, 1] == 0).all()
+    saved["sum"][0][:, 1] = 10.0  # as if five more keys lay elsewhere
+    zero, mean = run(call), run(call, saved)
+    more = call.dout[0][:, 1].view(2, 2, 1, 5).sum(1) / 10
+    agree({n: mean[n] for n in ("dq", "dk", "dv")}, {"dq": zero["dq"], "dk": zero["dk"], "dv": [zero["dv"][0] + more]})
+
+
+# ---------------------------------------------------------------------------------------------------------- the verbs
+
+
+def test_rounding_happens_on_store_only() -> None:
+    call = make(PLAIN)
+    operands = load(call, torch.bfloat16)
+    operands = replace(operands, stats=Stats(*(room(call.q, 1, torch.float32) for _ in range(2))))
+    golden.attention_forward(call.problem, call.extents, None, operands)
+    exact = forward(call)
+    for name, view in (("out", operands.out), ("max", operands.stats.max), ("sum", operands.stats.sum)):
+        for stored, value in zip(read(view, call.q), exact[name], strict=True):
+            assert torch.equal(stored, value.to(stored.dtype))
+
+
+def test_only_what_was_asked_for_is_written() -> None:
+    call = make(replace(PLAIN, dim_rope=2))
+    saved, want = forward(call), run(call)
+    operands = replace(load(call), out=rows(saved["out"]), stats=Stats(rows(saved["max"]), rows(saved["sum"])))
+    dk = room(call.k, 6)
+    golden.attention_backward(call.problem, call.extents, None, operands, Grads(rows(call.dout), None, dk, None))
+    agree({"dk": read(dk, call.k)}, {"dk": want["dk"]})
+
+
+def test_the_interface() -> None:
+    call = make(PLAIN)
+    assert golden.NAME == "golden"
+    assert golden.reasons_against(call.problem, torch.device("cpu")) == []
+    assert golden.schedule(call.problem, call.extents, "attention_backward") is None
+    sizes = [golden.workspace_bytes(call.problem, call.extents, f"attention_{way}") for way in ("forward", "backward")]
+    assert 4 * 8 * 5 * 7 < sizes[0] < sizes[1]
+    nothing = Extents(*[np.zeros(0, np.int64)] * 6)
+    assert golden.workspace_bytes(call.problem, nothing, "attention_backward") == 0

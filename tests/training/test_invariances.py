@@ -1,0 +1,219 @@
+"""What must not change a bit of a result: strides, unseen memory, neighbours, packing, threads, repetition; and what a
+value that is not finite may reach.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, compute, operands
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.testing import Case, arguments, check, golden, hostile, part, plain, seen, stats_part
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+def changed(args: Args, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Args:
+    """The call with some tensors replaced, those that it has."""
+    return {**args, **{n: change(args[n]) for n in names if args[n] is not None}}
+
+
+SAMPLES = [
+    Case(mask="head", blank=True, pse="full", sink=True, dim_rope=4, **DRAWN),
+    Case(layout="SBH", dtype="bfloat16", pse="shared_row", **BITS),
+    Case(layout="BSH", dtype="float16", sparse_mode=4, mask="compressed", pre=3, next=1, pse="slopes_flat", pse_type=2),
+    Case(layout="BNSD", mask="batch", blank=True, **BITS),
+    replace(PACKED, mask="tokens", blank=True, pse="blocks", softmax_layout="TND", q_rest=2, kv_rest=1, **DRAWN),
+    replace(PACKED, dtype="bfloat16", pse="shared_table", sink=True, dim_rope=3, **CAUSAL),
+    replace(PACKED, q_len=(0, 3, 5), kv_len=(2, 0, 6), pse="row_blocks", **BITS),
+]
+samples = pytest.mark.parametrize("case", SAMPLES, ids=lambda case: case.id)
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """The same values with elements of a row far from each other."""
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+@samples
+@pytest.mark.parametrize("change", [torch.Tensor.contiguous, transposed], ids=["contiguous", "transposed"])
+def test_strides_do_not_matter(case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    args = operands(case)
+    names = (*FLOATS, "drop_mask") + (() if case.mask == "compressed" else ("atten_mask",))
+    same_bits(compute(case, changed(args, change, *names)), compute(case, args))
+
+
+def test_expanded_inputs() -> None:
+    """Stride 0: one K and V for the whole batch; every sequence's gradient is its own."""
+    case = Case(layout="BNSD", pse="full")
+    args = operands(case)
+    args = {**args, **{n: args[n][:1].expand_as(args[n]) for n in ("key", "value", "pse")}}
+    same_bits(
+        compute(case, args), compute(case, {**args, **{n: args[n].contiguous() for n in ("key", "value", "pse")}})
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 16), (1, 1, 0, 16), (0, 16)])
+@pytest.mark.parametrize("name", ["bias", "blocked"])
+@pytest.mark.parametrize("backend", ["auto", "golden"])
+def test_matrices_without_rows(shape: tuple[int, ...], name: str, backend: str) -> None:
+    """Nothing lies there, with whatever strides: an empty result, and no gradient."""
+    q, k = torch.randn(2, 0, 4, 8, requires_grad=True), torch.randn(2, 16, 2, 8, requires_grad=True)
+    matrix = torch.zeros(*shape[:-1], 32, dtype=torch.bool if name == "blocked" else torch.float32)[..., ::2]
+    out = fa.attention(q, k, k, backend=backend, **{name: matrix})
+    assert out.shape == q.shape
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert dq.shape == q.shape
+    assert not dk.any()
+    if len(shape) == 4:
+        rows = {"pse": matrix, "pse_type": 0} if name == "bias" else {"atten_mask": matrix}
+        if name == "blocked" or shape[1] == 4:
+            assert npu.npu_fusion_attention_v2(q, k, k, 4, "BSND", **rows)[0].shape == q.shape
+        cache = (k.detach(), k.detach())
+        assert (
+            fa.decode_attention(q.detach(), cache, kv_len=[16, 16], backend=backend, **{name: matrix}).shape == q.shape
+        )
+
+
+@samples
+def test_inputs_are_not_written(case: Case) -> None:
+    args = arguments(case)
+    tensors = [
+        t for t in args.values() if (isinstance(t, torch.Tensor) and case.mask != "compressed") or t is args["query"]
+    ]
+    memory = [t._base if t._base is not None else t for t in tensors]
+    before = [m.clone() for m in memory]
+    compute(case, args)
+    for now, then in zip(memory, before, strict=True):
+        same_bits(now, then, "an input or the memory around it")
+
+
+def fill_unseen(case: Case, args: Args, value: float) -> Args:
+    """The call with a value wherever a float tensor holds what no row may see: keys, rows and biases."""
+    filled = {n: hostile(t) if isinstance(t, torch.Tensor) and n in FLOATS else t for n, t in args.items()}
+    for b in range(len(case.q_len)):
+        visible = seen(case, args, b)
+        dead = ~visible.unflatten(0, (case.heads_kv, -1)).any(1).any(1)
+        for name in ("key", "value", "key_rope"):
+            if args[name] is not None:
+                part(case, filled[name], "kv", case.heads_kv, b)[dead] = value
+        blind = ~visible.any(-1)
+        for name in ("query", "query_rope", "dy"):
+            if args[name] is not None:
+                part(case, filled[name], "q", case.heads_q, b)[blind] = value
+        if case.pse == "full":
+            filled["pse"][b][~visible] = value
+    return filled
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sparse_mode=4, mask="compressed", pre=1, next=-1, q_len=(6, 6), kv_len=(9, 9), pse="full", dim_rope=2),
+        Case(layout="BNSD", sparse_mode=2, mask="compressed", q_len=(4, 4), kv_len=(9, 9), sink=True, **DRAWN),
+        Case(q_len=(7, 7), kv_len=(3, 3), pse="full", dtype="bfloat16", **CAUSAL),
+        Case(mask="head", blank=True, inner_precise=2, pse="full", dtype="float16"),
+        Case(layout="SBH", sparse_mode=0, mask="batch", pre=1, next=1, q_len=(4, 4), kv_len=(9, 9), inner_precise=2),
+        replace(PACKED, sparse_mode=4, mask="compressed", pre=1, next=-1, kv_len=(8, 9, 7), **BITS),
+    ],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: float) -> None:
+    args = operands(case)
+    spoilt = fill_unseen(case, args, value)
+    count = sum(int(spoilt[n].isnan().sum() + spoilt[n].isinf().sum()) for n in ("query", "key", "value"))
+    assert count > sum(int(args[n].isnan().sum()) for n in ("query", "key", "value"))
+    same_bits(compute(case, spoilt), compute(case, fill_unseen(case, args, 0.0)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dim_rope=2, mask="head", blank=True, **BITS),
+        Case(layout="BNSD", dim_rope=2, dtype="bfloat16", sink=True, **CAUSAL),
+        replace(PACKED, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, dtype="float16", **DRAWN),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, value: float) -> None:
+    args = operands(case)
+    spoilt = changed(args, hostile, *FLOATS)
+    side, heads = ("kv", case.heads_kv) if name in ("key", "value", "key_rope") else ("q", case.heads_q)
+    # A key that rows of both signs see: a score of -inf would hide it from all others.
+    part(case, spoilt[name], side, heads, 1)[1, 2 if side == "kv" else 1, 0] = value
+    want = golden(case, spoilt)
+    assert any(not t.isfinite().all() for t in want.values())
+    check(case, compute(case, spoilt), want, plain(case, args))
+
+
+# -------------------------------------------------------------------------------------------- neighbours, threads, runs
+
+LONG = Case("TND", "float32", (290, 3, 270, 40), (310, 270, 5, 40), dim_qk=24, dim_v=16, sink=True, **CAUSAL)
+WIDE = [
+    LONG,
+    replace(LONG, dtype="bfloat16", pse="shared_slopes", pse_type=2, dim_rope=8),
+    replace(LONG, sparse_mode=2, mask="compressed", **DRAWN),
+]
+
+
+def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
+    """One sequence's part of every result that belongs to sequences."""
+    sides = {"out": "q", "dq": "q", "dq_rope": "q", "dk": "kv", "dv": "kv", "dk_rope": "kv"}
+    heads = {"q": case.heads_q, "kv": case.heads_kv}
+    parts = {n: part(case, results[n], s, heads[s], b) for n, s in sides.items() if n in results}
+    return parts | {n: stats_part(case, results[n], b) for n in ("max", "sum")}
+
+
+@pytest.mark.parametrize("case", WIDE[:2], ids=lambda case: case.id)
+def test_neighbours_do_not_matter(case: Case) -> None:
+    args = operands(case)
+    together = compute(case, args)
+    for b in range(len(case.q_len)):
+        alone = replace(case, q_len=case.q_len[b : b + 1], kv_len=case.kv_len[b : b + 1])
+        own = {"actual_seq_qlen": [case.q_len[b]], "actual_seq_kvlen": [case.kv_len[b]]}
+        for side, names in (("q", ("query", "query_rope", "dy")), ("kv", ("key", "value", "key_rope"))):
+            first, n = sum(case.lengths(side)[:b]), case.lengths(side)[b]
+            own |= {name: args[name][first : first + n] for name in names if args[name] is not None}
+        same_bits(split(alone, compute(alone, {**args, **own}), 0), split(case, together, b))
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+def test_packed_equals_padded(case: Case) -> None:
+    args = operands(case)
+    together = compute(case, args)
+    for layout in ("BSND", "BNSD", "SBH"):
+        padded = replace(case, layout=layout, q_rest=1)
+        moved = {**arguments(padded), "pse": args["pse"], "sink": args["sink"]}
+        for name, side, heads in (
+            *((n, "q", case.heads_q) for n in ("query", "query_rope", "dy")),
+            *((n, "kv", case.heads_kv) for n in ("key", "value", "key_rope")),
+        ):
+            for b in range(len(case.q_len)):
+                if args[name] is not None:
+                    part(padded, moved[name], side, heads, b).copy_(part(case, args[name], side, heads, b))
+        # The pythonic face measures slopes from the same corner only when told so.
+        apart = compute(padded, moved)
+        for b in range(len(case.q_len)):
+            same_bits(split(padded, apart, b), split(case, together, b))
+        same_bits(apart["dsink"], together["dsink"], "dsink")
+
+
+@pytest.mark.parametrize(
+    "case", [*WIDE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
+)
+def test_threads_and_repetition_do_not_matter(case: Case) -> None:
+    args = operands(case)
+    want = compute(case, args)
+    same_bits(compute(case, args), want)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        same_bits(compute(case, args), want)

@@ -1,0 +1,155 @@
+"""Gradients from statistics that do not belong to the inputs: no crash, nothing read or written beside the operands.
+
+Through the back ends, where every instruction-set variant is forced, and through the npu, aclnn and pythonic faces.
+What the spoiled rows reach may be anything; everything else keeps its bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same
+from support.witness import forward, make, run
+from test_aclnn import call, done, outputs_of, runtime
+from test_native import VARIANTS, converted, native, threads_as_before
+from test_native_backward import gradients
+
+from fusion_attention import Band, ContractError, acl, attention, npu
+from fusion_attention.contract import Op
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops import RECORDS
+from fusion_attention.waist.problem import Problem
+
+__all__ = ["runtime", "threads_as_before"]
+
+nan, inf = math.nan, math.inf
+BAD = [  # (max, sum)
+    *((nan, 1.0), (0.5, nan), (nan, nan), (0.5, 0.0), (0.5, -0.0), (0.5, -3.0), (0.5, inf), (0.5, -inf), (0.5, 1e-45)),
+    *((inf, 1.0), (inf, inf), (1e30, 1.0), (-1e30, 1.0), (-inf, 0.0), (-inf, nan), (-inf, 2.0), (-inf, inf)),
+]
+DTYPES = ("float32", "float16", "bfloat16")
+SEQ, HEAD, ROW = 0, 2, 60  # spoiled: rows from here on
+
+# ------------------------------------------------------------------------------------------------------- the back ends
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bias", ["none", "matrix"])
+@pytest.mark.parametrize("empty", [False, True], ids=["sums", "means"])
+def test_spoiled_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: str, variant: str, dtype: str) -> None:
+    more = {"dim_rope": 3, "has_sink": True, "dropout": "philox", "keep_prob": 0.8} if bias == "none" else {}
+    problem = Problem(4, 2, 24, 17, dtype=dtype, scale=0.2, bias=bias, **more)
+    made = converted(make(problem, (130, 40), (150, 40), Band.causal("start")), problem.torch_dtype)
+    saved = native(made, variant)
+    spoiled = {name: [t.clone() for t in tensors] for name, tensors in saved.items()}
+    pairs = [pair for pair in BAD if (pair[0] == -inf) == empty]
+    for row, pair in enumerate(pairs, ROW):
+        spoiled["max"][SEQ][HEAD, row], spoiled["sum"][SEQ][HEAD, row] = pair
+    want, got = gradients(made, saved, variant), gradients(made, spoiled, variant)
+    rows, heads = torch.ones(4, 130, dtype=torch.bool), torch.arange(4) != HEAD
+    rows[HEAD, ROW : ROW + len(pairs)] = False
+    reached = 150 if empty else ROW + len(pairs)  # a row in mean form has all keys
+    for name, tensors in got.items():
+        for b, (a, w) in enumerate(zip(tensors, want[name], strict=True)):
+            if name == "dsink":
+                assert same(a[heads], w[heads])
+            elif b != SEQ:
+                assert same(a, w), name
+            elif name in ("dq", "dq_rope", "dbias"):
+                assert same(a[rows], w[rows]), name
+                assert not any(torch.equal(x, y) for x, y in zip(a[~rows], w[~rows], strict=True)), name
+            else:
+                assert same(a[0], w[0]), name  # the other key head
+                assert same(a[1, reached:], w[1, reached:]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_in_mean_form_may_hold_anything(variant: str) -> None:
+    problem = Problem(2, 1, 8, 8, dtype="float32", dropout="philox", keep_prob=0.5, empty_rows="mean")
+    made = converted(make(problem, (9, 3), (5, 7), Band.window(-20, 0)), torch.float32)  # no row sees a key
+    saved = native(made, variant)
+    for peak, total in BAD:
+        spoiled = saved | {"max": [torch.full_like(t, peak) for t in saved["max"]]}
+        spoiled["sum"] = [torch.full_like(t, total) for t in saved["sum"]]
+        got = gradients(made, spoiled, variant)
+        assert all(not t.any() for name in ("dq", "dk") for t in got[name])
+        assert all(t.any() == (peak == -inf and 0 < total < inf) for t in got["dv"]), (peak, total)
+
+
+@pytest.mark.parametrize(("peak", "total"), BAD)
+def test_golden_takes_them_too(peak: float, total: float) -> None:
+    made = make(Problem(2, 1, 8, 8), (9,), (5,), Band.causal())
+    saved = {name: [t.clone() for t in tensors] for name, tensors in forward(made).items()}
+    saved["max"][0][1, 3], saved["sum"][0][1, 3] = peak, total
+    dq = run(made, saved)["dq"][0]
+    assert dq[0].isfinite().all()
+    assert dq[1, :3].isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------------- the faces
+
+Args = dict[str, Any]
+GRADIENTS = [RECORDS[f"aclnn{name}"] for name in ("FlashAttentionScoreGrad", "FlashAttentionUnpaddingScoreGradV5")]
+DENSE = GRADIENTS[0]
+
+
+def of_npu(args: Args) -> tuple[torch.Tensor, ...]:
+    """The same gradient call by npu_fusion_attention_grad_v2."""
+    names = inspect.signature(npu.npu_fusion_attention_grad_v2).parameters
+    given = {name: value for name, value in args.items() if name in names and value is not None}
+    return npu.npu_fusion_attention_grad_v2(**given)
+
+
+@pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
+def test_both_faces_compute_the_same_from_any_statistics(op: Op) -> None:
+    args = sample(op, S1=9, S2=9)
+    for peak, total in BAD:
+        spoiled = args | {n: torch.full_like(args[n], x) for n, x in (("softmax_max", peak), ("softmax_sum", total))}
+        got = done(op, spoiled)
+        for name, theirs in zip(("dq", "dk", "dv"), of_npu(spoiled), strict=False):
+            assert same(got[name], theirs), (name, peak, total)
+
+
+SHAPES = {
+    "one lane": lambda t: t[..., :1],
+    "no lanes": lambda t: t[..., 0],
+    "nine lanes": lambda t: torch.cat((t, t[..., :1]), -1),
+    "a row less": lambda t: t[:, :, :-1],
+    "a head less": lambda t: t[:, :-1],
+    "a batch more": lambda t: torch.cat((t, t)),
+    "empty": lambda t: t[:0],
+    "half": lambda t: t.half(),
+    "double": lambda t: t.double(),
+}
+
+
+@pytest.mark.parametrize("name", ["softmax_max", "softmax_sum"])
+@pytest.mark.parametrize("change", SHAPES)
+def test_statistics_of_another_shape_are_refused(change: str, name: str) -> None:
+    args = sample(DENSE, input_layout="BSND", S1=9, S2=5, N1=2)
+    wrong = args | {name: SHAPES[change](args[name])}
+    outputs = outputs_of(DENSE, args)
+    before = {key: t.clone() for key, t in outputs.items() if t is not None}
+    assert call(DENSE, wrong, outputs)[0] != 0
+    assert name in acl.get_recent_err_msg()
+    assert all(same(outputs[key], t) for key, t in before.items())
+    with pytest.raises(ContractError, match=name):
+        of_npu(wrong)
+
+
+def test_the_pythonic_face_keeps_its_own() -> None:
+    q, k, v = (torch.randn(2, 9, 2, 16, requires_grad=True) for _ in range(3))
+    out, lse = attention(q, k, v, return_lse=True)
+    want = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    lse.fill_(nan)
+    got = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    assert all(same(a, b) for a, b in zip(got, want, strict=True))
+    with torch.no_grad():
+        out.fill_(nan)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))

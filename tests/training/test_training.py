@@ -1,0 +1,268 @@
+"""Training attention, forward and backward: every case on every back end against golden, and golden against formulas
+that know neither it nor the lowering.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.cases import CASES, DENSE, DTYPES, PACKED, operands
+
+import fusion_attention as fa
+from fusion_attention import ContractWarning
+from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
+from fusion_attention.ops.training import records as training
+from fusion_attention.testing import (
+    Case,
+    call_face,
+    check,
+    compare,
+    golden,
+    hostile,
+    lowered,
+    part,
+    plain,
+    run,
+    seen,
+    stats_part,
+)
+
+BACKENDS = ("cpu",)
+FLT_MAX = torch.finfo(torch.float32).max
+# Warnings of legal calls that are cases on purpose (mode 5 without a legal prefix).
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+@cache
+def truth(case: Case) -> dict[str, torch.Tensor]:
+    return golden(case, operands(case))
+
+
+# ------------------------------------------------------------------------------------------------------- every case
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
+    want = plain(case, operands(case), torch.float64)
+    assert want.keys() == truth(case).keys()
+    for name, value in truth(case).items():
+        size = value.masked_fill(value.abs() >= FLT_MAX, 0).abs().amax().clamp(min=1.0).item() if value.numel() else 1.0
+        torch.testing.assert_close(
+            value, want[name], rtol=1e-12, atol=1e-12 * size, msg=lambda m, n=name: f"{case.id}: {n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_back_end(case: Case, backend: str) -> None:
+    args = operands(case)
+    check(case, run(lowered(case, args), args["dy"], backend), truth(case), plain(case, args))
+
+
+LEAVES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope"}
+LEAVES |= {"pse": "dpse", "sink": "dsink"}
+# torch_npu's gradient functions take no drop mask.
+EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
+
+
+@pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
+def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
+    args = dict(operands(case))
+    dy = args["dy"]
+    want = run(lowered(case, args), dy, "cpu")
+    leaves = {n: args[n].detach().requires_grad_() for n in LEAVES if args[n] is not None and LEAVES[n] in want}
+    out, top, total, reserved, seed, offset, numels = call_face(
+        npu_fusion_attention_v2, training.TORCH_V2, {**args, **leaves}
+    )
+    for name, value in (("out", out), ("max", top), ("sum", total)):
+        same_bits(value.detach(), want[name], name)
+    assert reserved.numel() == 0
+    assert not top.requires_grad
+    assert not total.requires_grad
+    saved = {"softmax_max": hostile(top), "softmax_sum": hostile(total), "attention_in": hostile(out.detach())}
+    saved |= {"seed": seed, "offset": offset, "numels": numels}
+    names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
+    explicit = call_face(npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2, {**args, **saved})
+    explicit = dict(zip(names, explicit, strict=True))
+    by_autograd = torch.autograd.grad(out, list(leaves.values()), dy)
+    for leaf, gradient in zip(leaves, by_autograd, strict=True):
+        same_bits(gradient, want[LEAVES[leaf]], f"autograd: {LEAVES[leaf]}")
+    for name in names:
+        if name in want:
+            same_bits(explicit[name], want[name], f"explicit: {name}")
+        elif name == "dpse" and args["pse"] is not None:
+            same_bits(explicit[name], torch.zeros(args["pse"].shape), "slopes have no gradient")
+        else:
+            assert explicit[name].numel() == 0, name
+
+
+def test_every_mode_layout_and_dtype_is_a_case() -> None:
+    allowed = {(mode, layout) for mode in range(7) for layout in DENSE} | {(m, "TND") for m in (0, 1, 2, 3, 4, 6, 7, 8)}
+    wanted = {(*pair, dtype) for pair in allowed for dtype in DTYPES}
+    assert wanted <= {(case.sparse_mode, case.layout, case.dtype) for case in CASES if case.mask != "none"}
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+# ---------------------------------------------------------------------------------------------- what the cases contain
+
+
+def face(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    args = operands(case)
+    return args, call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.packed and case.q_rest + case.kv_rest],
+    ids=lambda case: case.id,
+)
+def test_rows_beyond_the_last_end_are_zero(case: Case) -> None:
+    args = operands(case)
+    got = run(lowered(case, args), args["dy"], "cpu")
+    rows, keys = sum(case.q_len), sum(case.kv_len)
+    for name in ("out", "max", "sum", "dq", "dq_rope", "dk", "dv", "dk_rope"):
+        if name in got:
+            rest = got[name][keys if name[:2] in ("dk", "dv") else rows :]
+            assert len(rest) == (case.kv_rest if name[:2] in ("dk", "dv") else case.q_rest)
+            assert not rest.any(), name
+
+
+def test_statistics_of_packed_rows_in_both_orders() -> None:
+    """Per sequence head-major under a token-major shape, or truly token-major; eight equal lanes."""
+    case = Case(layout="TND", q_len=(3, 6), kv_len=(5, 4))
+    args = operands(case)
+    by_item = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
+    by_token = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
+    wide, plainly = (scores_of(args, dtype) for dtype in (torch.float64, torch.float32))
+    for one, other, name in zip(by_item, by_token, ("max", "sum"), strict=True):
+        assert one.shape == other.shape == (9, 4, 8)
+        assert one.is_contiguous()
+        assert (one == one[..., :1]).all()
+        assert (other == other[..., :1]).all()
+        flat = one.reshape(-1)
+        for first, rows, keys in ((0, 3, slice(0, 5)), (3, 6, slice(5, 9))):
+            for n in range(4):
+                for i in range(rows):
+                    assert flat[(4 * first + n * rows + i) * 8] == other[first + i, n, 0]
+            exact, measure = (statistic(scores[:, first : first + rows, keys], name) for scores in (wide, plainly))
+            compare(name, other[first : first + rows, :, 0], exact, measure, 5)
+
+
+def scores_of(args: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """[heads, all rows, all keys]."""
+    q, k = (args[name].transpose(0, 1).to(dtype) for name in ("query", "key"))
+    return 0.3 * q @ k.repeat_interleave(2, 0).mT
+
+
+def statistic(scores: torch.Tensor, name: str) -> torch.Tensor:
+    """[rows, heads]: of each row of [heads, rows, keys]."""
+    top = scores.amax(-1, keepdim=True)
+    return (top[..., 0] if name == "max" else (scores - top).exp().sum(-1)).mT
+
+
+EMPTY_ROWS = [
+    # (case, softmax_max and softmax_sum of a row of sequence b without keys; None: the sequence has none such)
+    (Case(mask="matrix", blank=True), (-FLT_MAX, 7.0)),
+    (Case(mask="matrix", blank=True, inner_precise=2), (-FLT_MAX, FLT_MAX)),
+    (Case(q_len=(7, 7), kv_len=(4, 4), sparse_mode=3, mask="compressed"), (-FLT_MAX, FLT_MAX)),
+    (Case(q_len=(7, 7), kv_len=(4, 4), mask="batch", blank=True, pre=0, next=3), (-FLT_MAX, FLT_MAX)),
+    (Case(layout="TND", q_len=(6, 3), kv_len=(4, 3), sparse_mode=3, mask="compressed"), (-FLT_MAX, FLT_MAX)),
+    (Case(layout="TND", q_len=(6, 3), kv_len=(4, 4), mask="tokens", blank=True), (-FLT_MAX, 4.0)),
+    (Case(layout="TND", q_len=(3, 2), kv_len=(0, 0), kv_rest=2), (0.0, 0.0)),
+    (Case(q_len=(4, 4), kv_len=(0, 0)), (0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), EMPTY_ROWS, ids=lambda value: getattr(value, "id", ""))
+def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
+    args, (out, top, total, *_) = face(case)
+    grads = run(lowered(case, args), args["dy"], "cpu")
+    mean = 0 < expected[1] < FLT_MAX
+    found = 0
+    for b in range(len(case.q_len)):
+        empty = ~seen(case, args, b).any(-1)
+        found += int(empty.sum())
+        assert (stats_part(case, top, b)[empty] == torch.tensor(expected[0])).all()
+        assert (stats_part(case, total, b)[empty] == torch.tensor(expected[1])).all()
+        rows = part(case, out, "q", case.heads_q, b)[empty]
+        if mean:
+            v = part(case, args["value"], "kv", case.heads_kv, b).repeat_interleave(2, 0)
+            means = [t.mean(1, keepdim=True).expand(-1, case.q_len[b], -1)[empty] for t in (v.double(), v)]
+            compare("mean", rows, *means, max(case.kv_len))
+        else:
+            assert not rows.any()
+        assert not part(case, grads["dq"], "q", case.heads_q, b)[empty].any()
+    assert found > 0
+
+
+def test_a_sink_leaves_no_row_empty() -> None:
+    case = Case(sink=True, mask="head", blank=True)
+    args, (out, top, total, *_) = face(case)
+    for b in range(2):
+        empty = ~seen(case, args, b).any(-1)
+        assert empty.any()
+        sink = args["sink"][:, None, None].expand(-1, 5, 8)
+        assert torch.equal(stats_part(case, top, b)[empty], sink[empty])
+        assert (stats_part(case, total, b)[empty] == 1).all()
+        assert not part(case, out, "q", 4, b)[empty].any()
+
+
+@pytest.mark.parametrize("prefix", [None, (1, 7), (3,), (2, 8)])
+def test_mode_5_without_a_legal_prefix_warns_and_is_mode_1(prefix: tuple[int, ...] | None) -> None:
+    args = operands(Case(sparse_mode=1, mask="batch"))
+    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
+    given = {**args, "sparse_mode": 5, "prefix": None if prefix is None else [*prefix]}
+    with pytest.warns(ContractWarning, match="prefix: expected per sequence a prefix between"):
+        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, given)
+    for one, other in zip(got[:3], want[:3], strict=True):
+        same_bits(one, other, "mode 5 as mode 1")
+
+
+def test_a_mode_without_a_mask_warns_and_sees_everything() -> None:
+    args = operands(PACKED)
+    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
+    with pytest.warns(ContractWarning, match="without atten_mask ignores sparse_mode"):
+        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "sparse_mode": 3})
+    for one, other in zip(got[:3], want[:3], strict=True):
+        same_bits(one, other, "mode ignored")
+
+
+# -------------------------------------------------------------------------------------------------- the measure itself
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_comparison_finds_what_it_should(dtype: str) -> None:
+    case = Case(dtype=dtype, mask="matrix", blank=True)
+    args = operands(case)
+    ours, measure = run(lowered(case, args), args["dy"], "cpu"), plain(case, args)
+    low = getattr(torch, dtype)
+
+    def refused(name: str, value: torch.Tensor, message: str) -> None:
+        with pytest.raises(AssertionError, match=message):
+            compare(name, value, truth(case)[name], measure[name], 7)
+
+    for name in ("out", "dq", "dk", "dv"):
+        wrong = ours[name].clone()
+        wrong[1, 2, 1, 3] = torch.nan
+        refused(name, wrong, rf"{name}\[1, 2, 1, 3\]: a value that is not finite, .*: ours nan, golden .*, plain")
+        wrong[1, 2, 1, 3] = truth(case)[name].abs().amax().to(low) * 1.5
+        refused(name, wrong, rf"{name}\[1, 2, 1, 3\]: .* error")
+        refused(name, ours[name] * (1 + 16 * torch.finfo(low).eps), "error")
+        compare(name, truth(case)[name].to(low), truth(case)[name], measure[name], 7)
+    wrong = ours["max"].clone()
+    wrong[wrong == -FLT_MAX] = -torch.inf
+    refused("max", wrong, r"max\[.*\]: a value that is not finite")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_rows_in_mean_form_are_rounded_together(dtype: torch.dtype) -> None:
+    rows, keys = 1500, 4
+    q, k = torch.zeros(1, rows, 1, 8, dtype=dtype), torch.zeros(1, keys, 1, 8, dtype=dtype)
+    dy = torch.rand(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    v = torch.zeros_like(k).requires_grad_()
+    blocked = torch.ones(rows, keys, dtype=torch.bool)
+    fa.attention(q, k, v, blocked=blocked, empty_rows="mean").backward(dy)
+    assert v.grad is not None
+    assert torch.equal(v.grad, (dy.double().sum(1) / keys).to(dtype)[:, None].expand_as(v))
