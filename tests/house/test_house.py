@@ -33,7 +33,7 @@ FLOORS = {
     "_native": 0,
 }  # fmt: skip
 
-# Outside the floors: the package's face (test_imports.py: what it shows comes late); testing sees all and is seen by few.
+# Outside the floors: the face (test_imports.py: what it shows comes late); testing sees all and is seen by few.
 FACE, TESTING = "", "testing"
 MAY_IMPORT_TESTING = {"cli", TESTING}
 
