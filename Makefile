@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
-BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*.* csrc/*/*.*)
 
 # pip builds the package in an environment of its own, which -c does not reach: up to pip 25.2 it reads the first of
 # these, later the second.

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "problem.h"
+#include "data/problem.h"
 
 // Returns name<Single, storage> of the arguments, which stand in brackets. Where there are kernels of Pair, bfloat16
 // never comes here, and no kernel is compiled for it.

@@ -4,10 +4,10 @@
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
-#include "decode.h"
-#include "decode_finish.h"
-#include "forward.h"
-#include "gradient.h"
+#include "decode/attend.h"
+#include "decode/finish.h"
+#include "dense/forward.h"
+#include "dense/gradient.h"
 #include "peak.h"
 #include "single.h"
 

@@ -1,10 +1,10 @@
 // Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
 
-#include "indexer.h"
-#include "loss_tiles.h"
+#include "sparse/indexer.h"
+#include "sparse/loss_tiles.h"
 #include "single.h"
-#include "sparse.h"
-#include "sparse_gradient.h"
+#include "sparse/attend.h"
+#include "sparse/gradient.h"
 
 namespace fusion {
 namespace {

@@ -5,11 +5,11 @@
 // Allowed for every element: what the roundings of the operand dtype, and float32 sums of so many terms, can make of
 // the sum of its absolute terms. Prints the worst share of that.
 
-#include "arena.h"
-#include "backward_plan.h"
-#include "decode_plan.h"
+#include "plan/arena.h"
+#include "plan/backward.h"
+#include "plan/decode.h"
 #include "dispatch.h"
-#include "forward_plan.h"
+#include "plan/forward.h"
 #include "naive.h"
 
 #include <cstdio>
