@@ -102,7 +102,8 @@ struct MatrixArgument {
     fusion::Matrix matrix;
 
     MatrixArgument(const nb::object &from, const char *name, bool expected, std::size_t sequences) {
-        if (from.is_none() == expected) refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
+        if (from.is_none() == expected)
+            refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
         if (from.is_none()) return;
         const auto t = nb::cast<nb::tuple>(from);
         if (t.size() != 6) refuse(std::string(name) + " is no view");
@@ -161,8 +162,8 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
         hi(extents[3], "hi", count), prefix(extents[4], "prefix", count), shift(extents[5], "shift", count);
     std::vector<fusion::Sequence> sequences(count);
     for (std::size_t b = 0; b < count; ++b) {
-        sequences[b] = {q_len.data()[b],  kv_len.data()[b], lo.data()[b], hi.data()[b],
-                        prefix.data()[b], shift.data()[b]};
+        sequences[b] = {q_len.data()[b], kv_len.data()[b], lo.data()[b],
+                        hi.data()[b],    prefix.data()[b], shift.data()[b]};
     }
     return sequences;
 }
@@ -184,10 +185,21 @@ struct OperandsArgument {
         const bool sloped = p.bias == fusion::Bias::slopes || p.bias == fusion::Bias::slopes_sqrt;
         if (sloped != (slopes != 0)) refuse(sloped ? "slopes are missing" : "slopes belong to no operand");
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
-        operands = {q.rows,      k.rows,      v.rows,         out.rows,
-                    max.rows,    sum.rows,    q_rope.rows,    k_rope.rows,
-                    bias.matrix, blocked.matrix, drop_bits.matrix, reinterpret_cast<const float *>(slopes),
-                    reinterpret_cast<const float *>(sink), item<std::uint64_t>(t, 12), item<std::uint32_t>(t, 13)};
+        operands = {q.rows,
+                    k.rows,
+                    v.rows,
+                    out.rows,
+                    max.rows,
+                    sum.rows,
+                    q_rope.rows,
+                    k_rope.rows,
+                    bias.matrix,
+                    blocked.matrix,
+                    drop_bits.matrix,
+                    reinterpret_cast<const float *>(slopes),
+                    reinterpret_cast<const float *>(sink),
+                    item<std::uint64_t>(t, 12),
+                    item<std::uint32_t>(t, 13)};
     }
 
 private:

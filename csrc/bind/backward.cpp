@@ -18,8 +18,14 @@ struct GradientsArgument {
           dk_rope(at(t, 5), "dk_rope", p.dim_rope, n), dbias(at(t, 6), "dbias", wants_dbias(t, p), n) {
         const auto dsink = item<std::uintptr_t>(t, 7);
         if (p.has_sink != (dsink != 0)) refuse(p.has_sink ? "dsink is missing" : "dsink belongs to no operand");
-        gradients = {dout.rows,    dq.rows,      dk.rows,      dv.rows,
-                     dq_rope.rows, dk_rope.rows, dbias.matrix, reinterpret_cast<float *>(dsink),
+        gradients = {dout.rows,
+                     dq.rows,
+                     dk.rows,
+                     dv.rows,
+                     dq_rope.rows,
+                     dk_rope.rows,
+                     dbias.matrix,
+                     reinterpret_cast<float *>(dsink),
                      item<bool>(t, 8) && dbias.matrix.base};
         if (gradients.owns_dbias && p.bias != fusion::Bias::matrix) refuse("dbias cannot be written once");
     }
@@ -34,7 +40,8 @@ private:
     }
 };
 
-void construct(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::object &variant) {
+void construct(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
+               const nb::object &variant) {
     new (self) fusion::BackwardPlan(variant_named(variant), problem_of(problem), sequences_of(extents));
 }
 

@@ -1,4 +1,5 @@
-// DecodePlan as Python sees it: integers, int64 arrays and page tables in, results written where the caller's views point.
+// DecodePlan as Python sees it: integers, int64 arrays and page tables in, results written where the caller's views
+// point.
 
 #include "bind/arguments.h"
 #include "plan/decode.h"
@@ -7,13 +8,15 @@ namespace {
 
 using fusion::Cache;
 
-// (pointer, bytes per element, address, stride_head, stride_token, dim), or for pages (pointer, bytes per element, table,
-// table_stride, page_size, stride_page, stride_head, stride_token, dim), or None where the problem has no such operand.
+// (pointer, bytes per element, address, stride_head, stride_token, dim), or for pages (pointer, bytes per element,
+// table, table_stride, page_size, stride_page, stride_head, stride_token, dim), or None where the problem has no such
+// operand.
 struct CacheArgument {
     Longs address, stride_head;
     Cache cache;
 
-    CacheArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences, bool optional = false) {
+    CacheArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences,
+                  bool optional = false) {
         if (from.is_none() && (optional || dim == 0)) return;
         if (from.is_none() || dim == 0) refuse(std::string(name) + (dim ? " is missing" : " belongs to no operand"));
         const auto t = nb::cast<nb::tuple>(from);
@@ -103,8 +106,8 @@ public:
         const RowsArgument q(at(0), "q", p.dim_qk, n), out(at(1), "out", p.dim_v, n), max(at(2), "max", 1, n),
             sum(at(3), "sum", 1, n), q_rope(at(4), "q_rope", p.dim_rope, n);
         const MatrixArgument bias(at(5), "bias", paired, n), blocked(at(7), "blocked", p.has_blocked, n);
-        const CacheArgument k(at(9), "k", p.dim_qk, n), v(at(10), "v", p.dim_v, n), k_rope(at(11), "k_rope", p.dim_rope, n),
-            k_scale(at(12), "scale of k", scale_dim(kinds_.keys, p.dim_qk), n),
+        const CacheArgument k(at(9), "k", p.dim_qk, n), v(at(10), "v", p.dim_v, n),
+            k_rope(at(11), "k_rope", p.dim_rope, n), k_scale(at(12), "scale of k", scale_dim(kinds_.keys, p.dim_qk), n),
             k_offset(at(13), "offset of k", scale_dim(kinds_.keys, p.dim_qk), n, true),
             v_scale(at(14), "scale of v", scale_dim(kinds_.values, p.dim_v), n),
             v_offset(at(15), "offset of v", scale_dim(kinds_.values, p.dim_v), n, true);
@@ -114,7 +117,8 @@ public:
         o.slopes = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 6));
         o.sink = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 8));
         if (p.has_sink != (o.sink != nullptr)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
-        if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr)) refuse("slopes are missing, or belong to no operand");
+        if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr))
+            refuse("slopes are missing, or belong to no operand");
         o.keys = k.cache, o.values = v.cache, o.key_ropes = k_rope.cache;
         o.quantised_keys = {kinds_.keys, k_scale.cache, k_offset.cache};
         o.quantised_values = {kinds_.values, v_scale.cache, v_offset.cache};
@@ -134,8 +138,8 @@ private:
 
 void bind_decode(nb::module_ &m) {
     nb::class_<Decode>(m, "DecodePlan", "The forward of few query rows over long, paged or quantised keys.")
-        .def(nb::init<const nb::tuple &, const nb::tuple &, const nb::tuple &, const nb::object &>(), "problem"_a, "more"_a,
-             "extents"_a, "variant"_a = nb::none())
+        .def(nb::init<const nb::tuple &, const nb::tuple &, const nb::tuple &, const nb::object &>(), "problem"_a,
+             "more"_a, "extents"_a, "variant"_a = nb::none())
         .def("update", &Decode::update, "kv_len"_a, "lo"_a, "hi"_a)
         .def("workspace_bytes", &Decode::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &Decode::variant)

@@ -14,8 +14,8 @@ void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tu
     if (tiles.size() != 5) refuse("tiles are five arrays");
     std::vector<fusion::Sequence> sequences = sequences_of(extents);
     const std::size_t tile_count = length_of(tiles[0]);
-    const Longs seq(tiles[0], "seq", tile_count), row0(tiles[1], "row0", tile_count), row1(tiles[2], "row1", tile_count),
-        begin(tiles[3], "begin", tile_count), end(tiles[4], "end", tile_count);
+    const Longs seq(tiles[0], "seq", tile_count), row0(tiles[1], "row0", tile_count),
+        row1(tiles[2], "row1", tile_count), begin(tiles[3], "begin", tile_count), end(tiles[4], "end", tile_count);
     std::vector<fusion::Tile> list(tile_count);
     for (std::size_t i = 0; i < tile_count; ++i) {
         list[i] = {seq.data()[i], row0.data()[i], row1.data()[i], begin.data()[i], end.data()[i]};
@@ -42,7 +42,8 @@ struct LaidForward {
 std::unique_ptr<LaidForward> lay(nb::object self, const nb::tuple &operands) {
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
     const fusion::Problem &p = plan.problem();
-    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink || p.dropout != fusion::Dropout::none) {
+    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink ||
+        p.dropout != fusion::Dropout::none) {
         refuse("only q, k and v can be laid elsewhere");
     }
     return std::make_unique<LaidForward>(std::move(self), plan, operands);

@@ -48,8 +48,8 @@ std::string joined(const Names &names) {
 }
 
 [[noreturn]] void refuse(const char *param, const Names &expected, const std::string &got, const char *why) {
-    throw nb::value_error(("variant_probe: " + std::string(param) + ": expected one of " + joined(expected) + ", got \"" +
-                           got + "\" (" + why + ")")
+    throw nb::value_error(("variant_probe: " + std::string(param) + ": expected one of " + joined(expected) +
+                           ", got \"" + got + "\" (" + why + ")")
                               .c_str());
 }
 
@@ -64,14 +64,15 @@ const fusion::Variant &find_variant(const std::string &name, const std::optional
     }
     if (!contains(built, name)) refuse("variant", built, name, "no such variant is built into this module");
     if (!contains(allowed, name)) {
-        refuse("variant", allowed, name, "built in, but this CPU lacks instructions that it needs; choose a runnable one");
+        refuse("variant", allowed, name,
+               "built in, but this CPU lacks instructions that it needs; choose a runnable one");
     }
     const auto &all = fusion::built_variants();
     return *std::find_if(all.begin(), all.end(), [&](const fusion::Built &b) { return name == b.name; })->variant;
 }
 
-// Small whole numbers: every product and partial sum is exact in float32 and every input in bfloat16, so the result does
-// not depend on the number of lanes.
+// Small whole numbers: every product and partial sum is exact in float32 and every input in bfloat16, so the result
+// does not depend on the number of lanes.
 nb::dict variant_probe(const std::string &name, const std::optional<Names> &within) {
     const fusion::Variant &variant = find_variant(name, within);
     constexpr int count = 1003;  // not a multiple of any vector, so the tail is exercised too
@@ -120,9 +121,11 @@ NB_MODULE(_native, m) {
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
-    m.def("poison_scratch", [](bool on) { fusion::poisons_leases = on; }, "on"_a,
-          "From now on the scratch memory of every run begins as NaN, or as it was left; a run that writes behind it aborts.\n"
-          "For tests.");
+    m.def(
+        "poison_scratch", [](bool on) { fusion::poisons_leases = on; }, "on"_a,
+        "From now on the scratch memory of every run begins as NaN, or as it was left; a run that writes behind it "
+        "aborts.\n"
+        "For tests.");
     bind_forward(m);
     bind_peak(m);
     bind_backward(m);

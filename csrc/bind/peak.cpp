@@ -68,16 +68,19 @@ double multiply_adds(const std::string &dtype, int threads, std::int64_t turns, 
     require_threads(threads);
     const fusion::Variant &variant = variant_named(name);
     const nb::gil_scoped_release release;
-    return operations(dtype == "bfloat16" && variant.pair_work ? variant.pair_work : variant.float_work, threads, turns);
+    return operations(dtype == "bfloat16" && variant.pair_work ? variant.pair_work : variant.float_work, threads,
+                      turns);
 }
 
 }  // namespace
 
 void bind_peak(nb::module_ &m) {
     m.def("machine_peak", &machine_peak, "threads"_a,
-          "GFLOP/s that the chosen variant's multiply-adds reach per operand dtype, and GB/s that reading memory reaches;\n"
+          "GFLOP/s that the chosen variant's multiply-adds reach per operand dtype, and GB/s that reading memory "
+          "reaches;\n"
           "measured now, about a second. For benchmarks.");
     m.def("multiply_adds", &multiply_adds, "dtype"_a, "threads"_a, "turns"_a, "variant"_a = nb::none(),
-          "Runs the multiply-adds that operands of a dtype are computed with, in registers, on every thread; returns how\n"
+          "Runs the multiply-adds that operands of a dtype are computed with, in registers, on every thread; returns "
+          "how\n"
           "many operations that was. For benchmarks.");
 }

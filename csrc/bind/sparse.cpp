@@ -8,8 +8,8 @@ namespace {
 
 using fusion::SparseProblem;
 
-// Rows, or rows of a paged cache: behind the five values of rows (address and stride_head as arrays) come the address of
-// the table, its stride, page_size and stride_page.
+// Rows, or rows of a paged cache: behind the five values of rows (address and stride_head as arrays) come the address
+// of the table, its stride, page_size and stride_page.
 struct KeysArgument {
     RowsArgument rows;
     fusion::Keys keys;
@@ -74,8 +74,11 @@ struct SparseArgument {
           max(at(t, 7), "max", p.indexes && p.select_count ? 0 : 1, n),
           sum(at(t, 8), "sum", p.indexes && p.select_count ? 0 : 1, n),
           weights(at(t, 9), "weights", p.indexes ? p.heads_q : 0, n),
-          values(at(t, 10), "values", at(t, 10).is_none() ? 0 : p.select_count, n),
-          dout(at(t, 11), "dout", of != Of::backward ? 0 : p.indexes ? p.select_count : p.dim_v, n),
+          values(at(t, 10), "values", at(t, 10).is_none() ? 0 : p.select_count, n), dout(at(t, 11), "dout",
+                                                                                         of != Of::backward ? 0
+                                                                                         : p.indexes ? p.select_count
+                                                                                                     : p.dim_v,
+                                                                                         n),
           dq(at(t, 12), "dq", writes ? p.dim_qk : 0, n), dq_rope(at(t, 13), "dq_rope", writes ? p.dim_rope : 0, n),
           dk(at(t, 14), "dk", writes ? p.dim_qk : 0, n), dk_rope(at(t, 15), "dk_rope", writes ? p.dim_rope : 0, n),
           dv(at(t, 16), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
@@ -83,10 +86,10 @@ struct SparseArgument {
         const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
-        operands = {q.rows,    q_rope.rows, indices.rows, k.keys,       k_rope.keys, v.keys,
-                    out.rows,  max.rows,    sum.rows,     reinterpret_cast<const float *>(sink),
-                    weights.rows, values.rows, dout.rows, dq.rows,      dq_rope.rows, dk.rows,
-                    dk_rope.rows, dv.rows,  dweights.rows, reinterpret_cast<float *>(dsink)};
+        operands = {q.rows,       q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
+                    v.keys,       out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
+                    weights.rows, values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
+                    dk.rows,      dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink)};
     }
 
 private:
@@ -106,7 +109,8 @@ const fusion::SparseVariant &sparse_variant_named(const nb::object &name) {
 
 void construct_sparse(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &extents, bool backward,
                       const nb::object &variant) {
-    new (self) fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents), backward);
+    new (self)
+        fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents), backward);
 }
 
 void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &operands) {
@@ -150,7 +154,8 @@ void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &
 }  // namespace
 
 void bind_sparse(nb::module_ &m) {
-    nb::class_<fusion::SparsePlan>(m, "SparsePlan", "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
+    nb::class_<fusion::SparsePlan>(m, "SparsePlan",
+                                   "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
         .def("__init__", &construct_sparse, "problem"_a, "extents"_a, "backward"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::SparsePlan::workspace_bytes, "threads"_a)
         .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "variant"_a = nb::none())

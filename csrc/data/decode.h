@@ -45,8 +45,8 @@ struct DecodeOperands : Operands {  // k, v and k_rope of the base are not used
     PerChannel out_scale, out_offset;
 };
 
-// Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A unit
-// is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one chunk.
+// Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A
+// unit is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one chunk.
 struct DecodeUnit {
     std::int64_t seq, head, heads, row0, row1, begin, end;
     std::int64_t place;  // of its partial result, in floats; -1: it is the only unit of its rows
@@ -66,8 +66,8 @@ constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed tog
 constexpr std::int64_t decode_rows = 64;    // rows of a head of a unit, at most
 constexpr std::int64_t decode_slots = 128;  // and of a unit, each head's rounded up to slots_of()
 
-// Keys of a unit, at most: what is begun and merged for each is a tenth of the time of integers where it has 1024, but a
-// sequence must not be fewer pieces than a few threads need.
+// Keys of a unit, at most: what is begun and merged for each is a tenth of the time of integers where it has 1024, but
+// a sequence must not be fewer pieces than a few threads need.
 constexpr std::int64_t decode_chunk(const Problem &p) { return p.heads_kv >= 8 ? 4096 : p.heads_kv >= 4 ? 2048 : 1024; }
 
 constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }

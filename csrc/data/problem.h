@@ -56,8 +56,9 @@ struct Operands {
     std::uint32_t offset = 0;
 };
 
-// What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its elements
-// belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are not seen.
+// What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its
+// elements belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are
+// not seen.
 struct Gradients {
     Rows dout, dq, dk, dv, dq_rope, dk_rope;
     Matrix dbias;
@@ -74,7 +75,8 @@ struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin,
     std::int64_t seq, row0, row1, begin, end;
 };
 
-struct Unit {  // keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all that read them
+// Keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all that read them.
+struct Unit {
     std::int64_t seq, head, key_begin, key_end;  // whole panels; the last may end behind the sequence
     char *packed;
 };
@@ -88,7 +90,7 @@ struct Ahead {
     Part q, k, v;
 };
 
-struct GradientAhead {  // the same for the backward, and the memory of results that are stored soon
+struct GradientAhead {               // the same for the backward, and the memory of results that are stored soon
     static constexpr int most = 16;  // keys, their gradients, and three of each of four tiles of rows
     Ahead::Part parts[most];
     int count = 0;
@@ -107,7 +109,7 @@ struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's mem
     void *memory;
 };
 
-struct RowNotes {  // what packing found in a tile of rows
+struct RowNotes {        // what packing found in a tile of rows
     std::int64_t means;  // empty rows in mean form
     float dsink;
 };

@@ -44,10 +44,10 @@ struct DecodeKernels {
 
 struct Variant {
     const char *name;
-    int lanes;             // floats per vector register, as compiled
-    std::int64_t panel;    // keys of a panel: what key ranges are rounded to
-    Kernels as_float;      // float32, float16, and bfloat16 where there is nothing better
-    Kernels as_pairs;      // bfloat16 by dot products of pairs; null pointers where the instruction is missing
+    int lanes;           // floats per vector register, as compiled
+    std::int64_t panel;  // keys of a panel: what key ranges are rounded to
+    Kernels as_float;    // float32, float16, and bfloat16 where there is nothing better
+    Kernels as_pairs;    // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     GradientKernels gradients_as_float, gradients_as_pairs;
     DecodeKernels decode;
     double (*float_work)(std::int64_t turns, float *result);  // peak.h

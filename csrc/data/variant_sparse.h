@@ -1,5 +1,6 @@
 // What one instruction-set variant offers for selected keys and for the lightning indexer, and the data of both: plain,
-// shared by the baseline code and every variant. Lengths, strides and addresses have been checked when they arrive here.
+// shared by the baseline code and every variant. Lengths, strides and addresses have been checked when they arrive
+// here.
 //
 // variant_sparse.cpp is compiled once per instruction set, as variant.cpp is.
 
@@ -23,20 +24,21 @@ struct SparseProblem {
     Dtype dtype;
     double scale;
     bool has_sink, shares_kv;
-    std::int64_t select_count, select_block;  // entries of a row's list (0: no list), and the keys that an entry stands for
-    bool indexes;                             // the lightning indexer
-    Dtype weights_dtype;                      // of its weights
+    std::int64_t select_count,
+        select_block;     // entries of a row's list (0: no list), and the keys that an entry stands for
+    bool indexes;         // the lightning indexer
+    Dtype weights_dtype;  // of its weights
 };
 
 struct SparseOperands {
     Rows q, q_rope, indices;
     Keys k, k_rope, v;
     Rows out, max, sum;
-    const float *sink = nullptr;                // [heads_q]
-    Rows weights, values;                       // of the indexer
-    Rows dout, dq, dq_rope, dk, dk_rope, dv;    // dout: of the indexer, dvalues
+    const float *sink = nullptr;              // [heads_q]
+    Rows weights, values;                     // of the indexer
+    Rows dout, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues
     Rows dweights;
-    float *dsink = nullptr;                     // [heads_q]
+    float *dsink = nullptr;  // [heads_q]
 };
 
 struct SparseJob {
@@ -77,14 +79,15 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
                      void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
-    // The indexer's loss and its gradients. Without selection an item is the loss_tile_rows rows from it on; with lists it
-    // is a row, and what it adds to sums of keys is noted, and added by add_list, a range of keys at a time.
+    // The indexer's loss and its gradients. Without selection an item is the loss_tile_rows rows from it on; with lists
+    // it is a row, and what it adds to sums of keys is noted, and added by add_list, a range of keys at a time.
     std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest);
-    void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss, void *scratch);
+    void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss,
+                      void *scratch);
     std::size_t (*list_notes_bytes)(const SparseProblem &index, std::int64_t longest);
     void (*list_loss)(const SparseJob &, const SparseItem &, void *notes, double *loss, void *scratch);
-    void (*add_list)(const SparseJob &, const SparseItem &, void *notes, void *next_notes, std::int64_t range, const KeySums &,
-                     void *scratch);
+    void (*add_list)(const SparseJob &, const SparseItem &, void *notes, void *next_notes, std::int64_t range,
+                     const KeySums &, void *scratch);
     // The indexer's forward: keys packed once for all rows of a sequence.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
@@ -111,8 +114,8 @@ struct SparseVariant {
 };
 
 constexpr std::int64_t loss_range_keys = 1024;  // keys of a loss over lists whose sums stay near a core meanwhile
-constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
-constexpr std::int64_t index_tile_rows = 8;  // rows of the indexer that read a chunk of keys together
+constexpr std::int64_t loss_tile_rows = 144;    // rows of a loss without selection that read a block of keys together
+constexpr std::int64_t index_tile_rows = 8;     // rows of the indexer that read a chunk of keys together
 
 }  // namespace fusion
 

@@ -1,9 +1,10 @@
-// Some rows of one sequence and a few key/value heads meet the keys of one chunk: partial results of peak, sum and values.
+// Some rows of one sequence and a few key/value heads meet the keys of one chunk: partial results of peak, sum and
+// values.
 //
-// All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is scored
-// for up to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed, the next
-// half is on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is computed again
-// with care. Start reading at attend_unit(); finish_rows() merges partial results.
+// All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is
+// scored for up to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed,
+// the next half is on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is
+// computed again with care. Start reading at attend_unit(); finish_rows() merges partial results.
 
 #pragma once
 
@@ -30,7 +31,8 @@ template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, c
 // Which of the tile's keys a row sees, as bits; the scores of all others become -inf, whatever their product was.
 template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     const std::int64_t token = w.token(row);
-    const std::int64_t begin = most(first_key(w.seq, token), w.unit.begin), end = least(end_key(w.seq, token), w.unit.end);
+    const std::int64_t begin = most(first_key(w.seq, token), w.unit.begin),
+                       end = least(end_key(w.seq, token), w.unit.end);
     if (!w.p.has_blocked && begin <= t.first && t.first + t.count <= end && !w.careful) return;
     set_interval(w.s.seen, t.first, t.count, begin, end);
     if (w.p.has_blocked) clear_blocked(w.s.seen, w.o.blocked, w.seq, w.unit.seq, w.head(row), token, t.first, t.count);
@@ -43,10 +45,12 @@ FUSION_INLINE float power(float x) { return exp2(all(x))[0]; }
 
 // The largest weight times its value's scale.
 template <class F>
-float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count, float from) {
+float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count,
+                      float from) {
     Floats top = {};
     for (std::int64_t c = 0; c < least(count, t.count); c += lanes) {
-        const Floats x = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor)) * load<Floats>(t.values.scale + c);
+        const Floats x =
+            exp2((load<Floats>(scores + c) - all(from)) * all(w.factor)) * load<Floats>(t.values.scale + c);
         top = larger(top, larger(x, -x));
     }
     return largest_of(top);
@@ -62,14 +66,17 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
     const float found = largest_of(largest);
     peak = most(peak, found);
-    const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor), from = peak == -infinity ? 0.0f : peak;
+    const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor),
+                from = peak == -infinity ? 0.0f : peak;
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
     if (count > t.count) store(scores + t.count, all(-infinity));
     const bool scaled = F::integer && t.values.kind == Dequant::token;
     float top = 1.0f, share = 1.0f;
     if constexpr (F::integer) {
-        top = scaled ? largest_product(w, t, scores, count, from) : found == peak ? 1.0f : power((found - from) * w.factor);
+        top = scaled          ? largest_product(w, t, scores, count, from)
+              : found == peak ? 1.0f
+                              : power((found - from) * w.factor);
         share = top > 1e-34f ? 32767.0f / top : 0.0f;
     }
     Floats sum = {}, other = {}, extra = {};
@@ -118,7 +125,9 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
         }
         // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
-        const char *const *const soon = key < again ? rows + key + again_values : follows ? w.s.next_rows + key - again : nullptr;
+        const char *const *const soon = key < again ? rows + key + again_values
+                                        : follows   ? w.s.next_rows + key - again
+                                                    : nullptr;
         if (soon) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
                 FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
@@ -176,7 +185,8 @@ template <class F> void value_block(const DecodeWork<F> &w, const RowBlock &b, c
 // ---------------------------------------------------------------------------------------------------------- with care
 
 // One row where something is not finite: select before multiply, and no weight of a key that is seen is 0.
-inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, const DecodeTile &t, const float *scores) {
+inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, const DecodeTile &t,
+                              const float *scores) {
     float *state = w.state(row), *out = w.out(row), peak = state[0];
     const float before = peak, nan = __builtin_nanf("");
     for (std::int64_t c = 0; c < t.real; ++c) {
@@ -204,13 +214,14 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
     }
 }
 
-// -------------------------------------------------------------------------------------------------------- from end to end
+// ----------------------------------------------------------------------------------------------------- from end to end
 
 template <class F>
 __attribute__((noinline)) void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
     const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
-    if (w.dressed && !scaled) add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
+    if (w.dressed && !scaled)
+        add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
     hide_row(w, row, t, scores);
 }
 
@@ -314,9 +325,11 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
 template <class F> bool settle(const DecodeWork<F> &w) {
     const Quantised &v = w.o.quantised_values;
     const bool scaled = F::integer && v.kind == Dequant::channel;
-    const float *scale = scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
-    const float *offset =
-        scaled && v.offset.base ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0)) : nullptr;
+    const float *scale =
+        scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
+    const float *offset = scaled && v.offset.base
+                              ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0))
+                              : nullptr;
     Ints largest = {};
     for (std::int64_t row = 0; row < w.rows(); ++row) {
         const float *state = w.state(row);
@@ -342,8 +355,8 @@ template <class F> bool settle(const DecodeWork<F> &w) {
 
 // Returns the heads of the unit, as bits, whose rows meet what is not finite: their partial results mean nothing.
 template <class F>
-std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial,
-                     bool careful) {
+std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
+                     float *partial, bool careful) {
     DecodeWork<F> w(job, unit, scratch, partial, careful);
     const bool sees = unit.begin < unit.end;
     std::uint32_t wild = 0;

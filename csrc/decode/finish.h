@@ -61,11 +61,12 @@ inline void store_integers(const DecodeProblem &p, const DecodeOperands &o, std:
 
 inline void store_out(const DecodeProblem &p, const DecodeOperands &o, std::int64_t b, std::int64_t head,
                       std::int64_t token, const float *from) {
-    if (p.rounding != Rounding::none) return store_integers(p, o, head, from, row_of<std::int8_t>(o.out, b, head, token));
+    if (p.rounding != Rounding::none)
+        return store_integers(p, o, head, from, row_of<std::int8_t>(o.out, b, head, token));
     switch (p.dtype) {
-    case Dtype::float32: return store_row(row_of<float>(o.out, b, head, token), from, p.dim_v);
-    case Dtype::float16: return store_row(row_of<Half>(o.out, b, head, token), from, p.dim_v);
-    case Dtype::bfloat16: return store_row(row_of<Brain>(o.out, b, head, token), from, p.dim_v);
+        case Dtype::float32: return store_row(row_of<float>(o.out, b, head, token), from, p.dim_v);
+        case Dtype::float16: return store_row(row_of<Half>(o.out, b, head, token), from, p.dim_v);
+        case Dtype::bfloat16: return store_row(row_of<Brain>(o.out, b, head, token), from, p.dim_v);
     }
 }
 

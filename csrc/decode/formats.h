@@ -2,8 +2,8 @@
 //
 // Scores: a vector holds `lanes / P` query rows times P words of their rows; a word of a query row meets P neighbouring
 // words of a key, repeated for all query rows. So one load serves all rows, whatever their number, and sums over the P
-// phases are added up once per `lanes` keys. Three or four rows of floats fill vectors of half the size by pairs, those of
-// integers two vectors with twice the words: as many products, but half as many loads that repeat. Values: two keys'
+// phases are added up once per `lanes` keys. Three or four rows of floats fill vectors of half the size by pairs, those
+// of integers two vectors with twice the words: as many products, but half as many loads that repeat. Values: two keys'
 // elements of 2 * lanes columns make two vectors of words, in an order of columns that is undone once per chunk.
 
 #pragma once
@@ -71,8 +71,8 @@ template <int P> FUSION_INLINE Words repeat(const char *from) {
 }
 
 #if defined(__AVX512F__)
-// Vectors of half the size: loads repeat four words in them without a shuffle, which costs as much as a third of a product
-// where products are computed 256 bits at a time.
+// Vectors of half the size: loads repeat four words in them without a shuffle, which costs as much as a third of a
+// product where products are computed 256 bits at a time.
 typedef float NarrowFloats __attribute__((vector_size(32)));
 typedef std::uint32_t NarrowWords __attribute__((vector_size(32)));
 
@@ -87,7 +87,8 @@ FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
                __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
     };
     const NarrowFloats a = pair(x[0], x[1]), b = pair(x[2], x[3]);
-    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
 }
 #endif
 
@@ -95,8 +96,8 @@ FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
 struct Floating {
     using Sum = Floats;
     using Weight = float;
-    static constexpr int depth = 1;             // keys per word of weights
-    static constexpr int elements = 1;          // of a row, per word of it
+    static constexpr int depth = 1;     // keys per word of weights
+    static constexpr int elements = 1;  // of a row, per word of it
     static constexpr bool integer = false;
     static constexpr Storage stored = Storage::float32;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
@@ -156,8 +157,8 @@ struct Paired {
     }
 };
 
-// Stored integers. A query row times its scales becomes 16-bit numbers, in two signed bytes each (scores), and so do the
-// weights of a tile (values); sums are exact.
+// Stored integers. A query row times its scales becomes 16-bit numbers, in two signed bytes each (scores), and so do
+// the weights of a tile (values); sums are exact.
 struct Integer {
     using Sum = Ints;
     using Weight = std::uint32_t;
@@ -208,7 +209,7 @@ private:
 struct Byte : Integer {
     static constexpr int elements = 4, parts = 1;  // parts: what a vector of a row is split into
     static constexpr Storage stored = Storage::int8;
-    static constexpr int bias = 128;               // what makes an element positive
+    static constexpr int bias = 128;  // what makes an element positive
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
     static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x ^ 0x80808080u; }

@@ -9,14 +9,16 @@ namespace fusion {
 namespace {
 namespace decode {
 
-constexpr std::int64_t column_unit = 2 * lanes;          // columns of values that are computed together, at least
-constexpr int value_rows = lanes == 16 ? 8 : 4;          // and rows, at most
-constexpr std::int64_t partial_head = 16;                // floats before a partial row's values: peak, sum
+constexpr std::int64_t column_unit = 2 * lanes;  // columns of values that are computed together, at least
+constexpr int value_rows = lanes == 16 ? 8 : 4;  // and rows, at most
+constexpr std::int64_t partial_head = 16;        // floats before a partial row's values: peak, sum
 
-FUSION_INLINE std::int64_t partial_stride(const Problem &p) { return partial_head + round_up<std::int64_t>(p.dim_v, 32); }
+FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
+    return partial_head + round_up<std::int64_t>(p.dim_v, 32);
+}
 
-// Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only under
-// a positive scale); if not, what makes a product the problem's score.
+// Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
+// under a positive scale); if not, what makes a product the problem's score.
 FUSION_INLINE bool is_dressed(const DecodeProblem &p) {
     return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
 }
@@ -24,10 +26,10 @@ FUSION_INLINE float natural_scale(const DecodeProblem &p) { return is_dressed(p)
 
 inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
     switch (storage) {
-    case Storage::float32: return n * 4;
-    case Storage::int8: return n;
-    case Storage::int4: return (n + 1) / 2;
-    default: return n * 2;
+        case Storage::float32: return n * 4;
+        case Storage::int8: return n;
+        case Storage::int4: return (n + 1) / 2;
+        default: return n * 2;
     }
 }
 
@@ -50,7 +52,7 @@ template <class F> struct DecodeSizes {  // of rows, in words
     std::int64_t value_words() const { return F::bytes(columns) / 4; }
 };
 
-struct DecodeScratch {  // one thread's
+struct DecodeScratch {                        // one thread's
     float *q;                                 // [blocks][words * lanes], digits: up to four vectors for one of words
     std::int32_t *start;                      // [blocks][vectors][2][lanes]
     float *row_scale, *row_offset, *row_sum;  // [decode_slots]
@@ -61,7 +63,7 @@ struct DecodeScratch {  // one thread's
     char *keys, *ropes, *values;              // [decode_tile] staged rows
     float *token[4];                          // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
-    std::int64_t next_step = 0, value_step = 0;  // find_rows()'s
+    std::int64_t next_step = 0, value_step = 0;                                   // find_rows()'s
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
@@ -107,9 +109,9 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one has its tu
     const float natural, factor;  // what makes a score the problem's, and a power of two
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch), partial(partial_),
-          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_), sizes(p, careful_),
-          dressed(is_dressed(p)), natural(natural_scale(p)),
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch),
+          partial(partial_), group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head),
+          careful(careful_), sizes(p, careful_), dressed(is_dressed(p)), natural(natural_scale(p)),
           factor(natural * log2_e) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
@@ -162,7 +164,8 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
     std::memset(line, 0, words * word * 4);
     load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_qk, line);
     if (w.p.dim_rope) {
-        load_query(w.p.dtype, w.o.q_rope, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope, line + ropes);
+        load_query(w.p.dtype, w.o.q_rope, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope,
+                   line + ropes);
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
     for (std::int64_t c = 0; c < words; ++c) {

@@ -10,10 +10,9 @@ namespace {
 namespace decode {
 
 FUSION_INLINE const char *cache_row(const Cache &c, std::int64_t b, std::int64_t head, std::int64_t token) {
-    const std::int64_t at =
-        c.table ? c.table[b * c.table_stride + token / c.page_size] * c.stride_page + head * c.page_stride_head +
-                      token % c.page_size * c.stride_token
-                : c.address[b] + head * c.stride_head[b] + token * c.stride_token;
+    const std::int64_t at = c.table ? c.table[b * c.table_stride + token / c.page_size] * c.stride_page +
+                                          head * c.page_stride_head + token % c.page_size * c.stride_token
+                                    : c.address[b] + head * c.stride_head[b] + token * c.stride_token;
     return c.base + at * c.item;
 }
 
@@ -62,19 +61,19 @@ template <class T> FUSION_INLINE void widen_row(const char *row, std::int64_t n,
 inline void widen_row(Storage storage, const char *row, std::int64_t n, float *to) {
     const auto *bytes = reinterpret_cast<const std::int8_t *>(row);
     switch (storage) {
-    case Storage::float32: return widen_row<float>(row, n, to);
-    case Storage::float16: return widen_row<Half>(row, n, to);
-    case Storage::bfloat16: return widen_row<Brain>(row, n, to);
-    case Storage::int8:
-        for (std::int64_t d = 0; d < n; ++d) to[d] = bytes[d];
-        return;
-    case Storage::int4:
-        for (std::int64_t d = 0; d + 1 < n; d += 2) {
-            const std::int8_t both = bytes[d / 2];
-            to[d] = static_cast<std::int8_t>(static_cast<std::uint8_t>(both) << 4) >> 4;
-            to[d + 1] = both >> 4;
-        }
-        if (n % 2) to[n - 1] = static_cast<std::int8_t>(static_cast<std::uint8_t>(bytes[n / 2]) << 4) >> 4;
+        case Storage::float32: return widen_row<float>(row, n, to);
+        case Storage::float16: return widen_row<Half>(row, n, to);
+        case Storage::bfloat16: return widen_row<Brain>(row, n, to);
+        case Storage::int8:
+            for (std::int64_t d = 0; d < n; ++d) to[d] = bytes[d];
+            return;
+        case Storage::int4:
+            for (std::int64_t d = 0; d + 1 < n; d += 2) {
+                const std::int8_t both = bytes[d / 2];
+                to[d] = static_cast<std::int8_t>(static_cast<std::uint8_t>(both) << 4) >> 4;
+                to[d + 1] = both >> 4;
+            }
+            if (n % 2) to[n - 1] = static_cast<std::int8_t>(static_cast<std::uint8_t>(bytes[n / 2]) << 4) >> 4;
     }
 }
 

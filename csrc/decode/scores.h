@@ -8,8 +8,8 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and once
-// more this many keys ahead, which costs little where they have come.
+// A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and
+// once more this many keys ahead, which costs little where they have come.
 constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
 
 // Into the second cache.
@@ -22,17 +22,19 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #endif
 }
 
-// Whether a quarter of the next keys is asked for while scores are weighed, when memory would rest. Integers take longer
-// to multiply than to read.
+// Whether a quarter of the next keys is asked for while scores are weighed, when memory would rest. Integers take
+// longer to multiply than to read.
 template <class F> constexpr bool feeds = !F::integer;
 
-// The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own order.
+// The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own
+// order.
 class Ahead {
 public:
     Ahead() = default;
-    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied: staged
-    // ones are longer than what is stored.
-    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to, std::int64_t met)
+    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied:
+    // staged ones are longer than what is stored.
+    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
+          std::int64_t met)
         : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
         if (size_ <= 0) return;
         every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
@@ -142,8 +144,8 @@ constexpr int narrow_keys = 8;  // that are met together
 
 // Three or four rows, a pair of them in a vector: each key has a sum of either pair.
 template <class F>
-FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows, std::int64_t steps,
-                              Ahead &ahead, const Again &again, std::int64_t row) {
+FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
+                              std::int64_t steps, Ahead &ahead, const Again &again, std::int64_t row) {
     for (std::int64_t line = 0; line < steps; line += 4) {
         ahead.fetch<narrow_keys>();
         again.fetch<narrow_keys>(row, line * 16);
@@ -160,7 +162,8 @@ FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *
 }
 
 template <class F>
-__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const Ahead &ahead) {
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
     Ahead next = ahead, none;
@@ -208,7 +211,8 @@ FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *
 // Three or four rows of integers, a pair of them in a vector. Sums of four keys are gathered among the products of the
 // next four, for which the processor would otherwise wait.
 template <class F, bool Fetches>
-__attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+__attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                           const Ahead &ahead) {
     const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
     const char *const *rows = w.s.key_rows, *const *soon = rows + again_keys;
     Ahead next = ahead;
@@ -262,7 +266,8 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
             gather_keys<P, rows>(sum);
-            FUSION_UNROLL for (int i = 0; i < rows; ++i) {  // from sums of whole numbers to the products that they stand for
+            FUSION_UNROLL for (int i = 0; i < rows;
+                               ++i) {  // from sums of whole numbers to the products that they stand for
                 const std::int64_t slot = w.slot(b.row + i);
                 const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
                 store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);
@@ -280,24 +285,25 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
 template <class F>
 void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
     switch (b.phases) {
-    case 1: return score_rows<F, 1>(w, b, t, ahead);
-    case 2: return score_rows<F, 2>(w, b, t, ahead);
+        case 1: return score_rows<F, 1>(w, b, t, ahead);
+        case 2: return score_rows<F, 2>(w, b, t, ahead);
 #if defined(__AVX512F__)
-    case 4:
-        if constexpr (!F::integer) return score_four(w, b, t, ahead);
-        else return score_rows<F, 4>(w, b, t, ahead);
+        case 4:
+            if constexpr (!F::integer) return score_four(w, b, t, ahead);
+            else return score_rows<F, 4>(w, b, t, ahead);
 #else
-    case 4: return score_rows<F, 4>(w, b, t, ahead);
+        case 4: return score_rows<F, 4>(w, b, t, ahead);
 #endif
-    case 8:
-        if constexpr (F::integer) {
-            if (b.vectors == 2) return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
-        }
-        if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
-        break;
-    case 16:
-        if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
-        break;
+        case 8:
+            if constexpr (F::integer) {
+                if (b.vectors == 2)
+                    return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
+            }
+            if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
+            break;
+        case 16:
+            if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
+            break;
     }
 }
 

@@ -1,7 +1,7 @@
 // What is added to a row of scores: values from memory, values rebuilt from a table, or distances times a slope.
 //
-// score = score * scale + factor * value, for `count` keys from key `first` on. Memory behind the sequence's last key is
-// not read; what is added there does not matter, since no row sees it.
+// score = score * scale + factor * value, for `count` keys from key `first` on. Memory behind the sequence's last key
+// is not read; what is added there does not matter, since no row sees it.
 
 #pragma once
 
@@ -30,18 +30,20 @@ struct Stored {  // where a row's values lie: in which row of the matrix, and ho
     std::int64_t row, shift;
 };
 
-// The last rows of a table are stored as they are; an earlier one is rebuilt from the stored row with the same remainder,
-// at the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
+// The last rows of a table are stored as they are; an earlier one is rebuilt from the stored row with the same
+// remainder, at the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
 inline Stored table_row(const Sequence &seq, std::int64_t row) {
     const std::int64_t first = seq.q_len - table_rows, stored = row >= first ? row - first : row % table_rows;
     return {stored, first + stored - row};
 }
 
-template <class T> void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
+template <class T>
+void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
     const Stored at = table ? table_row(seq, r.row) : Stored{r.row, 0};
     const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, at.row);
     const std::int64_t from = r.first + at.shift;
-    add_stored(r, values + (m.stride_key ? from : 0), m.stride_row[r.seq], m.stride_key, seq.kv_len - from, scale, factor);
+    add_stored(r, values + (m.stride_key ? from : 0), m.stride_row[r.seq], m.stride_key, seq.kv_len - from, scale,
+               factor);
 }
 
 template <bool Root> void add_distances(const Row &r, float slope, std::int64_t shift, float scale) {
@@ -54,8 +56,8 @@ template <bool Root> void add_distances(const Row &r, float slope, std::int64_t 
     }
 }
 
-// Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only under
-// a positive scale.
+// Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only
+// under a positive scale.
 inline bool is_dressed(const Problem &p) { return p.bias != Bias::none || !(p.scale > 1e-30); }
 
 // With Bias::none the row is only scaled.
@@ -72,9 +74,9 @@ inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Se
     }
     const bool table = p.bias == Bias::table;
     switch (o.bias.dtype) {
-    case Dtype::float32: return add_row<float>(r, o.bias, seq, table, scale, factor);
-    case Dtype::float16: return add_row<Half>(r, o.bias, seq, table, scale, factor);
-    case Dtype::bfloat16: return add_row<Brain>(r, o.bias, seq, table, scale, factor);
+        case Dtype::float32: return add_row<float>(r, o.bias, seq, table, scale, factor);
+        case Dtype::float16: return add_row<Half>(r, o.bias, seq, table, scale, factor);
+        case Dtype::bfloat16: return add_row<Brain>(r, o.bias, seq, table, scale, factor);
     }
 }
 

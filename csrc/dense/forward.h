@@ -1,7 +1,7 @@
 // One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
 //
-// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through a
-// strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
+// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through
+// a strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
 // run is decided once per block, outside every inner loop. Start reading at attend().
 
 #pragma once
@@ -14,7 +14,7 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t most_step = 512;                // keys that a tile meets at a time, at most,
+constexpr std::int64_t most_step = 512;                       // keys that a tile meets at a time, at most,
 constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 
 static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
@@ -28,13 +28,13 @@ template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format>
 
 template <class Format> struct Scratch {  // one thread's
     using Word = typename Format::Word;
-    Word *q;          // [tile_rows][words]
-    float *out;       // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
-    float *sum;       // [tile_rows][lanes], one sum per lane
-    float *peak;      // [tile_rows + lanes], the largest score so far
-    float *shift;     // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
-    float *scores;    // [block_rows][most_step]
-    Word *weights;    // [block_rows][most_step / depth]; in the scores' place where they have the same size
+    Word *q;        // [tile_rows][words]
+    float *out;     // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
+    float *sum;     // [tile_rows][lanes], one sum per lane
+    float *peak;    // [tile_rows + lanes], the largest score so far
+    float *shift;   // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
+    float *scores;  // [block_rows][most_step]
+    Word *weights;  // [block_rows][most_step / depth]; in the scores' place where they have the same size
     std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
@@ -71,19 +71,19 @@ template <class Format> struct Work {  // a tile and all that it needs
     const Unit &unit;
     const Tile &tile;
     const std::int64_t head;
-    const bool dressed;  // scores are scaled and biased in a pass of their own
-    const float natural; // what a score is multiplied by to give the problem's score
-    const float factor;  // and to give it as a power of two
+    const bool dressed;   // scores are scaled and biased in a pass of their own
+    const float natural;  // what a score is multiplied by to give the problem's score
+    const float factor;   // and to give it as a power of two
 
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
-          s(sizes, scratch), unit(unit_), tile(tile_), head(head_),
-          dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
-          factor(natural * log2_e) {}
+          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), dressed(is_dressed(p)),
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
 };
 
-// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from first,
-// some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin, full_end).
+// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
+// first, some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin,
+// full_end).
 struct Block {
     std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
     bool hidden;  // some row does not see some key
@@ -106,8 +106,7 @@ __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b,
         } else if (panel_vectors == 2 && b.some_end <= c + lanes) {
             multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
         } else {
-            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, most_step,
-                                                                     nullptr);
+            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
         }
     }
 }
@@ -196,7 +195,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         store(peaks, peak);
         store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
-        Floats share = before == peak ? all(1.0f) : exp2(apart);  // equal infinities: no difference
+        Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
         if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
         if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
@@ -227,8 +226,8 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
     return sum + other;
 }
 
-// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the row
-// becomes one whose peak is 0.
+// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the
+// row becomes one whose peak is 0.
 inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
     for (std::int64_t c = 0; c < count; ++c) {
         if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;
@@ -282,7 +281,8 @@ template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
     return false;
 }
 
-// Before weights take the scores' place: a key is seen whose score is not -inf. hide() has left no other score to the rest.
+// Before weights take the scores' place: a key is seen whose score is not -inf. hide() has left no other score to the
+// rest.
 template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
         std::uint8_t *bits = w.s.seen + i * (most_step / 8);
@@ -311,7 +311,7 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
     }
 }
 
-// ------------------------------------------------------------------------------------------------------ from end to end
+// ----------------------------------------------------------------------------------------------------- from end to end
 
 // The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
 template <class Format>
@@ -402,7 +402,7 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
-            const bool none = peaks[i] == -infinity;  // not even a sink: an empty row
+            const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
             const float *from = w.s.out + (first + i) * w.sizes.columns;
             if (zeros) std::memset(out, 0, dim * sizeof *out);
@@ -423,8 +423,9 @@ template <class Format, class T>
 Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0;
     const auto written = [&](auto *first, const Rows &view, std::int64_t dim) __attribute__((always_inline)) {
-        return Ahead::Part{reinterpret_cast<const char *>(first), view.stride_token * static_cast<std::int64_t>(sizeof *first),
-                           rows, dim * static_cast<std::int64_t>(sizeof *first)};
+        return Ahead::Part{reinterpret_cast<const char *>(first),
+                           view.stride_token * static_cast<std::int64_t>(sizeof *first), rows,
+                           dim * static_cast<std::int64_t>(sizeof *first)};
     };
     Errands out;
     out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
@@ -435,7 +436,8 @@ Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
     for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
     std::int64_t panels = 0;  // that some block of rows meets
     for (std::int64_t row = 0; row < rows; row += block_rows) {
-        panels += cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end).count / panel;
+        panels +=
+            cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end).count / panel;
     }
     out.spread(most<std::int64_t>(panels, 1));
     return out;

@@ -19,10 +19,10 @@ namespace {
 
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
-// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen (where something is not
-// finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were. Near: scale,
-// maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's bits depend on its
-// neighbours.
+// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen (where something is
+// not finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were.
+// Near: scale, maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's bits
+// depend on its neighbours.
 template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(const Meeting<Format> &w, const Meet &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
@@ -132,7 +132,8 @@ template <class Format, class T> void add_wild_keys(const Meeting<Format> &w, co
             float *dq = w.r.dq + (b.row + i) * w.sizes.columns;
             add_wild_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
             if (!w.p.dim_rope) continue;
-            add_wild_row(row_of<const T>(w.o.k_rope, seq, head, key), w.p.dim_rope, weight, dq + w.sizes.main_columns, 1);
+            add_wild_row(row_of<const T>(w.o.k_rope, seq, head, key), w.p.dim_rope, weight, dq + w.sizes.main_columns,
+                         1);
         }
     }
 }
@@ -172,7 +173,7 @@ template <class Format, class T> void add_wild(const Meeting<Format> &w, const M
     }
 }
 
-// ------------------------------------------------------------------------------------------------------ from end to end
+// ----------------------------------------------------------------------------------------------------- from end to end
 
 // The part of the key tile that the block's rows see, in whole panels; count 0 if they see none.
 template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std::int64_t rows) {
@@ -202,7 +203,8 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
     constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
-        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0, bottom = key + panel - w.seq.lo - row0;
+        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0,
+                           bottom = key + panel - w.seq.lo - row0;
         const std::int64_t first = most(b.row, top / depth * depth), last = least(b.row + b.rows, bottom);
         if (last <= first) continue;
         std::int64_t &begin = w.k.row_begin[at / panel], &end = w.k.row_end[at / panel];
@@ -223,7 +225,8 @@ template <class Format> void clear_dq(const Meeting<Format> &w, const Meet &b) {
 // Whether an element of V is not finite: it has made every row's dP so, and one row is asked.
 template <class Format> bool met_wild_values(const Meeting<Format> &w, const Meet &b) {
     Words wild = {};
-    for (std::int64_t at = b.from; at < b.to; at += lanes) wild |= not_finite(bits_of(load<Floats>(w.k.dprobs + at - b.at)));
+    for (std::int64_t at = b.from; at < b.to; at += lanes)
+        wild |= not_finite(bits_of(load<Floats>(w.k.dprobs + at - b.at)));
     return any(wild);
 }
 
@@ -237,8 +240,8 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, Meet 
                      w.p, w.o, w.seq);
         }
     }
-    const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at, b.count,
-                            w.k.keys / 8};
+    const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at,
+                            b.count,        w.k.keys / 8};
     if (b.hidden) {
         mark_seen(w.k.seen, block, w.p, w.o, w.seq);
         for (std::int64_t i = 0; i < b.rows; ++i) {
@@ -304,12 +307,13 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
         const float *dq = part.dq + (row - tile.row0) * sizes.columns;
         store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
         if (!p.dim_rope) continue;
-        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope, scale,
-                  job.streamed);
+        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope,
+                  scale, job.streamed);
     }
 }
 
-// Of two elements to a word, two columns become words before those are laid across; false where there are no such words.
+// Of two elements to a word, two columns become words before those are laid across; false where there are no such
+// words.
 template <class Format, class T>
 FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&words)[lanes]) {
     if constexpr (sizeof(T) == 4) {
@@ -326,9 +330,11 @@ FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&wor
     return false;
 }
 
-// A vector of keys, and as many of their columns as fill a vector; false, and nothing is stored, where there is no quick way.
+// A vector of keys, and as many of their columns as fill a vector; false, and nothing is stored, where there is no
+// quick way.
 template <class Format, class T>
-__attribute__((noinline)) bool store_square(const float *from, T *to, std::int64_t stride, float factor, bool streamed) {
+__attribute__((noinline)) bool store_square(const float *from, T *to, std::int64_t stride, float factor,
+                                            bool streamed) {
     Words words[lanes];
     if (!columns_to_words<Format, T>(from, factor, words)) return false;
     transpose(words);
@@ -341,8 +347,8 @@ __attribute__((noinline)) bool store_square(const float *from, T *to, std::int64
 
 // [panel][column][key] back to rows of n elements, times a factor.
 template <class Format, class T>
-void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n, float factor,
-                bool streamed) {
+void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n,
+                float factor, bool streamed) {
     constexpr std::int64_t width = lanes * 4 / sizeof(T);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += lanes) {
@@ -360,8 +366,8 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
                 transpose(two[half]);
             }
             for (std::int64_t i = 0; i < there; ++i) {
-                store_two(first + i * rows.stride_token + d, floats_of(two[0][i]) * factor, floats_of(two[1][i]) * factor, n - d,
-                          streamed);
+                store_two(first + i * rows.stride_token + d, floats_of(two[0][i]) * factor,
+                          floats_of(two[1][i]) * factor, n - d, streamed);
             }
         }
     }
@@ -378,8 +384,8 @@ template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile 
         const float *rope = part.dk + sizes.main_columns * panel;
         store_keys<Format, T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<Format, T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, static_cast<float>(1.0 / p.keep_prob),
-                  job.streamed);
+    store_keys<Format, T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v,
+                          static_cast<float>(1.0 / p.keep_prob), job.streamed);
 }
 
 }  // namespace

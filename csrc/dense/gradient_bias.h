@@ -1,5 +1,5 @@
-// The gradient of a bias: dS of a block, which lies in the scores' place, added to what the bias was read from or, where
-// each element belongs to one pair alone, written there once.
+// The gradient of a bias: dS of a block, which lies in the scores' place, added to what the bias was read from or,
+// where each element belongs to one pair alone, written there once.
 
 #pragma once
 
@@ -21,7 +21,8 @@ template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) 
         const float *from = w.k.scores + i * w.k.keys;
         const std::int64_t row = w.row_tile.row0 + b.row + i;
         const Stored at = w.p.bias == Bias::table ? table_row(w.seq, row) : Stored{row, 0};
-        auto *to = static_cast<float *>(const_cast<void *>(m.base)) + row_of(m, w.row_tile.seq, w.row_tile.head, at.row);
+        auto *to =
+            static_cast<float *>(const_cast<void *>(m.base)) + row_of(m, w.row_tile.seq, w.row_tile.head, at.row);
         if (m.stride_key == 0) {
             Floats sum = {};
             for (std::int64_t c = 0; c < b.count; c += lanes) sum += load<Floats>(from + c);
@@ -58,9 +59,9 @@ template <class T, class Format> void write_rows(const Meeting<Format> &w, const
 
 template <class Format> void write_dbias(const Meeting<Format> &w, const Meet &b) {
     switch (w.g.dbias.dtype) {
-    case Dtype::float32: return write_rows<float>(w, b);
-    case Dtype::float16: return write_rows<Half>(w, b);
-    case Dtype::bfloat16: return write_rows<Brain>(w, b);
+        case Dtype::float32: return write_rows<float>(w, b);
+        case Dtype::float16: return write_rows<Half>(w, b);
+        case Dtype::bfloat16: return write_rows<Brain>(w, b);
     }
 }
 

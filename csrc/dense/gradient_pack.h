@@ -1,4 +1,5 @@
-// What the backward multiplies, packed: a tile of query rows of one head, and a tile of keys with what is added up there.
+// What the backward multiplies, packed: a tile of query rows of one head, and a tile of keys with what is added up
+// there.
 //
 //   q, dout            [row][word]                    as the forward's q
 //   q_rows, dout_rows  [column][rows / depth]         transposed; a word holds neighbouring rows' elements
@@ -24,7 +25,8 @@ template <class Format> struct GradientSizes {
     explicit GradientSizes(const Problem &p)
         : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
           words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth), main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+          value_words((p.dim_v + Format::depth - 1) / Format::depth),
+          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
           columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
           value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
 };
@@ -52,9 +54,9 @@ template <class Format> struct RowPart {
     using Word = typename Format::Word;
     std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
-    float *dq;                    // [padded][columns], before scale
-    float *peak, *share, *delta;  // the saved maximum, 1 / sum, dout . out
-    float *shift;                 // where Format::fused: peak * log2_e + log2(sum)
+    float *dq;                         // [padded][columns], before scale
+    float *peak, *share, *delta;       // the saved maximum, 1 / sum, dout . out
+    float *shift;                      // where Format::fused: peak * log2_e + log2(sum)
     std::uint8_t *empty, *wild, *far;  // far: the maximum is too large for a shift
     std::size_t bytes;
 
@@ -82,12 +84,12 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     using Word = typename Format::Word;
     static constexpr std::int64_t keys = tile_keys<Format>, depth = gradient_rows / Format::depth;
     Word *k, *v, *k_keys;
-    float *dk, *dv;              // [panel][column][key]
-    float *scores, *dprobs;      // [block_rows][keys]
-    Word *dscores;               // [block_rows][keys / depth]
-    Word *prob_rows, *dscore_rows;  // [panel][rows / depth][key]
-    std::uint8_t *seen, *keep;   // [block_rows][keys / 8]
-    std::uint8_t *wild, *fresh;  // [panel]; fresh: nothing is added up yet, whatever lies there
+    float *dk, *dv;                     // [panel][column][key]
+    float *scores, *dprobs;             // [block_rows][keys]
+    Word *dscores;                      // [block_rows][keys / depth]
+    Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
+    std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
+    std::uint8_t *wild, *fresh;         // [panel]; fresh: nothing is added up yet, whatever lies there
     std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
     std::size_t bytes;
 
@@ -123,7 +125,8 @@ template <class T> bool has_wild(const T *row, std::int64_t n) {
 
 // Packs a row of dout; returns products that add up to that of dout and out.
 template <class Format, class T>
-FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words,
+                               typename Format::Word *to) {
     constexpr std::int64_t width = lanes * Format::depth;
     Floats sum = {};
     std::int64_t d = 0;
@@ -136,11 +139,12 @@ FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std:
     return sum;
 }
 
-// Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both is
-// joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the compiler
-// would compute all of them beforehand and keep them in memory.
+// Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both
+// is joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the
+// compiler would compute all of them beforehand and keep them in memory.
 template <class Format, class T, bool Tame, int Half>
-__attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep, typename Format::Word *to) {
+__attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep,
+                                           typename Format::Word *to) {
     Words wild = {}, block[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         FUSION_UNROLL for (int j = i; j < i + 4; ++j, row += Format::depth * stride) {
@@ -175,7 +179,8 @@ __attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, st
     Words wild = {}, block[lanes];
     for (int i = 0; i < lanes; ++i) {
         const std::int64_t row = i * Format::depth;
-        block[i] = row < here ? value_words<Format, T, Tame>(first + row * stride, stride, row + 1 < here, n, wild) : Words{};
+        block[i] =
+            row < here ? value_words<Format, T, Tame>(first + row * stride, stride, row + 1 < here, n, wild) : Words{};
     }
     transpose(block);
     for (int i = 0; i < lanes; ++i) store(to + i * deep, block[i]);
@@ -236,10 +241,11 @@ Floats pack_words(const Job &job, const GradientSizes<Format> &sizes, const RowP
     return sums_of(dots);
 }
 
-// What becomes of the statistics of `here` rows from i on, at most a vector of them; rows that are not there count as empty.
+// What becomes of the statistics of `here` rows from i on, at most a vector of them; rows that are not there count as
+// empty.
 template <class Format>
-void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i, std::int64_t here,
-                     Floats delta, RowNotes &notes) {
+void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i,
+                     std::int64_t here, Floats delta, RowNotes &notes) {
     const Operands &o = *job.operands;
     Floats peaks = all(-infinity), sums = all(1.0f);
     for (int e = 0; e < here; ++e) {
@@ -262,7 +268,8 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
     }
     for (int e = 0; e < here; ++e) {
         if (empty[e]) notes.means += sums[e] > 0.0f;
-        else if (job.problem->has_sink) notes.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
+        else if (job.problem->has_sink)
+            notes.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
     }
 }
 
@@ -293,11 +300,11 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
-    bool wild = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk, part.deep,
-                                        part.q_rows);
+    bool wild = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk,
+                                        part.deep, part.q_rows);
     if (p.dim_rope) {
-        wild |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows, p.dim_rope,
-                                        part.deep, part.q_rows + sizes.main_columns * part.deep);
+        wild |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows,
+                                        p.dim_rope, part.deep, part.q_rows + sizes.main_columns * part.deep);
     }
     wild |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v, part.deep,
                                     part.dout_rows);
@@ -318,10 +325,11 @@ bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std:
         for (std::int64_t column = 0; column < columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, columns - column);
             auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
-            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, words, wild)) continue;
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, words, wild))
+                continue;
             for (std::int64_t d = column; d < column + width; d += lanes) {
-                store(words + d - column, i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild)
-                                                   : Words{});
+                store(words + d - column,
+                      i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild) : Words{});
             }
         }
     }

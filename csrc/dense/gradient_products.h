@@ -23,24 +23,23 @@ template <class Format> struct Meeting {
     const KeyTile &key_tile;
     const RowPart<Format> r;
     const KeyPart<Format> k;
-    const bool dressed;   // as in the forward
-    const float natural;  // what a score is then multiplied by
+    const bool dressed;     // as in the forward
+    const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
     Errands &errands;
 
     Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, Errands &errands_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
-          k(sizes, key_tile.memory), dressed(is_dressed(p)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)),
+          k(sizes, key_tile.memory), dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
           wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), errands(errands_) {}
 };
 
 struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
     std::int64_t row, rows, at, count;
     std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
-    bool hidden, near;      // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
-    bool wild;              // something is not finite; hidden says so too
+    bool hidden, near;  // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
+    bool wild;          // something is not finite; hidden says so too
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
@@ -50,9 +49,9 @@ struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + coun
 constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
 static_assert(low_rows % 3 == 0);
 
-// C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other, their
-// rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through all tiles
-// would lose bits.
+// C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other,
+// their rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through
+// all tiles would lose bits.
 template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
@@ -101,22 +100,23 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
     }
 }
 
-// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for a
-// few lines at a time, since a core waits for few misses at once.
+// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for
+// a few lines at a time, since a core waits for few misses at once.
 FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
     for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
 }
 
-// Asks for what the block behind this one reads, while this one's products run. What does nothing else must be inlined into
-// what computes: a call of it has no effect in a compiler's eyes, and is left out.
+// Asks for what the block behind this one reads, while this one's products run. What does nothing else must be inlined
+// into what computes: a call of it has no effect in a compiler's eyes, and is left out.
 template <class Format> struct Next {
     const Meeting<Format> &w;
     const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
     const bool bias, dbias;
 
     Next(const Meeting<Format> &w_, const Meet &b)
-        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)), first(w.key_tile.key0 + b.at),
-          count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key), dbias(bias && w.g.dbias.base && !w.g.owns_dbias) {}
+        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)),
+          first(w.key_tile.key0 + b.at), count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key),
+          dbias(bias && w.g.dbias.base && !w.g.owns_dbias) {}
 
     // The share of column `at` in n elements.
     template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {
@@ -124,7 +124,8 @@ template <class Format> struct Next {
         ask_for(from + at / (abreast * panel) * part, part * sizeof(T));
     }
     FUSION_INLINE void stored(const Matrix &m, std::int64_t at) const {
-        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2, there = least<std::int64_t>(abreast * panel, count - at);
+        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
+                           there = least<std::int64_t>(abreast * panel, count - at);
         for (std::int64_t i = w.row_tile.row0 + row; i < least(w.row_tile.row0 + row + block_rows, w.seq.q_len); ++i) {
             const std::int64_t element = row_of(m, w.row_tile.seq, w.row_tile.head, i) + first + at;
             ask_for(static_cast<const char *>(m.base) + element * size, there * size);
@@ -163,14 +164,14 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
         if (at < end) before(at - b.at);
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
-            multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys, 0,
-                                                                     false);
+            multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys,
+                                                                     0, false);
         }
     };
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
     const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
-    multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole, false,
-                           [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
+    multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
+                           false, [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
     at += whole;
     cut(b.to);
 }
@@ -193,7 +194,8 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     const bool add = !w.row_tile.fresh;
-    multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns, columns, add,
+    multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
+                           columns, add,
                            [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
     const auto narrow = [&](auto vectors) {  // the last panel
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
@@ -219,7 +221,8 @@ template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, s
     return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
 }
 
-// The words of a tile's transposed rows that some keys meet, vector by vector of them, and whether panels have sums already.
+// The words of a tile's transposed rows that some keys meet, vector by vector of them, and whether panels have sums
+// already.
 template <int Panels> struct Stairs {
     static constexpr int vectors = Panels * panel_vectors;
     std::int64_t begin[vectors], end[vectors];
@@ -233,17 +236,15 @@ template <int Panels> struct Stairs {
     }
 };
 
-// [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows that
-// only some vectors of keys meet multiply those alone, and all add up in registers.
+// [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows
+// that only some vectors of keys meet multiply those alone, and all add up in registers.
 template <class Format, int M, int Panels>
 __attribute__((noinline)) void multiply_stairs(const typename Format::Word *a, std::int64_t a_stride,
-                                               const typename Format::Word *b, std::int64_t b_apart, const Stairs<Panels> &stairs,
-                                               float *c, std::int64_t c_apart) {
+                                               const typename Format::Word *b, std::int64_t b_apart,
+                                               const Stairs<Panels> &stairs, float *c, std::int64_t c_apart) {
     constexpr int N = panel_vectors, V = Panels * N;
     Floats sum[M][V];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < V; ++j) sum[i][j] = Floats{};
-    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < V; ++j) sum[i][j] = Floats{}; }
     const auto climb = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
         const auto *row = b + first * panel;
 #pragma GCC unroll 2
@@ -276,8 +277,8 @@ void add_transposed(const typename Format::Word *rows, std::int64_t deep, const 
                     const Stairs<Panels> &stairs, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
     const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
-        multiply_stairs<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel, stairs,
-                                                        to + d * panel, columns * panel);
+        multiply_stairs<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel,
+                                                        stairs, to + d * panel, columns * panel);
     };
     std::int64_t d = 0;
     for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
@@ -304,7 +305,8 @@ template <class Format, int Panels> Stairs<Panels> stairs_of(const Meeting<Forma
     for (int j = 0; j < Stairs<Panels>::vectors; ++j, at += lanes) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
         const std::int64_t some = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
-        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0, bottom = key + lanes - w.seq.lo - row0;
+        const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0,
+                           bottom = key + lanes - w.seq.lo - row0;
         stairs.begin[j] = least(most(top, some), end) / depth;
         stairs.end[j] = least(most((bottom + depth - 1), some), end) / depth;
     }

@@ -1,4 +1,5 @@
-// From rows in memory to the panels that the kernel multiplies, converted once and shared by all query heads of a group.
+// From rows in memory to the panels that the kernel multiplies, converted once and shared by all query heads of a
+// group.
 //
 //   q  [row][word]                     rows of a tile, rope behind the rest
 //   k  [key panel][word][key]          `panel` keys beside each other, transposed
@@ -69,7 +70,8 @@ template <class Format, class T>
 FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
     constexpr std::int64_t width = lanes * Format::depth;
     std::int64_t d = 0;
-    for (; (d + lanes) * Format::depth <= n; d += lanes) store(to + d, load_words<Format>(row + d * Format::depth, 0, width));
+    for (; (d + lanes) * Format::depth <= n; d += lanes)
+        store(to + d, load_words<Format>(row + d * Format::depth, 0, width));
     if (d < words) pack_tail<Format>(row, d, n, words, to);
 }
 
@@ -110,14 +112,14 @@ void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int6
 
 FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) == 0x7f800000); }
 
-// The signs of a word's elements, and the lowest bits of their exponents: a magnitude and such a bit add up into the sign
-// where the exponent is all ones, as that of an infinity or a NaN is.
+// The signs of a word's elements, and the lowest bits of their exponents: a magnitude and such a bit add up into the
+// sign where the exponent is all ones, as that of an infinity or a NaN is.
 template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
 template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
 // Elements that are not finite set their signs in `wild`; where they are to be tame, zeros take their place.
 template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words &wild) {
-    const Words found = (words & ~signs<Format>) + lowest<Format>;
+    const Words found = (words & ~signs<Format>)+lowest<Format>;
     wild |= found;
     if constexpr (Tame) {
         const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
@@ -146,7 +148,8 @@ FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Forma
         return false;
     } else {
         Words both[2];
-        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild), both);
+        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild),
+                     both);
         store(to, both[0]);
         store(to + lanes, both[1]);
         return true;
@@ -165,7 +168,8 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
         for (std::int64_t column = 0; column < sizes.columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
             auto *at = to.values(column, key + i, width);
-            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild)) continue;
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild))
+                continue;
             for (std::int64_t d = 0; d < width; d += lanes) {
                 const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
                                                                             n - column - d, wild)
@@ -177,7 +181,8 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
     return any_wild<Format>(wild);
 }
 
-template <class Format, class T> void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
+template <class Format, class T>
+void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Sequence &seq = job.sequences[unit.seq];
@@ -190,8 +195,8 @@ template <class Format, class T> void pack_panels(const Job &job, const Unit &un
         pack_keys<Format>(row_of<const T>(o.k, unit.seq, unit.head, token), o.k.stride_token, here, p.dim_qk,
                           sizes.main_words, k);
         if (p.dim_rope) {
-            pack_keys<Format>(row_of<const T>(o.k_rope, unit.seq, unit.head, token), o.k_rope.stride_token, here, p.dim_rope,
-                              sizes.words - sizes.main_words, k + sizes.main_words * panel);
+            pack_keys<Format>(row_of<const T>(o.k_rope, unit.seq, unit.head, token), o.k_rope.stride_token, here,
+                              p.dim_rope, sizes.words - sizes.main_words, k + sizes.main_words * panel);
         }
         const T *v = row_of<const T>(o.v, unit.seq, unit.head, token);
         packed.wild[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);

@@ -17,8 +17,8 @@
 
 namespace fusion {
 
-// Tests set this: every lease then begins with NaN in all its bytes, whatever type they are read as, so that a kernel which
-// reads what it has not written cannot pass by luck; and the process ends where one writes behind its lease.
+// Tests set this: every lease then begins with NaN in all its bytes, whatever type they are read as, so that a kernel
+// which reads what it has not written cannot pass by luck; and the process ends where one writes behind its lease.
 inline std::atomic<bool> poisons_leases = false;
 
 // No memory holds the keys of longer lists of work: refused before they are made, which would take much memory itself.
@@ -28,7 +28,8 @@ inline void refuse_endless(std::int64_t items) {
 
 class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
 public:
-    explicit Lease(std::size_t bytes) : asked_(bytes), guard_(poisons_leases.load(std::memory_order_relaxed) ? 4096 : 0) {
+    explicit Lease(std::size_t bytes)
+        : asked_(bytes), guard_(poisons_leases.load(std::memory_order_relaxed) ? 4096 : 0) {
         take(bytes + guard_);
         if (guard_) std::memset(data_, 0xff, bytes + guard_);
     }

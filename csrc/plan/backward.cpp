@@ -98,8 +98,8 @@ void BackwardPlan::cut_units() {
     }
 }
 
-// The tiles of keys [returned, end) that some row of a tile may see. The first ascends from tile to tile, also among those
-// that meet nothing.
+// The tiles of keys [returned, end) that some row of a tile may see. The first ascends from tile to tile, also among
+// those that meet nothing.
 std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const {
     const std::int64_t row0 = row_tile * gradient_rows, row1 = std::min(row0 + gradient_rows, seq.q_len);
     const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
@@ -109,8 +109,8 @@ std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_t
     return first;
 }
 
-// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before: so many rows lie between
-// their firsts. Two more tiles of keys are for boundaries inside of tiles.
+// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before: so many rows lie
+// between their firsts. Two more tiles of keys are for boundaries inside of tiles.
 std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const {
     const std::int64_t margin = (ahead + 2) * kernels_.tile_keys - seq.lo;
     const std::int64_t rows = std::max(margin + seq.hi + gradient_rows, seq.prefix > 0 ? margin + seq.prefix : 0);
@@ -133,8 +133,8 @@ int BackwardPlan::team_of(int threads) const {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items_, 1)));
 }
 
-// A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then left
-// they share.
+// A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then
+// left they share.
 BackwardPlan::Shares BackwardPlan::shares_of(int team, bool ordered) const {
     Shares shares = {};
     const auto threads = static_cast<std::size_t>(team);
@@ -153,7 +153,8 @@ BackwardPlan::Shares BackwardPlan::shares_of(int team, bool ordered) const {
         }
     }
     const std::size_t fitting = shares.slot_bytes ? most_bytes / shares.slot_bytes : 1;
-    shares.slots = std::clamp<std::size_t>(std::min(threads, fitting), 1, std::max<std::size_t>(shares.shared.size(), 1));
+    shares.slots =
+        std::clamp<std::size_t>(std::min(threads, fitting), 1, std::max<std::size_t>(shares.shared.size(), 1));
     return shares;
 }
 
@@ -176,7 +177,8 @@ RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows,
     return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
 }
 
-// Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would wait for each other.
+// Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would wait for each
+// other.
 void BackwardPlan::cut_items(State &state, std::size_t abreast) const {
     state.items.reserve(items_);
     std::vector<std::int64_t> ranks(most_key_tiles_, 0), packed(abreast);
@@ -211,7 +213,8 @@ void BackwardPlan::add_items(std::vector<Item> &items, const std::size_t *units,
 }
 
 // Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`.
-void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const {
+void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile,
+                            std::int64_t &next) const {
     const PlannedUnit &u = units_[unit];
     for (std::int64_t end; next < u.row_tiles && first_meeting(sequences_[u.seq], next, end) <= key_tile; ++next) {
         for (std::int64_t head = 0; head < group_; ++head) items.push_back({unit, head * u.row_tiles + next, -1});
@@ -267,7 +270,8 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
             means += notes.means;
         }
     }
-    for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h) gradients.dsink[h] = static_cast<float>(dsink[h]);
+    for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h)
+        gradients.dsink[h] = static_cast<float>(dsink[h]);
     return means;
 }
 
@@ -278,7 +282,8 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
         const Lot &lot = state.lots[i];
         // A unit of one's own is taken while the one before it is computed, which asks for its memory.
         after = state.next;
-        while (after < own_lots && !state.next.compare_exchange_weak(after, after + 1)) {}
+        while (after < own_lots && !state.next.compare_exchange_weak(after, after + 1)) {
+        }
         const Lot *const then = after < own_lots ? &state.lots[after] : nullptr;
         for (std::size_t at = lot.first; at < lot.end; ++at) {
             const Item &item = state.items[at];

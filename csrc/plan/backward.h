@@ -1,7 +1,7 @@
 // The backward of one problem on given lengths: who computes what when, in which order sums are formed, and the memory.
 //
-// A unit is a sequence and a key/value head. A thread computes a unit alone while enough others are left, and asks for the
-// memory of what it packs next while its products run; the last units all threads share.
+// A unit is a sequence and a key/value head. A thread computes a unit alone while enough others are left, and asks for
+// the memory of what it packs next while its products run; the last units all threads share.
 //
 // A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
 // up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, one waiting for the other where it
@@ -27,8 +27,8 @@ public:
     // What run() takes besides operands and gradients; threads: as given to run().
     std::size_t workspace_bytes(int threads) const;
 
-    // Computes the gradients; returns the number of rows in mean form, which it leaves out. Throws std::bad_alloc before
-    // anything is written.
+    // Computes the gradients; returns the number of rows in mean form, which it leaves out. Throws std::bad_alloc
+    // before anything is written.
     std::int64_t run(const Operands &operands, const Gradients &gradients, int threads) const;
 
     const Problem &problem() const { return problem_; }
@@ -78,13 +78,14 @@ private:
     Shares shares_of(int team, bool ordered) const;
     std::size_t bytes_of(const Shares &shares, int team) const;
     void cut_items(State &state, std::size_t abreast) const;
-    void add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count, std::vector<std::int64_t> &ranks,
-                   std::vector<std::int64_t> &packed) const;
+    void add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count,
+                   std::vector<std::int64_t> &ranks, std::vector<std::int64_t> &packed) const;
     void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
     int team_of(int threads) const;
     void work(State &state, char *own, void *scratch) const;
     void pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const;
-    void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch, const Soon &soon) const;
+    void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
+                   const Soon &soon) const;
     Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
     GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
                            std::int64_t turns) const;

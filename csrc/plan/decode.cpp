@@ -86,7 +86,8 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
 
 int DecodePlan::team(int threads) const {
     const std::int64_t work = pairs_ * (problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    const std::int64_t most = std::min<std::int64_t>(static_cast<std::int64_t>(units_.size()), 1 + work / work_per_thread);
+    const std::int64_t most =
+        std::min<std::int64_t>(static_cast<std::int64_t>(units_.size()), 1 + work / work_per_thread);
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(most, 1)));
 }
 
@@ -95,8 +96,8 @@ std::size_t DecodePlan::workspace_bytes(int threads) const {
     return units_.empty() ? 0 : partials + scratch_bytes_ * static_cast<std::size_t>(team(threads));
 }
 
-// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that all threads end
-// together.
+// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that all threads
+// end together.
 DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const {
     std::size_t first = taken.load(std::memory_order_relaxed);
     DecodeUnit unit;
@@ -106,14 +107,16 @@ DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const 
         const auto left = static_cast<std::int64_t>(units_.size() - first) / (2 * members);
         const std::int64_t most = decode_slots / slots_of(unit.row1 - unit.row0);
         unit.heads = std::clamp<std::int64_t>(std::min(left, problem_.heads_kv - unit.head), 1, most);
-    } while (!taken.compare_exchange_weak(first, first + static_cast<std::size_t>(unit.heads), std::memory_order_relaxed));
+    } while (
+        !taken.compare_exchange_weak(first, first + static_cast<std::size_t>(unit.heads), std::memory_order_relaxed));
     return unit;
 }
 
 // Called by every thread of a team: takes units until none is left, always knowing the next one to fetch ahead.
 std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,
                                       int members) const {
-    // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any thread.
+    // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any
+    // thread.
     auto *const rows = reinterpret_cast<float *>(own);
     char *const scratch = own + row_floats_ * decode_slots * sizeof(float);
     std::int64_t empty = 0;
@@ -124,7 +127,8 @@ std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *pa
         const std::int64_t floats = (unit.row1 - unit.row0) * static_cast<std::int64_t>(row_floats_);
         if (unit.place < 0) {
             for (std::int64_t i = 0; i < unit.heads; ++i) {
-                empty += variant_.decode.finish(job, {unit.seq, unit.head + i, unit.row0, unit.row1, i * floats, 0, 1}, rows);
+                empty += variant_.decode.finish(job, {unit.seq, unit.head + i, unit.row0, unit.row1, i * floats, 0, 1},
+                                                rows);
             }
         } else {
             std::memcpy(partials + unit.place, rows, static_cast<std::size_t>(unit.heads * floats) * sizeof(float));

@@ -1,7 +1,8 @@
 // A decode on given lengths: which rows meet which keys when, and the memory for it.
 //
-// Compiled for the baseline instruction set. Keys are cut at multiples of decode_chunk(), whatever the number of threads,
-// sequences or pages, and partial results are merged in order: which thread computes a unit never changes a bit.
+// Compiled for the baseline instruction set. Keys are cut at multiples of decode_chunk(), whatever the number of
+// threads, sequences or pages, and partial results are merged in order: which thread computes a unit never changes a
+// bit.
 
 #pragma once
 

@@ -89,7 +89,8 @@ void ForwardPlan::cut_units() {
     }
     const auto load = [&](const PlannedUnit &u) {
         std::int64_t pairs = 0;
-        for (std::size_t t = u.first; t < u.end; ++t) pairs += (tiles_[t].row1 - tiles_[t].row0) * (tiles_[t].end - tiles_[t].begin);
+        for (std::size_t t = u.first; t < u.end; ++t)
+            pairs += (tiles_[t].row1 - tiles_[t].row0) * (tiles_[t].end - tiles_[t].begin);
         return pairs;
     };
     // Long ones first: short work at the end keeps threads level.
@@ -122,7 +123,8 @@ void ForwardPlan::list_items() {
     std::size_t first = 0;
     for (const std::size_t end : wave_ends_) {
         std::vector<std::pair<std::size_t, Item>> placed;
-        for (; first < end; ++first) placed.emplace_back(first + (items_[first].head == packs ? 0 : ahead), items_[first]);
+        for (; first < end; ++first)
+            placed.emplace_back(first + (items_[first].head == packs ? 0 : ahead), items_[first]);
         std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
         for (std::size_t i = 0; i < placed.size(); ++i) items_[end - placed.size() + i] = placed[i].second;
     }
@@ -165,9 +167,10 @@ bool ForwardPlan::alone(int threads) const {
     return unit_bytes_ <= small_unit && (units_.size() >= fair_share * count || units_.size() % count == 0);
 }
 
-// How many units a thread takes at a time: heads of one sequence, as many as leave threads enough bundles to end together.
-// Their statistics may lie in the same cache lines, as their rows do where heads are narrow, and a line that two threads
-// write goes to and fro between them: that was a tenth to a third of the time of a mix of short packed sequences.
+// How many units a thread takes at a time: heads of one sequence, as many as leave threads enough bundles to end
+// together. Their statistics may lie in the same cache lines, as their rows do where heads are narrow, and a line that
+// two threads write goes to and fro between them: that was a tenth to a third of the time of a mix of short packed
+// sequences.
 std::size_t ForwardPlan::bundle(std::size_t team) const {
     auto heads = static_cast<std::size_t>(problem_.heads_kv);
     while (problem_.heads_kv % heads != 0 || units_.size() < fair_share * team * heads) {
@@ -193,7 +196,8 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     const std::size_t count = team(threads);
     const bool own = alone(threads);
     char *const packed = memory.data(), *const scratch = packed + (own ? count * unit_bytes_ : wave_bytes_);
-    auto *const ready = reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);  // of each run: is packed
+    auto *const ready =
+        reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);  // of each run: is packed
     for (std::size_t r = 0; !own && r < runs_; ++r) new (ready + r) std::atomic<bool>(false);
     std::atomic<std::size_t> next = 0;  // the first unit or item that no thread has taken
     const std::size_t together = bundle(count);
@@ -211,8 +215,8 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
 
 namespace {
 
-Ahead::Part part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from, std::int64_t to,
-                    std::int64_t dim) {
+Ahead::Part part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from,
+                    std::int64_t to, std::int64_t dim) {
     if (to <= from) return {};  // perhaps there is no memory at all
     const std::int64_t size = p.dtype == Dtype::float32 ? 4 : 2;
     const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
@@ -264,7 +268,8 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
                     if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
                 } else if (then) {
                     const Tile &tile = tiles_[then->first];
-                    ahead.q = part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1, problem_.dim_qk);
+                    ahead.q = part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1,
+                                      problem_.dim_qk);
                 }
                 if (turns && then) {
                     const Tile &tile = tiles_[then->first];
@@ -298,7 +303,8 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
     Unit unit = units_[item.unit].unit;
     unit.packed = packed + units_[item.unit].offset;
     if (item.head == packs) {
-        const std::int64_t first = static_cast<std::int64_t>(item.at), panels = (unit.key_end - unit.key_begin) / variant_.panel;
+        const std::int64_t first = static_cast<std::int64_t>(item.at),
+                           panels = (unit.key_end - unit.key_begin) / variant_.panel;
         kernels_.pack(job, unit, first, std::min(first + run_panels, panels));
         ready[item.first].store(true, std::memory_order_release);
         return 0;

@@ -14,7 +14,8 @@ namespace fusion {
 class ForwardPlan {
 public:
     // Throws std::invalid_argument where sizes or intervals do not fit together. tiles: by sequence, rows ascending.
-    ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences, std::vector<Tile> tiles);
+    ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences,
+                std::vector<Tile> tiles);
 
     // What run() takes besides the operands; threads: as given to run().
     std::size_t workspace_bytes(int threads) const;
@@ -33,8 +34,8 @@ private:
         std::size_t first, end;
         std::size_t bytes, offset;  // packed; in its wave's memory
     };
-    // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end) that
-    // hold its keys. Runs are counted over the whole plan.
+    // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
+    // that hold its keys. Runs are counted over the whole plan.
     struct Item {
         std::size_t unit;
         std::int64_t head;  // of the query; `packs` if the item packs

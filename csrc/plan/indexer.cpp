@@ -12,7 +12,8 @@
 namespace fusion {
 namespace {
 
-constexpr std::size_t wave_bytes = std::size_t{64} << 20;  // packed keys in memory at a time, unless one sequence has more
+constexpr std::size_t wave_bytes = std::size_t{64}
+                                   << 20;  // packed keys in memory at a time, unless one sequence has more
 constexpr std::int64_t panels_per_item = 16;
 constexpr std::int64_t keys_per_share = 1024;  // where threads share a row's keys; a multiple of every panel
 
@@ -25,7 +26,8 @@ std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) /
 }  // namespace
 
 IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences)
-    : kernels_(variant.kernels(problem.dtype)), panel_(variant.panel), problem_(problem), sequences_(std::move(sequences)) {
+    : kernels_(variant.kernels(problem.dtype)), panel_(variant.panel), problem_(problem),
+      sequences_(std::move(sequences)) {
     require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0, "a size is not positive");
     std::int64_t rows = 0;
     std::size_t used = 0;
@@ -72,13 +74,15 @@ std::size_t IndexerPlan::workspace_bytes(int threads) const {
 }
 
 std::size_t IndexerPlan::sequence_of(std::int64_t row) const {
-    return static_cast<std::size_t>(std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1);
+    return static_cast<std::size_t>(std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) -
+                                    first_row_.begin() - 1);
 }
 
 void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     const SparseJob job = {&problem_, &operands, sequences_.data()};
     const Lease memory(workspace_bytes(threads));
-    char *const packed = memory.data(), *const scores = packed + packed_bytes_, *const scratch = scores + scores_bytes(threads);
+    char *const packed = memory.data(), *const scores = packed + packed_bytes_,
+                *const scratch = scores + scores_bytes(threads);
 #pragma omp parallel num_threads(threads)
     {
         const FlushDenormals flushed;
@@ -104,7 +108,8 @@ void IndexerPlan::pack(const Wave &wave, const SparseJob &job, char *packed) con
         const std::size_t b = wave.first + static_cast<std::size_t>(i / blocks);
         const std::int64_t first = i % blocks * panels_per_item, end = pieces(sequences_[b].kv_len, panel_);
         if (sequences_[b].q_len == 0 || first >= end) continue;
-        kernels_.index_pack(job, static_cast<std::int64_t>(b), first, std::min(first + panels_per_item, end), packed + offset_[b]);
+        kernels_.index_pack(job, static_cast<std::int64_t>(b), first, std::min(first + panels_per_item, end),
+                            packed + offset_[b]);
     }
 }
 
@@ -126,7 +131,8 @@ void IndexerPlan::choose(const Wave &wave, const SparseJob &job, const char *pac
     }
 }
 
-void IndexerPlan::share(const Wave &wave, const SparseJob &job, const char *packed, float *scores, char *scratch) const {
+void IndexerPlan::share(const Wave &wave, const SparseJob &job, const char *packed, float *scores,
+                        char *scratch) const {
     const std::int64_t parts = pieces(wave.longest, keys_per_share), first = first_row_[wave.first];
 #pragma omp for schedule(dynamic, 1)
     for (std::int64_t i = 0; i < wave.rows * parts; ++i) {
@@ -140,8 +146,8 @@ void IndexerPlan::share(const Wave &wave, const SparseJob &job, const char *pack
 #pragma omp for schedule(dynamic, 1)
     for (std::int64_t i = 0; i < wave.rows; ++i) {
         const std::size_t b = sequence_of(first + i);
-        kernels_.index_choose(job, static_cast<std::int64_t>(b), first + i - first_row_[b], scores + i * parts * keys_per_share,
-                              scratch);
+        kernels_.index_choose(job, static_cast<std::int64_t>(b), first + i - first_row_[b],
+                              scores + i * parts * keys_per_share, scratch);
     }
 }
 

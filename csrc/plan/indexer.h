@@ -1,5 +1,5 @@
-// The lightning indexer's forward on given lengths: its choice, or (select_count 0) its softmax statistics. A row's result
-// depends on its own keys alone, in one order, so how work is cut changes nothing.
+// The lightning indexer's forward on given lengths: its choice, or (select_count 0) its softmax statistics. A row's
+// result depends on its own keys alone, in one order, so how work is cut changes nothing.
 //
 // Compiled for the baseline instruction set.
 

@@ -20,7 +20,7 @@ namespace {
 // Sums of key gradients in memory at a time, unless one sequence alone takes more.
 constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
-constexpr std::int64_t batch_rows = 64;  // of a loss over lists, whose notes are added together
+constexpr std::int64_t batch_rows = 64;                     // of a loss over lists, whose notes are added together
 constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
@@ -42,8 +42,8 @@ struct Progress {
 struct SparsePlan::State {
     SparseJob job;
     char *sums;
-    float *shares;  // [item][most_heads_], for dsink
-    double *losses; // [item]
+    float *shares;   // [item][most_heads_], for dsink
+    double *losses;  // [item]
     Progress *progress;
     char *notes;
     std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
@@ -81,15 +81,16 @@ struct SparsePlan::State {
 
 SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                        bool backward)
-    : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)), backward_(backward) {
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
+      backward_(backward) {
     require(problem_.select_count > 0, "nothing is selected");
     divide();
 }
 
 SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                        const SparseProblem &attention)
-    : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention), sequences_(std::move(sequences)),
-      backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention),
+      sequences_(std::move(sequences)), backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
     require(problem_.indexes && problem_.dtype == attention.dtype, "a loss is that of an indexer of the same dtype");
     require(attention.heads_q > 0 && attention.heads_kv > 0 && attention.heads_q % attention.heads_kv == 0,
             "heads_q is no multiple of heads_kv");
@@ -155,11 +156,15 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
     const std::size_t scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
                                            : kernels_.gradient_bytes(problem_, most_heads_, longest_);
-    if (!over_lists()) return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team, 0, 0, 0};
+    if (!over_lists())
+        return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team, 0, 0, 0};
     const std::size_t notes = kernels_.list_notes_bytes(problem_, longest_);
     const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / notes, 1));
     const std::int64_t rows = std::min(std::max<std::int64_t>(batch_rows, 2 * team), most_rows);
-    return {sums_bytes_, lines(items * found), 0, scratch, team, notes, rows, std::min<std::int64_t>(rows + team, most_items_)};
+    return {sums_bytes_, lines(items * found),
+            0,           scratch,
+            team,        notes,
+            rows,        std::min<std::int64_t>(rows + team, most_items_)};
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
@@ -199,8 +204,14 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     const Lease memory(workspace_bytes(threads));
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
     char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
-    State state{job, memory.data(), reinterpret_cast<float *>(found), reinterpret_cast<double *>(found),
-                reinterpret_cast<Progress *>(progress), notes, {}, {}};
+    State state{job,
+                memory.data(),
+                reinterpret_cast<float *>(found),
+                reinterpret_cast<double *>(found),
+                reinterpret_cast<Progress *>(progress),
+                notes,
+                {},
+                {}};
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
     std::deque<Batches> batches;  // of every wave
     for (const Wave &wave : waves_) {
@@ -241,9 +252,11 @@ void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, 
 #pragma omp for schedule(dynamic, 1)
         for (std::int64_t i = 0; i < items; ++i) {
             const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_;
-            const std::int64_t b = std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1;
+            const std::int64_t b =
+                std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1;
             const std::int64_t head = i % tiles * tile;
-            const SparseItem item = {b, head_kv, head_kv * group + head, std::min(tile, group - head), row - first_row_[b]};
+            const SparseItem item = {b, head_kv, head_kv * group + head, std::min(tile, group - head),
+                                     row - first_row_[b]};
             kernels_.attend(job, item, own);
         }
     }
@@ -301,16 +314,16 @@ std::vector<std::int64_t> SparsePlan::ranges_of(const Wave &wave, std::int64_t b
     std::vector<std::int64_t> found;
     for (std::int64_t first = 0; first < wave.items; first += batch) {
         std::int64_t count = 0;
-        by_unit(wave, first, std::min(first + batch, wave.items), [&](const Unit &unit, std::int64_t, std::int64_t) {
-            count += ranges_in(unit);
-        });
+        by_unit(wave, first, std::min(first + batch, wave.items),
+                [&](const Unit &unit, std::int64_t, std::int64_t) { count += ranges_in(unit); });
         found.push_back(count);
     }
     return found;
 }
 
 // body(unit, its first item of [first, end), and behind its last one)
-template <class Body> void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const {
+template <class Body>
+void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const {
     while (first < end) {
         const Unit &unit = unit_of(wave, first);
         const std::int64_t stop = std::min(unit.first_item + sequences_[unit.seq].q_len, end);
@@ -320,8 +333,11 @@ template <class Body> void SparsePlan::by_unit(const Wave &wave, std::int64_t fi
 }
 
 // As descend(), for a loss over lists.
-void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const {
-    const auto notes_of = [&](std::int64_t i) { return state.notes + at.notes * static_cast<std::size_t>(i % at.noted); };
+void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at,
+                               char *scratch) const {
+    const auto notes_of = [&](std::int64_t i) {
+        return state.notes + at.notes * static_cast<std::size_t>(i % at.noted);
+    };
     for (;;) {
         const Batches::Task task = batches.next();
         if (task.kind == Batches::Kind::end) return;

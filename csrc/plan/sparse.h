@@ -1,10 +1,10 @@
 // Selected keys on given lengths: who computes which row when, in which order key gradients are summed, and the memory.
 //
-// An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the backward,
-// items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do not depend on
-// the number of threads. They wait for their turn; those of a loss over lists leave notes, which are added batch by batch
-// (plan/sparse_batches.h): on its way between two cores or to memory and back a sum takes longer than to add to.
-// Compiled for the baseline instruction set.
+// An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
+// backward, items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do
+// not depend on the number of threads. They wait for their turn; those of a loss over lists leave notes, which are
+// added batch by batch (plan/sparse_batches.h): on its way between two cores or to memory and back a sum takes longer
+// than to add to. Compiled for the baseline instruction set.
 
 #pragma once
 
@@ -22,7 +22,8 @@ class Batches;
 class SparsePlan {
 public:
     // Throws std::invalid_argument where sizes do not fit together.
-    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences, bool backward);
+    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+               bool backward);
 
     // The indexer's loss and its gradients: `problem` is the indexer.
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
@@ -41,7 +42,7 @@ public:
     bool backward() const { return backward_; }
 
 private:
-    struct Unit {  // a sequence and a key head
+    struct Unit {                                     // a sequence and a key head
         std::int64_t seq, head_kv, first_item, tile;  // tile: heads of an item
         std::size_t offset;                           // of its sums in the wave's memory
     };
@@ -52,8 +53,8 @@ private:
     struct Layout {  // of the workspace
         std::size_t sums, shares, progress, scratch;
         int team;
-        std::size_t notes;              // of a row of a loss over lists
-        std::int64_t batch_rows, noted; // rows that come together, and that have notes
+        std::size_t notes;               // of a row of a loss over lists
+        std::int64_t batch_rows, noted;  // rows that come together, and that have notes
     };
     struct State;  // of a run
 

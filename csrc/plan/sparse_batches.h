@@ -1,6 +1,6 @@
-// Who computes what next in a loss over lists. Rows come in batches: when a batch's rows are computed, what they add to sums
-// of keys is added, one range of keys at a time and row after row, so that a sum is formed in the order of rows whoever forms
-// it. Meanwhile others begin the rows of the next batch, as far as there is memory for notes.
+// Who computes what next in a loss over lists. Rows come in batches: when a batch's rows are computed, what they add to
+// sums of keys is added, one range of keys at a time and row after row, so that a sum is formed in the order of rows
+// whoever forms it. Meanwhile others begin the rows of the next batch, as far as there is memory for notes.
 
 #pragma once
 
@@ -21,7 +21,8 @@ public:
 
     // ranges: of each batch, at least one; noted: rows whose notes have room, more than a batch has.
     Batches(std::int64_t rows, std::int64_t batch_rows, std::int64_t noted, std::vector<std::int64_t> ranges)
-        : rows_(rows), batch_rows_(batch_rows), noted_(noted), ranges_(std::move(ranges)), unfinished_(ranges_.size(), batch_rows) {
+        : rows_(rows), batch_rows_(batch_rows), noted_(noted), ranges_(std::move(ranges)),
+          unfinished_(ranges_.size(), batch_rows) {
         if (rows % batch_rows) unfinished_.back() = rows % batch_rows;
     }
 

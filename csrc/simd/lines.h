@@ -1,5 +1,5 @@
-// Whole cache lines that are written past the caches: results that nobody reads soon, and that are larger than what a cache
-// would keep for who does. A plain store would first fetch each line.
+// Whole cache lines that are written past the caches: results that nobody reads soon, and that are larger than what a
+// cache would keep for who does. A plain store would first fetch each line.
 
 #pragma once
 

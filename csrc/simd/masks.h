@@ -113,8 +113,8 @@ FUSION_INLINE HighLow wide_product(std::uint32_t factor, Words x) {
 #endif
 }
 
-// Philox4x32-7 with counter (key / 8, row, stream, offset): one draw gives eight 16-bit halves, little endian, for eight
-// keys, and a lane makes one draw.
+// Philox4x32-7 with counter (key / 8, row, stream, offset): one draw gives eight 16-bit halves, little endian, for
+// eight keys, and a lane makes one draw.
 struct Philox {
     static constexpr std::uint32_t multiplier[2] = {0xD2511F53, 0xCD9E8D57}, weyl[2] = {0x9E3779B9, 0xBB67AE85};
     static constexpr int rounds = 7;
@@ -126,7 +126,8 @@ struct Philox {
         : key{static_cast<std::uint32_t>(o.seed), static_cast<std::uint32_t>(o.seed >> 32)}, offset(o.offset),
           keep_below(p.keep_below) {}
 
-    void draw(std::uint8_t *bits, std::uint32_t stream, std::int64_t row, std::int64_t first, std::int64_t count) const {
+    void draw(std::uint8_t *bits, std::uint32_t stream, std::int64_t row, std::int64_t first,
+              std::int64_t count) const {
         for (std::int64_t at = 0; at < count; at += 8 * lanes) {
             Words c0 = (Words)lane_numbers() + static_cast<std::uint32_t>((first + at) / 8);
             Words c1 = all(static_cast<std::uint32_t>(row)), c2 = all(stream), c3 = all(offset);
@@ -152,7 +153,8 @@ struct Philox {
     }
 };
 
-// Rows [row, row + rows) of a head and keys [first, first + count); the bits of row i begin `stride` bytes behind row i - 1's.
+// Rows [row, row + rows) of a head and keys [first, first + count); the bits of row i begin `stride` bytes behind row i
+// - 1's.
 struct BitBlock {
     std::int64_t seq, head, row, rows, first, count, stride;
 };

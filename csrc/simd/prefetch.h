@@ -1,8 +1,9 @@
-// Memory that is asked for while a tile is computed, a few lines at a time: its results', and what the thread reads next.
+// Memory that is asked for while a tile is computed, a few lines at a time: its results', and what the thread reads
+// next.
 //
-// Rows of one head lie far apart in most layouts, where no hardware prefetcher follows. Asked for in one burst they would
-// wait for each other, so products of panels of keys take turns with a few lines. They come as near as they can: hints that
-// name the second-level cache bring fewer of them there (a fortieth of the time of a narrow band).
+// Rows of one head lie far apart in most layouts, where no hardware prefetcher follows. Asked for in one burst they
+// would wait for each other, so products of panels of keys take turns with a few lines. They come as near as they can:
+// hints that name the second-level cache bring fewer of them there (a fortieth of the time of a narrow band).
 
 #pragma once
 
@@ -36,8 +37,8 @@ public:
 private:
     static constexpr std::int64_t line = 64, most_lines = 64;
 
-    // Where the next row begins; null behind the last one, and then no turn has anything to do. Out of line: the loop over
-    // panels that asks needs its registers.
+    // Where the next row begins; null behind the last one, and then no turn has anything to do. Out of line: the loop
+    // over panels that asks needs its registers.
     __attribute__((noinline)) const char *next_row() {
         if (end_ && ++row_ == parts_[part_].rows) {
             row_ = 0;

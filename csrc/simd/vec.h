@@ -97,7 +97,8 @@ FUSION_INLINE float sum_of(Floats x) {
 }
 
 // Where a's or b's lanes are of those whose numbers have the bit `half`, or (Upper) not: of two vectors one.
-template <int half, bool Upper, int... I> FUSION_INLINE Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
+template <int half, bool Upper, int... I>
+FUSION_INLINE Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, ((I & half ? lanes : 0) + (I & ~half) + (Upper ? half : 0))...);
 }
 
@@ -219,7 +220,7 @@ FUSION_INLINE Floats to_floats(Half, Halves x) {
     const Words wide = widen(x);
     const Words magnitude = (wide & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
     Floats out = floats_of(magnitude + (112u << 23));
-    out = exponent == 0x0f800000 ? floats_of(magnitude + (224u << 23)) : out;                              // inf, NaN
+    out = exponent == 0x0f800000 ? floats_of(magnitude + (224u << 23)) : out;                      // inf, NaN
     out = exponent == 0 ? floats_of(magnitude + (113u << 23)) - floats_of(all(113u << 23)) : out;  // subnormal
     return floats_of(bits_of(out) | (wide & 0x8000) << 16);
 #endif
@@ -286,7 +287,9 @@ template <class T> FUSION_INLINE Halves load_halves(const T *from, std::int64_t 
     if (n > 0) std::memcpy(&out, from, n * 2);
     return out;
 }
-template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t n) { return to_floats(T{}, load_halves(from, n)); }
+template <class T> FUSION_INLINE Floats load_floats(const T *from, std::int64_t n) {
+    return to_floats(T{}, load_halves(from, n));
+}
 
 FUSION_INLINE void store_floats(float *to, Floats x, std::int64_t n) {
     if (n >= lanes) return store(to, x);
@@ -329,8 +332,8 @@ template <int... I> FUSION_INLINE Words interleave_high(Words a, Words b, std::i
 
 FUSION_INLINE void transpose(Words (&r)[lanes]) {
 #if defined(__AVX512F__)
-    // Half of the steps interleave within 128 bits: more ports do that than permute whole registers. Four rows at a time,
-    // so that no more values are alive than there are registers.
+    // Half of the steps interleave within 128 bits: more ports do that than permute whole registers. Four rows at a
+    // time, so that no more values are alive than there are registers.
     __m512i t[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         const __m512i low = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
@@ -343,7 +346,8 @@ FUSION_INLINE void transpose(Words (&r)[lanes]) {
         t[i + 3] = _mm512_unpackhi_epi64(high, high_after);
     }
     FUSION_UNROLL for (int i = 0; i < 4; ++i) {  // of each of four rows, 128 bits of column i + 4 * (their place)
-        const __m512i even = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), odd = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+        const __m512i even = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88),
+                      odd = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
         const __m512i even_low = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
         const __m512i odd_low = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
         r[i] = (Words)_mm512_shuffle_i32x4(even, even_low, 0x88);
@@ -397,9 +401,7 @@ struct Pair {
     // Weights are 2^(score * factor - shift), one instruction less; the error that they share is taken out at the end.
     static constexpr bool fused = true;
 
-    static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) {
-        return dot(sum, all(a), b);
-    }
+    static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return dot(sum, all(a), b); }
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
     }
@@ -435,7 +437,8 @@ struct Pair {
     }
     // The same with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8 i + 4.
     template <bool High> static FUSION_INLINE Words beside(Words low, Words high) {
-        return (Words)(High ? _mm512_unpackhi_epi16((__m512i)low, (__m512i)high) : _mm512_unpacklo_epi16((__m512i)low, (__m512i)high));
+        return (Words)(High ? _mm512_unpackhi_epi16((__m512i)low, (__m512i)high)
+                            : _mm512_unpacklo_epi16((__m512i)low, (__m512i)high));
     }
     // To an error of 2e-7 beside that of the result's last bit; exact at 1.
     static FUSION_INLINE Floats log2(Floats x) {
@@ -467,15 +470,12 @@ private:
 #endif
 
 // C[M][N vectors] = sum over k < depth of A[M][k] * B[k][N vectors], B's rows being Stride vectors apart; with Add and
-// fade, fade[i] * C[i] is added to it, so that every key tile is summed from zero (one accumulator carried through all keys
-// would lose bits).
+// fade, fade[i] * C[i] is added to it. Every key tile is summed from zero: one sum over all keys would lose bits.
 template <class Format, int M, int N, int Stride, bool Add>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                             std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
     Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
-    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
 #pragma GCC unroll 2
     for (std::int64_t k = 0; k < depth; ++k, b += Stride * lanes) {
         Words right[N];

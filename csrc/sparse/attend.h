@@ -1,7 +1,7 @@
 // Attention of one row, all its heads together, to the keys that its list names. Start reading at select_attend().
 //
-// Keys are met in chunks: scores [key][head], so that the softmax of a head runs down a lane, then weights transposed to
-// [head][key], then values. Every gathered key is seen: no score is hidden but those that fill up a chunk.
+// Keys are met in chunks: scores [key][head], so that the softmax of a head runs down a lane, then weights transposed
+// to [head][key], then values. Every gathered key is seen: no score is hidden but those that fill up a chunk.
 
 #pragma once
 
@@ -31,7 +31,8 @@ template <class Format> struct SparseScratch {
 
     SparseScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                   void *memory)
-        : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)), deep(chunk / Format::depth) {
+        : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)),
+          deep(chunk / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
@@ -127,14 +128,16 @@ void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead,
     for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
         const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
         if (w.streams && here == block_rows) {
-            stream.multiply(chunk.keys - s.keys + at, at, s.q, s.scores + at * s.padded_heads, s.padded_heads, s.padded_heads);
+            stream.multiply(chunk.keys - s.keys + at, at, s.q, s.scores + at * s.padded_heads, s.padded_heads,
+                            s.padded_heads);
             continue;
         }
         for (std::int64_t i = at; i < at + here; i += Format::depth) {
             auto *const rows = s.rows + (i - at) * words;
             gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, nullptr, 0);
             if (w.p.dim_rope) {
-                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main, nullptr, 0);
+                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main, nullptr,
+                                  0);
             }
             gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
         }
@@ -152,18 +155,22 @@ void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead
     score_chunk<Format, T>(w, chunk, ahead, stream);
     if (w.dressed) {
         const float scale = static_cast<float>(w.p.scale);
-        for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes) store(s.scores + i, load<Floats>(s.scores + i) * scale);
+        for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes)
+            store(s.scores + i, load<Floats>(s.scores + i) * scale);
     }
-    for (std::int64_t i = count * s.padded_heads; i < padded * s.padded_heads; i += lanes) store(s.scores + i, all(-infinity));
+    for (std::int64_t i = count * s.padded_heads; i < padded * s.padded_heads; i += lanes)
+        store(s.scores + i, all(-infinity));
     raise_head_peaks(w, padded);
     weigh_heads(w, padded);
     add_heads<Format>(s.weights, s.deep, s.values, s.deep, (count + Format::depth - 1) / Format::depth, s.out,
                       w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, ahead);
 }
 
-// Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is still
-// more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not seen.
-template <class Format, class T> __attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
+// Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is
+// still more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not
+// seen.
+template <class Format, class T>
+__attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {
@@ -235,7 +242,8 @@ template <class Format, class T> void store_heads(const Selected<Format> &w, std
     }
 }
 
-template <class Format, class T> std::int64_t select_attend(const SparseJob &job, const SparseItem &item, void *scratch) {
+template <class Format, class T>
+std::int64_t select_attend(const SparseJob &job, const SparseItem &item, void *scratch) {
     const Selected<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t count = expand(job, item, s.keys), rounded = round_up<std::int64_t>(s.padded_heads, block_rows);
@@ -244,7 +252,8 @@ template <class Format, class T> std::int64_t select_attend(const SparseJob &job
     for (std::int64_t i = 0; i < rounded; ++i) s.peak[i] = s.shift[i] = -infinity;
     if (count) {
         const T *q = row_of<const T>(w.o.q, item.seq, item.head0, item.row);
-        pack_beside<Format>(q, w.o.q.stride_head[item.seq], item.heads, w.p.dim_qk, w.sizes.main_words, 0, w.sizes.words, s.q);
+        pack_beside<Format>(q, w.o.q.stride_head[item.seq], item.heads, w.p.dim_qk, w.sizes.main_words, 0,
+                            w.sizes.words, s.q);
         if (w.p.dim_rope) {
             const T *rope = row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row);
             pack_beside<Format>(rope, w.o.q_rope.stride_head[item.seq], item.heads, w.p.dim_rope,

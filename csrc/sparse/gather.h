@@ -1,7 +1,7 @@
 // From a row's list of selected blocks to operands of products: which keys it names, their rows gathered, heads packed.
 //
-// All heads of a row are multiplied at once. Keys are the rows of the scores, heads their columns, so a gathered row needs
-// no transposing:
+// All heads of a row are multiplied at once. Keys are the rows of the scores, heads their columns, so a gathered row
+// needs no transposing:
 //
 //   rows   [key][word]                           gathered rows, as the first operand
 //   across [column panel][keys / depth][column]  the same as the last operand of a product over keys
@@ -29,22 +29,23 @@ template <class Format> struct SparseSizes {
     explicit SparseSizes(const SparseProblem &p)
         : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
           words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth), main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+          value_words((p.dim_v + Format::depth - 1) / Format::depth),
+          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
           columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
           value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
 };
 
 template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
     switch (dtype) {
-    case Dtype::float32: return body(float{});
-    case Dtype::float16: return body(Half{});
-    case Dtype::bfloat16: return body(Brain{});
+        case Dtype::float32: return body(float{});
+        case Dtype::float16: return body(Half{});
+        case Dtype::bfloat16: return body(Brain{});
     }
 }
 
 // The indexer's weights of one row, zeros behind them up to `pitch`.
-inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64_t b, std::int64_t row, std::int64_t pitch,
-                         float *to) {
+inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64_t b, std::int64_t row,
+                         std::int64_t pitch, float *to) {
     by_dtype(p.weights_dtype, [&](auto kind) {
         const auto *from = row_of<const decltype(kind)>(weights, b, 0, row);
         for (std::int64_t h = 0; h < pitch; h += lanes) store(to + h, load_floats(from + h, p.heads_q - h));
@@ -95,7 +96,8 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
             histogram[d] = sum;
             sum += here;
         }
-        for (std::int64_t i = 0; i < count; ++i) spare[histogram[items[i] >> shift & ((1 << digit_bits) - 1)]++] = items[i];
+        for (std::int64_t i = 0; i < count; ++i)
+            spare[histogram[items[i] >> shift & ((1 << digit_bits) - 1)]++] = items[i];
         T *const other = items;
         items = spare;
         spare = other;
@@ -103,7 +105,8 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
     return items;
 }
 
-// Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their end.
+// Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their
+// end.
 FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
 #if defined(__AVX512F__)
     FUSION_UNROLL for (int half = 0; half < 2; ++half) {
@@ -126,7 +129,8 @@ inline int bits_for(std::int64_t n) {  // of numbers below n
 // ------------------------------------------------------------------------------------------------------------ packing
 
 // A vector of columns of one row (depth 1) or of two (the second perhaps missing), from column d on.
-template <class Format, class T> FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std::int64_t n) {
+template <class Format, class T>
+FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std::int64_t n) {
     const Words low = bits_of(load_floats(one + d, n - d));
     if constexpr (Format::depth == 1) {
         (void)two;
@@ -178,7 +182,8 @@ void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::in
     }
 }
 
-// Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i % panel].
+// Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
+// % panel].
 template <class Format, class T>
 void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
                  std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
@@ -192,7 +197,8 @@ void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::in
                 block[i] = i0 + i < rows ? load_words<Format>(first + (i0 + i) * stride, d, n) : Words{};
             }
             transpose(block);
-            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i) store(own + (d + i) * width, block[i]);
+            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
+                store(own + (d + i) * width, block[i]);
         }
     }
 }
@@ -213,8 +219,8 @@ struct Idle {  // does nothing while products are computed
 // fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
 template <class Format, int M, bool Add, class Meanwhile>
 __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
-                                         const typename Format::Word *b, std::int64_t deep, std::int64_t depth, float *c,
-                                         std::int64_t c_stride, std::int64_t columns, const float *fade,
+                                         const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
+                                         float *c, std::int64_t c_stride, std::int64_t columns, const float *fade,
                                          Meanwhile &meanwhile) {
     std::int64_t d = 0;
     for (; d + panel <= columns; d += panel) {
@@ -254,12 +260,13 @@ void add_heads(const typename Format::Word *a, std::int64_t a_stride, const type
                std::int64_t depth, float *c, std::int64_t c_stride, std::int64_t columns, std::int64_t heads,
                const float *fade, Meanwhile &meanwhile) {
     in_blocks(heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-        by_panels<Format, height(), true>(a + h * a_stride, a_stride, b, deep, depth, c + h * c_stride, c_stride, columns,
-                                          fade + h, meanwhile);
+        by_panels<Format, height(), true>(a + h * a_stride, a_stride, b, deep, depth, c + h * c_stride, c_stride,
+                                          columns, fade + h, meanwhile);
     });
 }
 
-// ------------------------------------------------------------------------------------------------------------ gathering
+// ------------------------------------------------------------------------------------------------------------
+// gathering
 
 constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
 
@@ -298,8 +305,8 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
     if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
 }
 
-// Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as the
-// products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
+// Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
+// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
 template <class T> class Ahead {
 public:
     // cost: words multiplied for each key.

@@ -5,9 +5,9 @@
 //   dq += dS^T k                                                       [head][column], this thread's own
 //   dk += scale * dS q, dv += P dout                                   straight into the keys' rows of sums
 //
-// Rows of sums are shared by all rows of a sequence: whose turn it is to add to which keys is settled before each chunk,
-// so that a key's sum is formed in the order of rows. The indexer's gradient has dq and dk alone and other weights in
-// between. Start reading at select_gradient().
+// Rows of sums are shared by all rows of a sequence: whose turn it is to add to which keys is settled before each
+// chunk, so that a key's sum is formed in the order of rows. The indexer's gradient has dq and dk alone and other
+// weights in between. Start reading at select_gradient().
 
 #pragma once
 
@@ -94,7 +94,8 @@ template <class Format> std::int64_t sum_columns(const SparseProblem &p) {
     return sizes.columns + (p.shares_kv ? 0 : sizes.value_columns);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- heads
+// ----------------------------------------------------------------------------------------------------------------
+// heads
 
 template <class Format, class T> void load_heads(const Descent<Format> &w) {
     const auto &item = w.item;
@@ -113,8 +114,8 @@ template <class Format, class T> void load_heads(const Descent<Format> &w) {
     }
     if (w.p.indexes) return;
     const T *dout = row_of<const T>(w.o.dout, item.seq, item.head0, item.row);
-    pack_beside<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, w.sizes.value_words, 0, w.sizes.value_words,
-                        s.dout);
+    pack_beside<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, w.sizes.value_words, 0,
+                        w.sizes.value_words, s.dout);
     pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, s.dout_rows);
 }
 
@@ -207,9 +208,7 @@ template <class Format, int M, int N>
 FUSION_INLINE void add_to_sums(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                                std::int64_t depth, float *const *sums, std::int64_t d, float factor) {
     Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
-    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
     std::int64_t k = 0;
     for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
         for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
@@ -278,7 +277,7 @@ template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chu
     add_to_keys(w, 0, chunk.count);
 }
 
-// ------------------------------------------------------------------------------------------------------ from end to end
+// ----------------------------------------------------------------------------------------------------- from end to end
 
 template <class Format, class T>
 void gather_block(const Descent<Format> &w, const Chunk &chunk, std::int64_t at, std::int64_t here) {
@@ -316,10 +315,11 @@ void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead
         }
         gather_block<Format, T>(w, chunk, at, here);
         ahead.gathered(here);
-        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, scores, s.pitch, s.padded_heads, nullptr, ahead);
+        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, scores, s.pitch, s.padded_heads, nullptr,
+                                             ahead);
         if (w.p.indexes) continue;
-        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout, value_words,
-                                             value_words, dprobs, s.pitch, s.padded_heads, nullptr, ahead);
+        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout,
+                                             value_words, value_words, dprobs, s.pitch, s.padded_heads, nullptr, ahead);
     }
 }
 
@@ -327,10 +327,12 @@ template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &c
     const auto &s = w.s;
     const std::int64_t padded = round_up<std::int64_t>(chunk.count, lanes * Format::depth);
     if (w.p.indexes) {
-        weigh_chunk<Format, false>(s, chunk.count, padded, IndexerWeights{s.scores, s.given, s.share, s.delta, s.pitch});
+        weigh_chunk<Format, false>(s, chunk.count, padded,
+                                   IndexerWeights{s.scores, s.given, s.share, s.delta, s.pitch});
         return;
     }
-    const SoftmaxWeights weights = {s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
+    const SoftmaxWeights weights = {
+        s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
     weigh_chunk<Format, true>(s, chunk.count, padded, weights);
 }
 
@@ -341,7 +343,8 @@ void add_dq(const Descent<Format> &w, std::int64_t count, const typename Format:
     const auto &s = w.s;
     const std::int64_t depth = (count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
     const std::int64_t columns = w.sizes.columns;
-    add_heads<Format>(s.dscore_heads, s.deep, across, s.deep, depth, dq, columns, main, w.item.heads, s.ones, meanwhile);
+    add_heads<Format>(s.dscore_heads, s.deep, across, s.deep, depth, dq, columns, main, w.item.heads, s.ones,
+                      meanwhile);
     if (!w.p.dim_rope) return;
     add_heads<Format>(s.dscore_heads, s.deep, across + main * s.deep, s.deep, depth, dq + main, columns, columns - main,
                       w.item.heads, s.ones, meanwhile);
@@ -358,7 +361,8 @@ void store_head_gradients(const Descent<Format> &w, const float *dq, const float
     for (std::int64_t i = 0; i < item.heads; ++i, dq += w.sizes.columns) {
         store_columns(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
         if (!w.p.dim_rope) continue;
-        store_columns(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns, w.p.dim_rope, scale);
+        store_columns(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns,
+                      w.p.dim_rope, scale);
     }
     if (!w.p.indexes) return;
     by_dtype(w.p.weights_dtype, [&](auto kind) {

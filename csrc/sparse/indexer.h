@@ -1,9 +1,9 @@
 // The lightning indexer: scores of a row against all keys that it sees, and of these the largest, in order.
 //
-// A score tile [heads][keys] stays in registers until its ReLU-weighted sum over heads. Rows meet keys in chunks; each keeps
-// candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later loses a tie,
-// so what is not larger than the smallest of these need not be kept. The choice is exact: it does not depend on chunks.
-// Start reading at index_rows().
+// A score tile [heads][keys] stays in registers until its ReLU-weighted sum over heads. Rows meet keys in chunks; each
+// keeps candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later
+// loses a tie, so what is not larger than the smallest of these need not be kept. The choice is exact: it does not
+// depend on chunks. Start reading at index_rows().
 
 #pragma once
 
@@ -24,14 +24,14 @@ struct IndexSizes {
 
 template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
-    Word *q;              // [row][head][word]
-    float *weights;       // [row][head]
-    float *scores;        // [index_chunk + lanes]
-    std::int32_t *ranks;  // [row][capacity + lanes], of candidates: scores as integers in the same order
-    std::int32_t *places; // and their keys
-    std::int32_t *rest;   // [capacity + lanes]
+    Word *q;               // [row][head][word]
+    float *weights;        // [row][head]
+    float *scores;         // [index_chunk + lanes]
+    std::int32_t *ranks;   // [row][capacity + lanes], of candidates: scores as integers in the same order
+    std::int32_t *places;  // and their keys
+    std::int32_t *rest;    // [capacity + lanes]
     std::int64_t *counts;
-    std::int32_t *floors; // [row], a rank must be larger to be a candidate
+    std::int32_t *floors;  // [row], a rank must be larger to be a candidate
     std::uint64_t *list, *spare;
     std::uint32_t *histogram;
     float *peaks, *sums;  // [row], where statistics are wanted
@@ -66,8 +66,8 @@ template <class Format> struct Indexing {
     const typename Format::Word *keys;  // [panel][word][key]
 
     Indexing(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
-        : job(job_), p(*job.problem), seq(seq_), words(SparseSizes<Format>(p).words), sizes(p), s(p, sizes, rows, scratch),
-          keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
+        : job(job_), p(*job.problem), seq(seq_), words(SparseSizes<Format>(p).words), sizes(p),
+          s(p, sizes, rows, scratch), keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
 };
 
 template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
@@ -84,9 +84,11 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
         for (int i = 0; i < lanes; ++i) rows[i] = j + i < there ? row_of<T>(job.operands->k, seq, 0, j + i) : nullptr;
         for (std::int64_t d = 0; d < words; d += lanes) {
             Words block[lanes];
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) block[i] = rows[i] ? load_words<Format>(rows[i], d, p.dim_qk) : Words{};
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) block[i] =
+                rows[i] ? load_words<Format>(rows[i], d, p.dim_qk) : Words{};
             transpose(block);
-            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i) store(to + (d + i) * panel, block[i]);
+            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
+                store(to + (d + i) * panel, block[i]);
         }
     }
 }
@@ -118,9 +120,7 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
                                                 std::int64_t heads, float *to) {
     constexpr int N = panel_vectors;
     Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
-    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
 #pragma GCC unroll 2
     for (std::int64_t k = 0; k < words; ++k, keys += panel) {
         Words right[N];
@@ -139,7 +139,8 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     }
 }
 
-// Scores of keys [first, end) against the row in a slot; first is a multiple of the panel, and whole panels are written.
+// Scores of keys [first, end) against the row in a slot; first is a multiple of the panel, and whole panels are
+// written.
 template <class Format>
 void score_keys(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
@@ -148,7 +149,7 @@ void score_keys(const Indexing<Format> &w, std::int64_t slot, std::int64_t first
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
             add_index_scores<Format, height()>(q + h * w.words, w.words, w.keys + j * w.words, weights + h,
-                                                w.p.heads_q - h, scores);
+                                               w.p.heads_q - h, scores);
         });
     }
 }
@@ -199,8 +200,8 @@ inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::i
     return sum;
 }
 
-// The k-th largest of `count` ranks, and how many are larger: by bisection, in `rest` ever fewer of them; rest has room for
-// a vector more.
+// The k-th largest of `count` ranks, and how many are larger: by bisection, in `rest` ever fewer of them; rest has room
+// for a vector more.
 inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, std::int64_t k, std::int32_t *rest,
                                 std::int64_t &larger_ones) {
     constexpr std::int32_t below = -0x7fffffff - 1;  // no rank
@@ -248,7 +249,8 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
 
 // Keeps the `chosen` largest of more candidates, the first ones among equals.
 template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot) {
-    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes), *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
     std::int64_t larger_ones, kept = 0;
     const std::int32_t floor = select_rank(ranks, count, w.sizes.chosen, w.s.rest, larger_ones);
@@ -272,7 +274,8 @@ template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot)
 template <class Format>
 void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
     if (w.s.counts[slot] + (end - first) > w.sizes.capacity) prune(w, slot);
-    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes), *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int32_t floor = w.s.floors[slot];
     std::int64_t count = w.s.counts[slot];
     for (std::int64_t j = first; j < end; j += lanes) {
@@ -290,7 +293,8 @@ void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std:
 // The chosen keys by descending score, and -1 behind them.
 template <class Format, class T> void store_choice(const Indexing<Format> &w, std::int64_t row, std::int64_t slot) {
     if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
-    const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes), *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                       *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
     for (std::int64_t i = 0; i < count; ++i) {  // descending ranks as ascending numbers
         const std::uint32_t order = ~static_cast<std::uint32_t>(ranks[i]) ^ 0x80000000;
@@ -298,19 +302,21 @@ template <class Format, class T> void store_choice(const Indexing<Format> &w, st
     }
     const std::uint64_t *sorted = sort_upward(w.s.list, w.s.spare, count, 32, 64, w.s.histogram);
     auto *const indices = row_of<std::int32_t>(w.job.operands->indices, w.seq, 0, row);
-    for (std::int64_t i = 0; i < w.sizes.chosen; ++i) indices[i] = i < count ? static_cast<std::int32_t>(sorted[i]) : -1;
+    for (std::int64_t i = 0; i < w.sizes.chosen; ++i)
+        indices[i] = i < count ? static_cast<std::int32_t>(sorted[i]) : -1;
     if (!w.job.operands->values.base) return;
     T *const values = row_of<T>(w.job.operands->values, w.seq, 0, row);
     for (std::int64_t i = 0; i < w.sizes.chosen; ++i) {
-        const auto rank = static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
+        const auto rank =
+            static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
         store_floats(values + i, all(i < count ? score_of(rank) : -infinity), 1);
     }
 }
 
 // --------------------------------------------------------------------------------------------------------- statistics
 
-// Scores of keys that join a row's maximum and its sum of exp(score - maximum), where a NaN makes both NaN; behind them is
-// room for a vector.
+// Scores of keys that join a row's maximum and its sum of exp(score - maximum), where a NaN makes both NaN; behind them
+// is room for a vector.
 inline void join_scores(float *scores, std::int64_t count, float &peak, float &sum) {
     store(scores + count, all(-infinity));
     Floats found = all(-infinity), added = {};
@@ -327,7 +333,7 @@ inline void join_scores(float *scores, std::int64_t count, float &peak, float &s
     peak = now;
 }
 
-// ------------------------------------------------------------------------------------------------------ from end to end
+// ----------------------------------------------------------------------------------------------------- from end to end
 
 template <class Format, class T>
 void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
@@ -343,7 +349,8 @@ void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std:
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
         for (std::int64_t row = row0; row < row1; ++row) {
-            const std::int64_t first = most(at, first_key(lengths, row)), end = least(at + index_chunk, end_key(lengths, row));
+            const std::int64_t first = most(at, first_key(lengths, row)),
+                               end = least(at + index_chunk, end_key(lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
             score_keys(w, row - row0, begin, end, w.s.scores);
@@ -368,7 +375,8 @@ void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
         for (std::int64_t row = row0; row < row1; ++row) {
-            const std::int64_t first = most(at, first_key(lengths, row)), end = least(at + index_chunk, end_key(lengths, row));
+            const std::int64_t first = most(at, first_key(lengths, row)),
+                               end = least(at + index_chunk, end_key(lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
             score_keys(w, row - row0, begin, end, w.s.scores);

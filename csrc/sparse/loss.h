@@ -5,9 +5,9 @@
 //   dI = y - p, dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
 //   dq += dS^T k, dk += dS q                      by sparse/gradient.h, in the order of items
 //
-// Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq while
-// they are scored, and one key head of the attention is met by all its query heads at once. Start reading at select_loss(). Without
-// lists: sparse/loss_tiles.h.
+// Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq
+// while they are scored, and one key head of the attention is met by all its query heads at once. Start reading at
+// select_loss(). Without lists: sparse/loss_tiles.h.
 
 #pragma once
 
@@ -23,14 +23,15 @@ FUSION_INLINE Floats natural_log(Floats x) {
     const Ints bits = (Ints)x, n = (bits - 0x3f3504f3) >> 23;  // x = 2^n * (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)
     const Floats f = floats_of((Words)(bits - (n << 23))) - 1.0f, f2 = f * f;
     const Floats whole = __builtin_convertvector(n, Floats);
-    constexpr float c[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
-                           -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    constexpr float c[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
+                           -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
     Floats p = all(c[0]);
     FUSION_UNROLL for (int i = 1; i < 9; ++i) p = p * f + all(c[i]);
     return whole * 0.693359375f + (f + (f2 * -0.5f + (p * f * f2 + whole * -2.12194440e-4f)));  // ln 2 in two parts
 }
 
-// ------------------------------------------------------------------------------------------------- the attention's part
+// ------------------------------------------------------------------------------------------------- the attention's
+// part
 
 // What makes a product of a head and row a probability; an empty head gives no share.
 struct Saved {
@@ -117,7 +118,8 @@ inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_sh
 }
 
 // dI in place of the scores of keys whose probabilities over all heads add up to `target`; returns their loss.
-__attribute__((noinline)) inline double judge(float *scores, const float *target, std::int64_t count, const Likelihood y) {
+__attribute__((noinline)) inline double judge(float *scores, const float *target, std::int64_t count,
+                                              const Likelihood y) {
     double loss = 0.0;
     for (std::int64_t i = 0; i < count; i += lanes) {
         const Floats score = load_floats(scores + i, count - i) - y.top;
@@ -136,17 +138,17 @@ __attribute__((noinline)) inline double judge(float *scores, const float *target
 template <class Format> struct ListScratch {
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
-    std::int64_t pitch;            // of the attention's scores
-    Word *q, *rows;                // of one key head's query heads; of two blocks of keys, of either
-    float *scores, *shift, *share; // [key][pitch], [head]
-    float *products;               // [key][pitch of the gradient], of the whole list
-    Word *across;                  // the indexer's keys, of the whole list, chunk by chunk
-    float *target;                 // [key], of the whole list
-    Word *dscores;                 // of a chunk, [key / depth][pitch of the gradient]
+    std::int64_t pitch;             // of the attention's scores
+    Word *q, *rows;                 // of one key head's query heads; of two blocks of keys, of either
+    float *scores, *shift, *share;  // [key][pitch], [head]
+    float *products;                // [key][pitch of the gradient], of the whole list
+    Word *across;                   // the indexer's keys, of the whole list, chunk by chunk
+    float *target;                  // [key], of the whole list
+    Word *dscores;                  // of a chunk, [key / depth][pitch of the gradient]
     std::size_t bytes;
 
-    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch, std::int64_t longest,
-                void *memory)
+    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch,
+                std::int64_t longest, void *memory)
         : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
         const SparseSizes<Format> sizes(attention), own(index);
         const std::int64_t listed = most_keys(index, longest);
@@ -157,7 +159,8 @@ template <class Format> struct ListScratch {
         carver.take(shift, pitch);
         carver.take(share, pitch);
         carver.take(products, (round_up<std::int64_t>(listed, block_rows) + lanes) * index_pitch);
-        carver.take(across, round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
+        carver.take(across,
+                    round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
         carver.take(target, listed + lanes);
         carver.take(dscores, GradientScratch<Format>::deep * index_pitch);
         bytes = carver.bytes();
@@ -178,8 +181,8 @@ template <class Format, class T> struct ListReader {
     Stream<Format, T> stream;
 
     // heads: that every key is multiplied with; rows: two blocks.
-    ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count, std::int64_t heads,
-               typename Format::Word *rows_, std::int64_t deep_ = 0)
+    ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count,
+               std::int64_t heads, typename Format::Word *rows_, std::int64_t deep_ = 0)
         : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), deep(deep_),
           streams(suits_stream<Format>(*job.problem)),
           ahead(job, item, keys, streams ? 0 : count, ListScratch<Format>::chunk, heads * sizes.words),
@@ -243,11 +246,11 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     std::memset(s.target, 0, count * sizeof *s.target);
     for (std::int64_t g = 0; g < p.heads_kv; ++g) {
         const SparseItem own = {item.seq, g, g * group, group, item.row};
-        pack_beside<Format>(row_of<const T>(o.q, own.seq, own.head0, own.row), o.q.stride_head[own.seq], group, p.dim_qk,
-                            sizes.main_words, 0, sizes.words, s.q);
+        pack_beside<Format>(row_of<const T>(o.q, own.seq, own.head0, own.row), o.q.stride_head[own.seq], group,
+                            p.dim_qk, sizes.main_words, 0, sizes.words, s.q);
         if (p.dim_rope) {
-            pack_beside<Format>(row_of<const T>(o.q_rope, own.seq, own.head0, own.row), o.q_rope.stride_head[own.seq], group,
-                                p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, s.q);
+            pack_beside<Format>(row_of<const T>(o.q_rope, own.seq, own.head0, own.row), o.q_rope.stride_head[own.seq],
+                                group, p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, s.q);
         }
         for (std::int64_t h = 0; h < s.pitch; ++h) {
             const Saved saved = h < group ? saved_of<Format>(o, own.seq, own.head0 + h, own.row) : Saved{0.0f, 0.0f};
@@ -263,12 +266,14 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     }
 }
 
-// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to dweights.
+// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to
+// dweights.
 template <class Format>
-__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count, std::int64_t pitch,
-                                          const float *weights, float *dweights, std::uint8_t *positive,
-                                          typename Format::Word *dscores) {
-    using Bits = std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
+__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count,
+                                          std::int64_t pitch, const float *weights, float *dweights,
+                                          std::uint8_t *positive, typename Format::Word *dscores) {
+    using Bits =
+        std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
     for (std::int64_t h = 0; h < pitch; h += 2 * lanes) {
         const Floats weight[2] = {load<Floats>(weights + h), load<Floats>(weights + h + lanes)};
         Floats sum[2] = {load<Floats>(dweights + h), load<Floats>(dweights + h + lanes)};
@@ -302,9 +307,7 @@ template <class Format, int M, int N>
 FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
                               std::int64_t depth, float *c, std::int64_t c_stride) {
     Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
-    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
 #pragma GCC unroll 2
     for (std::int64_t k = 0; k < depth; ++k, a += pitch, b += N * lanes) {
         Words right[N];
@@ -323,10 +326,12 @@ FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch
 
 // The same for one block of heads and all columns.
 template <class Format, int M>
-__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
-                                          std::int64_t deep, std::int64_t depth, float *c, std::int64_t columns) {
+__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch,
+                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
+                                          float *c, std::int64_t columns) {
     std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
+    for (; d + panel <= columns; d += panel)
+        add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
     const std::int64_t vectors = (columns - d) / lanes;
     if (vectors == 1) add_across<Format, M, 1>(a, pitch, b + d * deep, depth, c + d, columns);
     if constexpr (panel_vectors > 2) {
@@ -337,11 +342,13 @@ __attribute__((noinline)) void add_across(const typename Format::Word *a, std::i
 
 // From dI to dq and dweights, chunk by chunk.
 template <class Format, class T>
-void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left, std::int64_t count) {
+void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
+                  std::int64_t count) {
     const auto &s = w.s;
     const std::int64_t columns = w.sizes.columns;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        const std::int64_t here = least<std::int64_t>(s.chunk, count - at), depth = (here + Format::depth - 1) / Format::depth;
+        const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
+                           depth = (here + Format::depth - 1) / Format::depth;
         weigh_list<Format>(list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
                            left.positive + at * s.pitch / 8, list.dscores);
         const auto *across = list.across + at / Format::depth * columns;
@@ -371,8 +378,9 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
         load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
         ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows, s.deep);
         for (std::int64_t at = 0; at < count; at += s.chunk) {
-            reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q, list.products + at * s.pitch,
-                         s.pitch, s.padded_heads, list.across + at / Format::depth * w.sizes.columns);
+            reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
+                         list.products + at * s.pitch, s.pitch, s.padded_heads,
+                         list.across + at / Format::depth * w.sizes.columns);
         }
         weigh_scores(list.products, s.pitch, item.heads, s.share, count, left.given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);

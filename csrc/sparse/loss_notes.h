@@ -9,8 +9,9 @@
 namespace fusion {
 namespace {
 
-// What a row adds to sums of keys, kept until rows have come together: then they go to a few neighbouring keys at a time, whose
-// sums stay near one core. dS itself would be as long as keys' rows; what it is made of is an eighth of that.
+// What a row adds to sums of keys, kept until rows have come together: then they go to a few neighbouring keys at a
+// time, whose sums stay near one core. dS itself would be as long as keys' rows; what it is made of is an eighth of
+// that.
 template <class Format> struct ListNotes {
     using Word = typename Format::Word;
     std::int64_t q_words, pitch;
@@ -100,13 +101,15 @@ private:
 
 // dS of a chunk of noted keys, as the row found it: [key][head_words].
 template <class Format>
-void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int64_t count, const GradientScratch<Format> &s) {
+void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int64_t count,
+                    const GradientScratch<Format> &s) {
     for (std::int64_t h = 0; h < s.pitch; h += 2 * lanes) {
         const Floats weights[2] = {load<Floats>(s.share + h), load<Floats>(s.share + h + lanes)};
         for (std::int64_t i = 0; i < count; ++i) {
             const std::uint8_t *const row = notes.positive + (first + i) * s.pitch / 8;
             Floats dscore[2];
-            spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights, dscore);
+            spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights,
+                           dscore);
             Format::put(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
         }
     }
@@ -114,8 +117,8 @@ void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int
 
 // Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
 template <class Format>
-void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range, const KeySums &table,
-              void *scratch) {
+void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range,
+              const KeySums &table, void *scratch) {
     const Descent<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len;
@@ -132,8 +135,8 @@ void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *n
         recall_weights(left, at, here, s);
         for (std::int64_t i = 0; i < here; i += block_rows) {
             ahead();
-            add_block_to_sums<Format, block_rows>(s.dscores + i * s.head_words, s.head_words, left.q_rows, depth, s.sums + i, 0,
-                                                  w.sizes.columns, 1.0f);
+            add_block_to_sums<Format, block_rows>(s.dscores + i * s.head_words, s.head_words, left.q_rows, depth,
+                                                  s.sums + i, 0, w.sizes.columns, 1.0f);
         }
     }
 }

@@ -1,8 +1,8 @@
 // The indexer's loss over all keys that a band shows: sparse/loss.h without lists.
 //
-// An item is a tile of rows, since each head of the attention may have keys of its own: p of all rows and a block of keys,
-// head by head, then the indexer, whose heads share keys, row by row against a chunk of that block. Nothing is as large as
-// rows times keys. Start reading at tile_loss().
+// An item is a tile of rows, since each head of the attention may have keys of its own: p of all rows and a block of
+// keys, head by head, then the indexer, whose heads share keys, row by row against a chunk of that block. Nothing is as
+// large as rows times keys. Start reading at tile_loss().
 
 #pragma once
 
@@ -16,15 +16,15 @@ template <class Format> struct TileScratch {
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = GradientScratch<Format>::chunk, width = 192;  // keys of the indexer's, of all
     static constexpr std::int64_t rows_at_most = loss_tile_rows + block_rows;
-    std::int64_t heads, columns;   // of a row's dq
-    Word *q, *keys, *index_rows;   // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
-    float *scores, *target;        // [block_rows][width], [row][width]
-    float *shift, *share;          // [head][row]
-    float *head_share;             // [row]
-    float *dq, *dweights;          // [row][heads][columns], [row][heads]
-    float *sums;                   // [key][columns]
-    Word *tame;                    // two rows of the indexer's keys
-    std::uint8_t *wild;            // [key]
+    std::int64_t heads, columns;  // of a row's dq
+    Word *q, *keys, *index_rows;  // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
+    float *scores, *target;       // [block_rows][width], [row][width]
+    float *shift, *share;         // [head][row]
+    float *head_share;            // [row]
+    float *dq, *dweights;         // [row][heads][columns], [row][heads]
+    float *sums;                  // [key][columns]
+    Word *tame;                   // two rows of the indexer's keys
+    std::uint8_t *wild;           // [key]
     std::size_t bytes;
 
     TileScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
@@ -71,7 +71,8 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
 // Rows that the next head needs, asked for between the products of this one: in most layouts they lie far apart.
 template <class T> class NextHead {
 public:
-    void add(const Rows &rows, std::int64_t seq, std::int64_t head, std::int64_t first, std::int64_t count, std::int64_t n) {
+    void add(const Rows &rows, std::int64_t seq, std::int64_t head, std::int64_t first, std::int64_t count,
+             std::int64_t n) {
         if (n <= 0 || count <= 0) return;
         parts_[added_++] = {row_of<const T>(rows, seq, head, first), rows.stride_token, count, n};
         left_ += count;
@@ -98,20 +99,22 @@ private:
     std::int64_t added_ = 0, part_ = 0, next_ = 0, left_ = 0, pace_ = 0;
 };
 
-// Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of those.
+// Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of
+// those.
 template <class Format, class T>
-void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words, const Block &block,
-              const float *shift, const float *share, NextHead<T> &next) {
+void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
+              const Block &block, const float *shift, const float *share, NextHead<T> &next) {
     const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
     next.spread((rows + block_rows - 1) / block_rows * (padded / panel));
     in_blocks(rows, [&](auto height, std::int64_t at) __attribute__((always_inline)) {
-        by_panels<Format, height(), false>(t.q + at * words, words, t.keys, words, words, t.scores, t.width, padded, nullptr,
-                                           next);
+        by_panels<Format, height(), false>(t.q + at * words, words, t.keys, words, words, t.scores, t.width, padded,
+                                           nullptr, next);
         for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
             for (std::int64_t c = 0; share[r] != 0.0f && c < padded; c += lanes) {
-                store(to + c, load<Floats>(to + c) + probability(load<Floats>(t.scores + i * t.width + c), all(shift[r]), all(share[r])));
+                store(to + c, load<Floats>(to + c) +
+                                  probability(load<Floats>(t.scores + i * t.width + c), all(shift[r]), all(share[r])));
             }
         }
     });
@@ -132,17 +135,18 @@ void tile_target(const SparseJob &job, const SparseItem &item, const Block &bloc
         const std::int64_t g = head / group;
         for (std::int64_t at = 0; head % group == 0 && at < count; at += panel) {
             const std::int64_t here = least<std::int64_t>(panel, count - at);
-            pack_keys<Format>(row_of<T>(o.k, item.seq, g, block.first + at), o.k.rows.stride_token, here, p.dim_qk, main,
-                              t.keys + at * words);
+            pack_keys<Format>(row_of<T>(o.k, item.seq, g, block.first + at), o.k.rows.stride_token, here, p.dim_qk,
+                              main, t.keys + at * words);
             if (!p.dim_rope) continue;
-            pack_keys<Format>(row_of<T>(o.k_rope, item.seq, g, block.first + at), o.k_rope.rows.stride_token, here, p.dim_rope,
-                              words - main, t.keys + at * words + main * panel);
+            pack_keys<Format>(row_of<T>(o.k_rope, item.seq, g, block.first + at), o.k_rope.rows.stride_token, here,
+                              p.dim_rope, words - main, t.keys + at * words + main * panel);
         }
         for (std::int64_t r = 0; r < rows; ++r) {
             const std::int64_t row = item.row + block.row0 + r;
             pack_query<Format>(row_of<const T>(o.q, item.seq, head, row), p.dim_qk, main, t.q + r * words);
             if (!p.dim_rope) continue;
-            pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main, t.q + r * words + main);
+            pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
+                               t.q + r * words + main);
         }
         NextHead<T> next;
         if (head + 1 < p.heads_q) {
@@ -157,8 +161,8 @@ void tile_target(const SparseJob &job, const SparseItem &item, const Block &bloc
     }
 }
 
-// The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is NaN:
-// across there are zeros for elements that are not finite, and their keys are noted.
+// The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is
+// NaN: across there are zeros for elements that are not finite, and their keys are noted.
 template <class Format, class T>
 void load_index_keys(const Descent<Format> &w, const Block &block, const TileScratch<Format> &t) {
     const std::int64_t words = w.sizes.words, n = w.p.dim_qk, count = block.end - block.first;
@@ -183,8 +187,8 @@ void load_index_keys(const Descent<Format> &w, const Block &block, const TileScr
 
 // What elements of keys [first, end) of a block that are not finite give to a row's dq.
 template <class Format, class T>
-__attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &block, std::int64_t first, std::int64_t end,
-                                        const std::uint8_t *wild, float *dq) {
+__attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &block, std::int64_t first,
+                                        std::int64_t end, const std::uint8_t *wild, float *dq) {
     for (std::int64_t i = first; i < end; ++i) {
         for (std::int64_t h = 0; wild[i] && h < w.item.heads; ++h) {
             const T *k = row_of<T>(w.o.k, w.item.seq, 0, block.first + i);
@@ -199,8 +203,8 @@ __attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &b
     }
 }
 
-// As weigh_scores(), with heads added in the order in which sparse/indexer.h adds them: the largest score is then the statistics' own
-// to the last bit, where a difference would scale every y of the row.
+// As weigh_scores(), with heads added in the order in which sparse/indexer.h adds them: the largest score is then the
+// statistics' own to the last bit, where a difference would scale every y of the row.
 inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
                            std::int64_t count, float *scores) {
     for (std::int64_t i = 0; i < count; i += lanes) {
@@ -219,8 +223,8 @@ inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64
     }
 }
 
-// Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's sums;
-// returns its loss.
+// Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's
+// sums; returns its loss.
 template <class Format, class T>
 double meet(const SparseJob &job, const SparseItem &tile, const Block &block, std::int64_t r, const float *target,
             const TileScratch<Format> &t, void *scratch) {
@@ -237,8 +241,8 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
     load_heads<Format, T>(w);
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
     for (std::int64_t at = start; at < end; at += block_rows) {
-        by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words, s.scores + at * s.pitch,
-                                             s.pitch, s.padded_heads, nullptr, idle);
+        by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words,
+                                             s.scores + at * s.pitch, s.pitch, s.padded_heads, nullptr, idle);
     }
     std::memset(s.scores, 0, first * s.pitch * sizeof *s.scores);
     std::memset(s.given, 0, first * sizeof *s.given);
@@ -259,8 +263,8 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
 
 // All rows meet a block of the keys from `at` on, whose target is known.
 template <class Format, class T>
-double meet_keys(const Descent<Format> &w, const SparseJob &job, const SparseItem &item, const Block &block, std::int64_t at,
-                 const TileScratch<Format> &t, void *scratch) {
+double meet_keys(const Descent<Format> &w, const SparseJob &job, const SparseItem &item, const Block &block,
+                 std::int64_t at, const TileScratch<Format> &t, void *scratch) {
     double loss = 0.0;
     load_index_keys<Format, T>(w, block, t);
     std::memset(t.sums, 0, (block.end - block.first) * t.columns * sizeof *t.sums);

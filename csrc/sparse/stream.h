@@ -45,16 +45,15 @@ __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const type
     const auto one = [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
         constexpr int N = vectors();
         Floats sum[M][N];
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{};
-        }
+        FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
         const std::int64_t end = times * (at + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
         const auto *row = b + at * panel * depth;
         for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
             if (next < end) side(next++);
             const std::int64_t stop = depth * piece / pieces;
             if (k < main) row = add_rows<Format, M, N>(rows.main, k, least(stop, main), row, sum);
-            if (stop > main) row = add_rows<Format, M, N>(rows.tail, most(k - main, std::int64_t{0}), stop - main, row, sum);
+            if (stop > main)
+                row = add_rows<Format, M, N>(rows.tail, most(k - main, std::int64_t{0}), stop - main, row, sum);
             k = stop;
         }
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
@@ -95,7 +94,8 @@ public:
     void lay(Word *across) { across_ = across; }
 
     // Multiplies the block of keys from the list's i on, which is a chunk's `at`-th.
-    void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride, std::int64_t columns) {
+    void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride,
+                  std::int64_t columns) {
         const std::int64_t after = i + block_rows;
         if (held_ != i) begin(i);
         take(i);
@@ -109,7 +109,8 @@ public:
     }
 
     // The first `words` of the same block's rows with others.
-    void multiply_first(std::int64_t words, const Word *b, float *c, std::int64_t c_stride, std::int64_t columns) const {
+    void multiply_first(std::int64_t words, const Word *b, float *c, std::int64_t c_stride,
+                        std::int64_t columns) const {
         BlockRows rows = now_;
         rows.main_words = words;
         rows.tail_words = 0;
@@ -148,7 +149,8 @@ private:
         if (p_.dim_rope) point(o_.k_rope, keys, at.rope);
     }
 
-    FUSION_INLINE void point(const Keys &from, const std::int64_t (&keys)[block_rows], const T *(&to)[block_rows]) const {
+    FUSION_INLINE void point(const Keys &from, const std::int64_t (&keys)[block_rows],
+                             const T *(&to)[block_rows]) const {
         if (from.table) {
             for (int r = 0; r < block_rows; ++r) to[r] = row_of<T>(from, item_.seq, item_.head_kv, keys[r]);
             return;
@@ -206,7 +208,8 @@ private:
 #if defined(__AVX512BF16__)
             FUSION_UNROLL for (int i = 0; i < block_rows; i += 2, to += pitch) {
                 Words pair[2];
-                interleave(load<Words>(from[i] + at), load<Words>(from[i + 1] + at), pair, std::make_integer_sequence<int, 2 * lanes>{});
+                interleave(load<Words>(from[i] + at), load<Words>(from[i + 1] + at), pair,
+                           std::make_integer_sequence<int, 2 * lanes>{});
                 store(to, pair[0]);
                 store(to + lanes, pair[1]);
             }
