@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
-BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*.* csrc/*/*.*)
 
 # pip builds the package in an environment of its own, which -c does not reach: up to pip 25.2 it reads the first of
 # these, later the second.
@@ -85,9 +85,12 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
 
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*)
+
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)

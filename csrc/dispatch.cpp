@@ -38,8 +38,8 @@ Level cpu_level() {
     constexpr unsigned ymm_state = bit(1) | bit(2);
     constexpr unsigned zmm_state = ymm_state | bit(5) | bit(6) | bit(7);
     // leaf 1 ecx: SSE3, SSSE3, FMA, CMPXCHG16B, SSE4.1, SSE4.2, MOVBE, POPCNT, OSXSAVE, AVX, F16C
-    constexpr unsigned v3_leaf1 = bit(0) | bit(9) | bit(12) | bit(13) | bit(19) | bit(20) | bit(22) | bit(23) | bit(27) |
-                                  bit(28) | bit(29);
+    constexpr unsigned v3_leaf1 =
+        bit(0) | bit(9) | bit(12) | bit(13) | bit(19) | bit(20) | bit(22) | bit(23) | bit(27) | bit(28) | bit(29);
     constexpr unsigned v3_leaf7 = bit(3) | bit(5) | bit(8);  // leaf 7 ebx: BMI1, AVX2, BMI2
     constexpr unsigned v3_extended = bit(0) | bit(5);        // leaf 0x80000001 ecx: LAHF, LZCNT
     // leaf 7 ebx: AVX512F, AVX512DQ, AVX512CD, AVX512BW, AVX512VL

@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include "variant.h"
-#include "variant_sparse.h"
+#include "data/variant.h"
+#include "data/variant_sparse.h"
 
 #include <vector>
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "vec.h"
+#include "simd/vec.h"
 
 namespace fusion {
 namespace {

@@ -4,10 +4,10 @@
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
-#include "decode.h"
-#include "decode_finish.h"
-#include "forward.h"
-#include "gradient.h"
+#include "decode/attend.h"
+#include "decode/finish.h"
+#include "dense/forward.h"
+#include "dense/gradient.h"
 #include "peak.h"
 #include "single.h"
 
@@ -22,9 +22,8 @@ template <class Format> std::size_t scratch_bytes(const Problem &problem) {
     return Scratch<Format>(Sizes<Format>(problem), nullptr).bytes;
 }
 
-void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
-    FUSION_SINGLE(pack_panels, (job, unit, first, end))
-}
+void pack_single(const Job &job, const Unit &unit, std::int64_t first,
+                 std::int64_t end){FUSION_SINGLE(pack_panels, (job, unit, first, end))}
 
 std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
                            void *scratch) {
@@ -39,27 +38,21 @@ template <class Format> std::size_t key_bytes(const Problem &problem) {
     return KeyPart<Format>(GradientSizes<Format>(problem), nullptr).bytes;
 }
 
-RowNotes pack_rows_single(const Job &job, const RowTile &rows) {
-    FUSION_SINGLE(pack_rows, (job, rows))
-}
+RowNotes pack_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(pack_rows, (job, rows)) }
 
-void load_keys_single(const Job &job, const KeyTile &keys) {
-    FUSION_SINGLE(load_keys, (job, keys))
-}
+void load_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(load_keys, (job, keys)) }
 
 void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const GradientAhead &ahead) {
     FUSION_SINGLE(meet, (job, rows, keys, ahead))
 }
 
-void store_keys_single(const Job &job, const KeyTile &keys) {
-    FUSION_SINGLE(store_dk_dv, (job, keys))
-}
+void store_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(store_dk_dv, (job, keys)) }
 
-void store_rows_single(const Job &job, const RowTile &rows) {
-    FUSION_SINGLE(store_dq, (job, rows))
-}
+void store_rows_single(const Job &job, const RowTile &rows){FUSION_SINGLE(store_dq, (job, rows))}
 
-std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }
+std::size_t decode_scratch_bytes(const DecodeProblem &problem) {
+    return decode::DecodeScratch(problem, nullptr).bytes;
+}
 
 std::size_t decode_partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
 
@@ -75,7 +68,8 @@ void decode_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
     decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
 }
 
-constexpr DecodeKernels decode_kernels = {decode_scratch_bytes, decode_partial_floats, decode_unit, decode::finish_rows};
+constexpr DecodeKernels decode_kernels = {decode_scratch_bytes, decode_partial_floats, decode_unit,
+                                          decode::finish_rows};
 
 // The probe: proof that this variant's instructions run here and mean what they should.
 
@@ -126,8 +120,8 @@ constexpr Variant variant = {
     {tile_keys<Single>, row_bytes<Single>, key_bytes<Single>, pack_rows_single, load_keys_single, meet_single,
      store_keys_single, store_rows_single},
 #if defined(__AVX512BF16__)
-    {tile_keys<Pair>, row_bytes<Pair>, key_bytes<Pair>, pack_rows<Pair, Brain>, load_keys<Pair, Brain>, meet<Pair, Brain>,
-     store_dk_dv<Pair, Brain>, store_dq<Pair, Brain>},
+    {tile_keys<Pair>, row_bytes<Pair>, key_bytes<Pair>, pack_rows<Pair, Brain>, load_keys<Pair, Brain>,
+     meet<Pair, Brain>, store_dk_dv<Pair, Brain>, store_dq<Pair, Brain>},
     decode_kernels,
     float_work,
     pair_work,

@@ -1,10 +1,10 @@
 // Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
 
-#include "indexer.h"
-#include "loss_tiles.h"
+#include "sparse/indexer.h"
+#include "sparse/loss_tiles.h"
 #include "single.h"
-#include "sparse.h"
-#include "sparse_gradient.h"
+#include "sparse/attend.h"
+#include "sparse/gradient.h"
 
 namespace fusion {
 namespace {
@@ -35,8 +35,8 @@ void store_single(const SparseJob &job, std::int64_t seq, std::int64_t head, con
     FUSION_SINGLE(store_sums, (job, seq, head, table, first, end))
 }
 
-void tile_loss_single(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
-                      void *scratch) {
+void tile_loss_single(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table,
+                      double *loss, void *scratch) {
     FUSION_SINGLE(tile_loss, (job, item, turn, table, loss, scratch))
 }
 
@@ -48,8 +48,8 @@ void index_pack_single(const SparseJob &job, std::int64_t seq, std::int64_t firs
     FUSION_SINGLE(index_pack, (job, seq, first, end, packed))
 }
 
-void index_stats_single(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
-                        void *scratch) {
+void index_stats_single(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1,
+                        const char *packed, void *scratch) {
     FUSION_SINGLE(index_stats, (job, seq, row0, row1, packed, scratch))
 }
 
@@ -70,13 +70,14 @@ void index_choose_single(const SparseJob &job, std::int64_t seq, std::int64_t ro
 constexpr SparseVariant variant = {
     {scratch_bytes<Single>, attend_single, gradient_bytes<Single>, sum_columns<Single>, gradient_single, store_single,
      loss_bytes<Single>, tile_loss_single, list_notes_bytes<Single>, list_loss_single, add_list<Single>,
-     index_packed_bytes<Single>, index_pack_single, index_scratch_bytes<Single>,
-     index_stats_single, index_rows_single, index_scores_single, index_choose_single},
+     index_packed_bytes<Single>, index_pack_single, index_scratch_bytes<Single>, index_stats_single, index_rows_single,
+     index_scores_single, index_choose_single},
 #if defined(__AVX512BF16__)
-    {scratch_bytes<Pair>, select_attend<Pair, Brain>, gradient_bytes<Pair>, sum_columns<Pair>, select_gradient<Pair, Brain>,
-     store_sums<Pair, Brain>, loss_bytes<Pair>, tile_loss<Pair, Brain>,
+    {scratch_bytes<Pair>, select_attend<Pair, Brain>, gradient_bytes<Pair>, sum_columns<Pair>,
+     select_gradient<Pair, Brain>, store_sums<Pair, Brain>, loss_bytes<Pair>, tile_loss<Pair, Brain>,
      list_notes_bytes<Pair>, list_loss<Pair, Brain>, add_list<Pair>, index_packed_bytes<Pair>, index_pack<Pair, Brain>,
-     index_scratch_bytes<Pair>, index_stats<Pair, Brain>, index_rows<Pair, Brain>, index_scores<Pair, Brain>, index_choose<Pair, Brain>},
+     index_scratch_bytes<Pair>, index_stats<Pair, Brain>, index_rows<Pair, Brain>, index_scores<Pair, Brain>,
+     index_choose<Pair, Brain>},
 #else
     {},
 #endif

@@ -119,15 +119,16 @@ class Copy:
         """Builds the core's own test of one variant, what changed alone, and runs it."""
         folder, seconds = self.root / "core", 0.0
         folder.mkdir(exist_ok=True)
-        sources = [*sorted((self.root / "csrc").glob("*.cpp")), self.root / "tests/native/core_test.cpp"]
+        csrc = self.root / "csrc"
+        # All but bind/, the way from Python.
+        sources = [*sorted(csrc.glob("*.cpp")), *sorted(csrc.glob("plan/*.cpp"))]
+        sources.append(self.root / "tests/native/core_test.cpp")
         objects = []
         for source in sources:
-            if source.stem.startswith(("bind", "module")):
-                continue  # These are the way from Python.
-            objects.append(folder / f"{source.stem}.o")
+            objects.append(folder / f"{source.parent.name}-{source.stem}.o")
             # Mutations are in the headers of variant.cpp; its other half is as slow, and nothing here runs it.
             if source.stem == "variant" or not objects[-1].exists():
-                built = self.run([*CORE, f"-I{self.root / 'csrc'}", "-c", source, "-o", objects[-1]])
+                built = self.run([*CORE, f"-I{csrc}", "-c", source, "-o", objects[-1]])
                 seconds += built.seconds
                 if built.code:
                     return Run(built.code + 1000, built.text, seconds)

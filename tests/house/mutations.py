@@ -239,20 +239,20 @@ TRITON = [
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
 ]  # fmt: skip
 NATIVE = [
-    core("core: forward without a part of its scale", "forward.h",
+    core("core: forward without a part of its scale", "dense/forward.h",
          "natural(dressed ? 1.0f : static_cast<float>(p.scale))",
          "natural(dressed ? 1.0f : static_cast<float>(p.scale * 1.01))"),
-    core("core: a key too many at an edge", "forward.h",
+    core("core: a key too many at an edge", "dense/forward.h",
          "low_bits(end - c) & ~low_bits(begin - c)", "low_bits(end + 1 - c) & ~low_bits(begin - c)"),
-    core("core: a blocked matrix read one column late", "masks.h",
+    core("core: a blocked matrix read one column late", "simd/masks.h",
          "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
-    core("core: dS forgets D", "gradient.h",
+    core("core: dS forgets D", "dense/gradient.h",
          "Floats dscore = weight * (dprob - delta[e]);", "Floats dscore = weight * dprob;"),
-    core("core: dq of one block of rows is not cleared", "gradient.h",
+    core("core: dq of one block of rows is not cleared", "dense/gradient.h",
          "            clear_dq(w, b);", "            ;"),
-    core("core: shares of a decode joined without fading", "decode_finish.h",
+    core("core: shares of a decode joined without fading", "decode/finish.h",
          "const Floats added = load<Floats>(from + d) * all(share);", "const Floats added = load<Floats>(from + d);"),
-    core("core: dropout draws with another key", "masks.h",
+    core("core: dropout draws with another key", "simd/masks.h",
          "k1 += weyl[1];", "k1 += weyl[0];"),
 ]  # fmt: skip
 

@@ -5,11 +5,11 @@
 // Allowed for every element: what the roundings of the operand dtype, and float32 sums of so many terms, can make of
 // the sum of its absolute terms. Prints the worst share of that.
 
-#include "arena.h"
-#include "backward_plan.h"
-#include "decode_plan.h"
+#include "plan/arena.h"
+#include "plan/backward.h"
+#include "plan/decode.h"
 #include "dispatch.h"
-#include "forward_plan.h"
+#include "plan/forward.h"
 #include "naive.h"
 
 #include <cstdio>
@@ -22,7 +22,7 @@ constexpr Long everything = Long{1} << 40;
 struct Case {
     const char *name;
     Long heads_q = 1, heads_kv = 1, dim_qk = 8, dim_v = 8, dim_rope = 0;
-    std::vector<std::pair<Long, Long>> lengths;  // rows and keys of each sequence
+    std::vector<std::pair<Long, Long>> lengths;          // rows and keys of each sequence
     Long lo = -everything, hi = everything, prefix = 0;  // row i sees keys i + lo <= j < max(prefix, i + hi)
     Bias bias = Bias::none;
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
@@ -31,6 +31,7 @@ struct Case {
     bool masked = false;  // the bias hides every fifth key, whose V is NaN, and keys of some rows
 };
 
+// clang-format off: a table, which it would lay out one field a line
 const Case cases[] = {
     {.name = "plain", .dim_qk = 64, .dim_v = 64, .lengths = {{40, 50}}},
     {.name = "causal, grouped heads", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40,
@@ -41,10 +42,11 @@ const Case cases[] = {
      .hi = 1, .prefix = 12, .bias = Bias::matrix},
     {.name = "scaled row bias, mask", .heads_q = 3, .dim_v = 31, .lengths = {{25, 33}}, .bias = Bias::matrix,
      .bias_scaled = true, .own_rows = false, .blocked = true},
-    {.name = "float mask", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40, .lengths = {{70, 130}, {3, 9}, {20, 1}},
-     .lo = -60, .hi = 90, .bias = Bias::matrix, .masked = true},
-    {.name = "float mask beside others", .heads_q = 2, .dim_qk = 17, .dim_v = 31, .dim_rope = 3, .lengths = {{140, 300}},
-     .bias = Bias::matrix, .bias_scaled = true, .dropout = Dropout::philox, .blocked = true, .sink = true, .masked = true},
+    {.name = "float mask", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40,
+     .lengths = {{70, 130}, {3, 9}, {20, 1}}, .lo = -60, .hi = 90, .bias = Bias::matrix, .masked = true},
+    {.name = "float mask beside others", .heads_q = 2, .dim_qk = 17, .dim_v = 31, .dim_rope = 3,
+     .lengths = {{140, 300}}, .bias = Bias::matrix, .bias_scaled = true, .dropout = Dropout::philox,
+     .blocked = true, .sink = true, .masked = true},
     {.name = "slopes, sink", .heads_q = 4, .heads_kv = 2, .dim_qk = 16, .dim_v = 1, .lengths = {{21, 60}, {5, 5}},
      .hi = 1, .bias = Bias::slopes, .sink = true},
     {.name = "root slopes, drop bits", .heads_q = 2, .dim_qk = 1, .dim_v = 48, .dim_rope = 3, .lengths = {{19, 77}},
@@ -57,6 +59,7 @@ const Case cases[] = {
      .lo = -60, .hi = 9},
     {.name = "many keys", .dim_v = 16, .lengths = {{7, 3000}}},
 };
+// clang-format on
 
 std::vector<Long> lengths_of(const Case &from, bool keys) {
     std::vector<Long> out;
@@ -82,9 +85,20 @@ void hide_keys(Call &c) {
 
 Call make(const Case &from, Dtype dtype) {
     Call c;
-    c.problem = {from.heads_q, from.heads_kv, from.dim_qk, from.dim_v, from.dim_rope, dtype,
-                 1 / std::sqrt(static_cast<double>(from.dim_qk + from.dim_rope)), from.bias, from.bias_scaled,
-                 from.blocked, from.sink, from.dropout, from.dropout == Dropout::none ? 1.0 : 0.7, 45875};
+    c.problem = {from.heads_q,
+                 from.heads_kv,
+                 from.dim_qk,
+                 from.dim_v,
+                 from.dim_rope,
+                 dtype,
+                 1 / std::sqrt(static_cast<double>(from.dim_qk + from.dim_rope)),
+                 from.bias,
+                 from.bias_scaled,
+                 from.blocked,
+                 from.sink,
+                 from.dropout,
+                 from.dropout == Dropout::none ? 1.0 : 0.7,
+                 45875};
     for (const auto &[q_len, kv_len] : from.lengths) {
         c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2});
     }
@@ -154,7 +168,8 @@ fusion::Cache cache_of(RowMemory &m, Dtype dtype) {
 
 void run_decode(Call &c, const fusion::Variant &variant, int threads) {
     c.out.poison(), c.max.poison(), c.sum.poison();
-    const fusion::DecodeProblem problem{c.problem, static_cast<fusion::Storage>(c.problem.dtype), fusion::Rounding::none, false};
+    const fusion::DecodeProblem problem{c.problem, static_cast<fusion::Storage>(c.problem.dtype),
+                                        fusion::Rounding::none, false};
     fusion::DecodeOperands o{operands_of(c), {}, {}, {}, {}, {}, {}, {}};
     o.keys = cache_of(c.k, c.problem.dtype), o.values = cache_of(c.v, c.problem.dtype);
     o.key_ropes = cache_of(c.k_rope, c.problem.dtype);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "problem.h"
+#include "data/problem.h"
 
 #include <algorithm>
 #include <cmath>

@@ -164,9 +164,12 @@ inline void add_row(Sums &to, Long at, const RowMemory &from, Long b, Long head,
 // The gradients, from the saved out, max and sum.
 inline Results backward(const Call &c, double &largest) {
     const fusion::Problem &p = c.problem;
-    Results r{{"dq", Sums(c.q.size())},           {"dk", Sums(c.k.size())},
-              {"dv", Sums(c.v.size())},           {"dq_rope", Sums(c.q_rope.size())},
-              {"dk_rope", Sums(c.k_rope.size())}, {"dsink", Sums(p.has_sink ? p.heads_q : 0)},
+    Results r{{"dq", Sums(c.q.size())},
+              {"dk", Sums(c.k.size())},
+              {"dv", Sums(c.v.size())},
+              {"dq_rope", Sums(c.q_rope.size())},
+              {"dk_rope", Sums(c.k_rope.size())},
+              {"dsink", Sums(p.has_sink ? p.heads_q : 0)},
               {"dbias", Sums(p.bias == Bias::matrix ? c.bias_at.count : 0)}};
     each_row(c, [&](Long b, Long h, Long i) {
         const double peak = c.max.get(b, h, i, 0), sum = c.sum.get(b, h, i, 0);

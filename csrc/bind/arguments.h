@@ -1,0 +1,216 @@
+// How Python's views arrive: integers and int64 arrays become the core's plain data. Included by the bindings alone.
+//
+// Addresses and lengths come from views that our own Python built from tensors; here only what is cheap is checked:
+// presence, sizes of arrays, row lengths, strides of keys.
+
+#pragma once
+
+#include "dispatch.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using fusion::Dtype;
+
+[[noreturn]] inline void refuse(const std::string &why) {
+    throw nb::value_error(("fusion_attention: native core: " + why).c_str());
+}
+
+// An int64 array of `size` elements, held while this lives; copied where its elements are no neighbours.
+class Longs {
+public:
+    Longs() = default;
+    Longs(nb::handle array, const char *name, std::size_t size) { hold(array, name, size); }
+    ~Longs() {
+        if (held_) PyBuffer_Release(&buffer_);
+    }
+    Longs(const Longs &) = delete;
+    Longs &operator=(const Longs &) = delete;
+
+    void hold(nb::handle array, const char *name, std::size_t size) {
+        if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+            PyErr_Clear();
+            refuse(std::string(name) + " is no array of int64");
+        }
+        held_ = true;
+        const char kind = buffer_.format && buffer_.format[0] ? buffer_.format[0] : '?';
+        if (buffer_.ndim != 1 || buffer_.itemsize != 8 || (kind != 'l' && kind != 'q')) {
+            refuse(std::string(name) + " is no one-dimensional array of int64");
+        }
+        if (static_cast<std::size_t>(buffer_.shape[0]) != size) {
+            refuse(std::string(name) + " has " + std::to_string(buffer_.shape[0]) + " elements, expected " +
+                   std::to_string(size));
+        }
+        data_ = static_cast<const std::int64_t *>(buffer_.buf);
+        const Py_ssize_t stride = buffer_.strides ? buffer_.strides[0] : 8;
+        if (stride == 8 || size < 2) return;
+        copy_.resize(size);
+        for (std::size_t i = 0; i < size; ++i) {
+            std::memcpy(&copy_[i], static_cast<const char *>(buffer_.buf) + static_cast<Py_ssize_t>(i) * stride, 8);
+        }
+        data_ = copy_.data();
+    }
+
+    const std::int64_t *data() const { return data_; }
+
+private:
+    Py_buffer buffer_{};
+    bool held_ = false;
+    const std::int64_t *data_ = nullptr;
+    std::vector<std::int64_t> copy_;
+};
+
+inline std::size_t length_of(nb::handle array) {
+    const Py_ssize_t n = PyObject_Size(array.ptr());
+    if (n < 0) throw nb::python_error();
+    return static_cast<std::size_t>(n);
+}
+
+template <class T> T item(const nb::tuple &t, std::size_t i) { return nb::cast<T>(t[i]); }
+
+inline void *pointer(const nb::tuple &t) { return reinterpret_cast<void *>(item<std::uintptr_t>(t, 0)); }
+
+// (pointer, address, stride_head, stride_token, dim), or None where the problem has no such operand.
+struct RowsArgument {
+    Longs address, stride_head;
+    fusion::Rows rows;
+
+    RowsArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences) {
+        if (from.is_none() != (dim == 0)) refuse(std::string(name) + (dim ? " is missing" : " belongs to no operand"));
+        if (from.is_none()) return;
+        const auto t = nb::cast<nb::tuple>(from);
+        if (t.size() != 5) refuse(std::string(name) + " is no view");
+        if (item<std::int64_t>(t, 4) != dim) refuse(std::string(name) + " has rows of another length than the problem");
+        address.hold(t[1], name, sequences);
+        stride_head.hold(t[2], name, sequences);
+        rows = {pointer(t), address.data(), stride_head.data(), item<std::int64_t>(t, 3)};
+    }
+};
+
+// (pointer, address, stride_head, stride_row, stride_key, dtype), or None.
+struct MatrixArgument {
+    Longs address, stride_head, stride_row;
+    fusion::Matrix matrix;
+
+    MatrixArgument(const nb::object &from, const char *name, bool expected, std::size_t sequences) {
+        if (from.is_none() == expected)
+            refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
+        if (from.is_none()) return;
+        const auto t = nb::cast<nb::tuple>(from);
+        if (t.size() != 6) refuse(std::string(name) + " is no view");
+        address.hold(t[1], name, sequences);
+        stride_head.hold(t[2], name, sequences);
+        stride_row.hold(t[3], name, sequences);
+        const auto stride_key = item<std::int64_t>(t, 4);
+        const int dtype = item<int>(t, 5);
+        if (stride_key != 0 && stride_key != 1) refuse(std::string(name) + " has keys that are not neighbours");
+        if (dtype < 0 || dtype > 2) refuse(std::string(name) + " has an unknown dtype");
+        matrix = {pointer(t),        address.data(), stride_head.data(),
+                  stride_row.data(), stride_key,     static_cast<Dtype>(dtype)};
+    }
+};
+
+inline const fusion::Variant &variant_named(const nb::object &name) {
+    if (name.is_none()) return fusion::chosen_variant();
+    const auto wanted = nb::cast<std::string>(name);
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (built.variant && wanted == built.name) return *built.variant;
+    }
+    refuse("variant \"" + wanted + "\" does not run here");
+}
+
+inline int choice(nb::handle value, const char *name, int count) {
+    const int number = nb::cast<int>(value);
+    if (number < 0 || number >= count) refuse(std::string(name) + " is unknown");
+    return number;
+}
+
+// The fields of the Python Problem in order, dtype, bias and dropout as numbers, and the threshold of drawn dropout.
+inline fusion::Problem problem_of(const nb::tuple &t) {
+    if (t.size() != 14) refuse("a problem has 14 fields");
+    fusion::Problem p{};
+    p.heads_q = item<std::int64_t>(t, 0);
+    p.heads_kv = item<std::int64_t>(t, 1);
+    p.dim_qk = item<std::int64_t>(t, 2);
+    p.dim_v = item<std::int64_t>(t, 3);
+    p.dim_rope = item<std::int64_t>(t, 4);
+    p.dtype = static_cast<Dtype>(choice(t[5], "dtype", 3));
+    p.scale = item<double>(t, 6);
+    p.bias = static_cast<fusion::Bias>(choice(t[7], "bias", 5));
+    p.bias_scaled = item<bool>(t, 8);
+    p.has_blocked = item<bool>(t, 9);
+    p.has_sink = item<bool>(t, 10);
+    p.dropout = static_cast<fusion::Dropout>(choice(t[11], "dropout", 3));
+    p.keep_prob = item<double>(t, 12);
+    p.keep_below = item<std::int64_t>(t, 13);
+    return p;
+}
+
+inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
+    if (extents.size() != 6) refuse("extents are six arrays");
+    const std::size_t count = length_of(extents[0]);
+    const Longs q_len(extents[0], "q_len", count), kv_len(extents[1], "kv_len", count), lo(extents[2], "lo", count),
+        hi(extents[3], "hi", count), prefix(extents[4], "prefix", count), shift(extents[5], "shift", count);
+    std::vector<fusion::Sequence> sequences(count);
+    for (std::size_t b = 0; b < count; ++b) {
+        sequences[b] = {q_len.data()[b], kv_len.data()[b], lo.data()[b],
+                        hi.data()[b],    prefix.data()[b], shift.data()[b]};
+    }
+    return sequences;
+}
+
+// What both verbs read, in the order in which Python gives it; holds the arrays that the views point into.
+struct OperandsArgument {
+    RowsArgument q, k, v, out, max, sum, q_rope, k_rope;
+    MatrixArgument bias, blocked, drop_bits;
+    fusion::Operands operands;
+
+    OperandsArgument(const nb::tuple &t, const fusion::Problem &p, std::size_t n)
+        : q(at(t, 0), "q", p.dim_qk, n), k(at(t, 1), "k", p.dim_qk, n), v(at(t, 2), "v", p.dim_v, n),
+          out(at(t, 3), "out", p.dim_v, n), max(at(t, 4), "max", 1, n), sum(at(t, 5), "sum", 1, n),
+          q_rope(at(t, 6), "q_rope", p.dim_rope, n), k_rope(at(t, 7), "k_rope", p.dim_rope, n),
+          bias(at(t, 8), "bias", p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table, n),
+          blocked(at(t, 10), "blocked", p.has_blocked, n),
+          drop_bits(at(t, 11), "drop_bits", p.dropout == fusion::Dropout::bits, n) {
+        const auto slopes = item<std::uintptr_t>(t, 9), sink = item<std::uintptr_t>(t, 14);
+        const bool sloped = p.bias == fusion::Bias::slopes || p.bias == fusion::Bias::slopes_sqrt;
+        if (sloped != (slopes != 0)) refuse(sloped ? "slopes are missing" : "slopes belong to no operand");
+        if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
+        operands = {q.rows,
+                    k.rows,
+                    v.rows,
+                    out.rows,
+                    max.rows,
+                    sum.rows,
+                    q_rope.rows,
+                    k_rope.rows,
+                    bias.matrix,
+                    blocked.matrix,
+                    drop_bits.matrix,
+                    reinterpret_cast<const float *>(slopes),
+                    reinterpret_cast<const float *>(sink),
+                    item<std::uint64_t>(t, 12),
+                    item<std::uint32_t>(t, 13)};
+    }
+
+private:
+    static nb::object at(const nb::tuple &t, std::size_t i) {
+        if (t.size() != 15) refuse("operands are 15 values");
+        return nb::borrow(t[i]);
+    }
+};
+
+inline void require_threads(int threads) {
+    if (threads < 1) refuse("threads: expected at least 1, got " + std::to_string(threads));
+}
+
+}  // namespace

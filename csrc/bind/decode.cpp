@@ -1,0 +1,147 @@
+// DecodePlan as Python sees it: integers, int64 arrays and page tables in, results written where the caller's views
+// point.
+
+#include "bind/arguments.h"
+#include "plan/decode.h"
+
+namespace {
+
+using fusion::Cache;
+
+// (pointer, bytes per element, address, stride_head, stride_token, dim), or for pages (pointer, bytes per element,
+// table, table_stride, page_size, stride_page, stride_head, stride_token, dim), or None where the problem has no such
+// operand.
+struct CacheArgument {
+    Longs address, stride_head;
+    Cache cache;
+
+    CacheArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences,
+                  bool optional = false) {
+        if (from.is_none() && (optional || dim == 0)) return;
+        if (from.is_none() || dim == 0) refuse(std::string(name) + (dim ? " is missing" : " belongs to no operand"));
+        const auto t = nb::cast<nb::tuple>(from);
+        const bool paged = t.size() == 9;
+        if (!paged && t.size() != 6) refuse(std::string(name) + " is no view");
+        if (item<std::int64_t>(t, paged ? 8 : 5) != dim) {
+            refuse(std::string(name) + " has rows of another length than the problem");
+        }
+        cache.base = static_cast<const char *>(pointer(t));
+        cache.item = item<std::int64_t>(t, 1);
+        if (paged) {
+            cache.table = reinterpret_cast<const std::int32_t *>(item<std::uintptr_t>(t, 2));
+            cache.table_stride = item<std::int64_t>(t, 3);
+            cache.page_size = item<std::int64_t>(t, 4);
+            cache.stride_page = item<std::int64_t>(t, 5);
+            cache.page_stride_head = item<std::int64_t>(t, 6);
+            cache.stride_token = item<std::int64_t>(t, 7);
+            if (cache.page_size < 1) refuse(std::string(name) + " has pages without tokens");
+            return;
+        }
+        address.hold(t[2], name, sequences);
+        stride_head.hold(t[3], name, sequences);
+        cache.address = address.data();
+        cache.stride_head = stride_head.data();
+        cache.stride_token = item<std::int64_t>(t, 4);
+    }
+};
+
+std::int64_t scale_dim(fusion::Dequant kind, std::int64_t dim) {
+    return kind == fusion::Dequant::none ? 0 : kind == fusion::Dequant::token ? 1 : dim;
+}
+
+fusion::PerChannel per_channel(const nb::object &from, const char *name, bool allowed, bool expected) {
+    if (from.is_none()) {
+        if (expected) refuse(std::string(name) + " is missing");
+        return {};
+    }
+    if (!allowed) refuse(std::string(name) + " belongs to no operand");
+    const auto t = nb::cast<nb::tuple>(from);
+    if (t.size() != 3) refuse(std::string(name) + " is no view");
+    return {static_cast<const float *>(pointer(t)), item<std::int64_t>(t, 1), item<std::int64_t>(t, 2)};
+}
+
+// The problem of both planners, and what only a decode knows.
+struct Kinds {
+    fusion::DecodeProblem problem;
+    fusion::Dequant keys, values;
+};
+
+Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
+    if (more.size() != 5) refuse("a decode has 5 fields beside its problem");
+    Kinds k{};
+    static_cast<fusion::Problem &>(k.problem) = problem_of(base);
+    k.problem.storage = static_cast<fusion::Storage>(choice(more[0], "storage", 5));
+    k.keys = static_cast<fusion::Dequant>(choice(more[1], "dequant of keys", 3));
+    k.values = static_cast<fusion::Dequant>(choice(more[2], "dequant of values", 3));
+    k.problem.rounding = static_cast<fusion::Rounding>(choice(more[3], "rounding", 3));
+    k.problem.shares_kv = item<bool>(more, 4);
+    const bool stored = k.problem.storage >= fusion::Storage::int8;
+    if (!stored && static_cast<int>(k.problem.storage) != static_cast<int>(k.problem.dtype)) {
+        refuse("keys are stored in another dtype than the problem's");
+    }
+    return k;
+}
+
+class Decode {
+public:
+    Decode(const nb::tuple &problem, const nb::tuple &more, const nb::tuple &extents, const nb::object &variant)
+        : kinds_(kinds_of(problem, more)), plan_(variant_named(variant), kinds_.problem, sequences_of(extents)) {}
+
+    void update(const nb::object &kv_len, const nb::object &lo, const nb::object &hi) {
+        const std::size_t n = plan_.sequences();
+        const Longs lengths(kv_len, "kv_len", n), first(lo, "lo", n), last(hi, "hi", n);
+        plan_.update(lengths.data(), first.data(), last.data());
+    }
+
+    std::size_t workspace_bytes(int threads) const { return plan_.workspace_bytes(threads); }
+    const char *variant() const { return plan_.variant(); }
+
+    std::int64_t run(int threads, const nb::tuple &t) const {
+        require_threads(threads);
+        if (t.size() != 18) refuse("operands are 18 values");
+        const auto at = [&](std::size_t i) { return nb::borrow(t[i]); };
+        const fusion::DecodeProblem &p = kinds_.problem;
+        const std::size_t n = plan_.sequences();
+        const bool paired = p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table;
+        const RowsArgument q(at(0), "q", p.dim_qk, n), out(at(1), "out", p.dim_v, n), max(at(2), "max", 1, n),
+            sum(at(3), "sum", 1, n), q_rope(at(4), "q_rope", p.dim_rope, n);
+        const MatrixArgument bias(at(5), "bias", paired, n), blocked(at(7), "blocked", p.has_blocked, n);
+        const CacheArgument k(at(9), "k", p.dim_qk, n), v(at(10), "v", p.dim_v, n),
+            k_rope(at(11), "k_rope", p.dim_rope, n), k_scale(at(12), "scale of k", scale_dim(kinds_.keys, p.dim_qk), n),
+            k_offset(at(13), "offset of k", scale_dim(kinds_.keys, p.dim_qk), n, true),
+            v_scale(at(14), "scale of v", scale_dim(kinds_.values, p.dim_v), n),
+            v_offset(at(15), "offset of v", scale_dim(kinds_.values, p.dim_v), n, true);
+        fusion::DecodeOperands o;
+        o.q = q.rows, o.out = out.rows, o.max = max.rows, o.sum = sum.rows, o.q_rope = q_rope.rows;
+        o.bias = bias.matrix, o.blocked = blocked.matrix;
+        o.slopes = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 6));
+        o.sink = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 8));
+        if (p.has_sink != (o.sink != nullptr)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
+        if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr))
+            refuse("slopes are missing, or belong to no operand");
+        o.keys = k.cache, o.values = v.cache, o.key_ropes = k_rope.cache;
+        o.quantised_keys = {kinds_.keys, k_scale.cache, k_offset.cache};
+        o.quantised_values = {kinds_.values, v_scale.cache, v_offset.cache};
+        const bool rounds = p.rounding != fusion::Rounding::none;
+        o.out_scale = per_channel(at(16), "out_scale", rounds, rounds);
+        o.out_offset = per_channel(at(17), "out_offset", rounds, false);
+        const nb::gil_scoped_release released;
+        return plan_.run(o, threads);
+    }
+
+private:
+    Kinds kinds_;
+    fusion::DecodePlan plan_;
+};
+
+}  // namespace
+
+void bind_decode(nb::module_ &m) {
+    nb::class_<Decode>(m, "DecodePlan", "The forward of few query rows over long, paged or quantised keys.")
+        .def(nb::init<const nb::tuple &, const nb::tuple &, const nb::tuple &, const nb::object &>(), "problem"_a,
+             "more"_a, "extents"_a, "variant"_a = nb::none())
+        .def("update", &Decode::update, "kv_len"_a, "lo"_a, "hi"_a)
+        .def("workspace_bytes", &Decode::workspace_bytes, "threads"_a)
+        .def_prop_ro("variant", &Decode::variant)
+        .def("run", &Decode::run, "threads"_a, "operands"_a);
+}

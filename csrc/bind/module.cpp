@@ -1,0 +1,134 @@
+// The Python face of the native core: converts and checks arguments, then calls the chosen variant.
+// Compiled for the baseline instruction set; a call with bad arguments ends in a Python exception, never in a crash.
+
+#include "plan/arena.h"
+#include "dispatch.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Names = std::vector<std::string>;
+
+Names built_names() {
+    Names out;
+    for (const fusion::Built &built : fusion::built_variants()) out.emplace_back(built.name);
+    return out;
+}
+
+Names runnable_names() {
+    Names out;
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (built.variant) out.emplace_back(built.name);
+    }
+    return out;
+}
+
+bool contains(const Names &names, const std::string &name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+std::string joined(const Names &names) {
+    std::string out;
+    for (const std::string &name : names) out += (out.empty() ? "" : ", ") + name;
+    return out.empty() ? "none" : out;
+}
+
+[[noreturn]] void refuse(const char *param, const Names &expected, const std::string &got, const char *why) {
+    throw nb::value_error(("variant_probe: " + std::string(param) + ": expected one of " + joined(expected) +
+                           ", got \"" + got + "\" (" + why + ")")
+                              .c_str());
+}
+
+const fusion::Variant &find_variant(const std::string &name, const std::optional<Names> &within) {
+    const Names built = built_names();
+    Names allowed = runnable_names();
+    if (within) {
+        for (const std::string &other : *within) {
+            if (!contains(built, other)) refuse("within", built, other, "no such variant is built into this module");
+        }
+        std::erase_if(allowed, [&](const std::string &other) { return !contains(*within, other); });
+    }
+    if (!contains(built, name)) refuse("variant", built, name, "no such variant is built into this module");
+    if (!contains(allowed, name)) {
+        refuse("variant", allowed, name,
+               "built in, but this CPU lacks instructions that it needs; choose a runnable one");
+    }
+    const auto &all = fusion::built_variants();
+    return *std::find_if(all.begin(), all.end(), [&](const fusion::Built &b) { return name == b.name; })->variant;
+}
+
+// Small whole numbers: every product and partial sum is exact in float32 and every input in bfloat16, so the result
+// does not depend on the number of lanes.
+nb::dict variant_probe(const std::string &name, const std::optional<Names> &within) {
+    const fusion::Variant &variant = find_variant(name, within);
+    constexpr int count = 1003;  // not a multiple of any vector, so the tail is exercised too
+    std::vector<float> x, y;
+    std::vector<std::uint16_t> x_bf16, y_bf16;
+    const auto bf16 = [](float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); };
+    for (int i = 0; i < count; ++i) {
+        x.push_back(static_cast<float>(i * 7 % 17 - 8));
+        y.push_back(static_cast<float>(i * 5 % 13 - 6));
+        x_bf16.push_back(bf16(x.back()));
+        y_bf16.push_back(bf16(y.back()));
+    }
+    nb::dict out;
+    out["variant"] = variant.name;
+    out["lanes"] = variant.lanes;
+    out["checksum"] = variant.dot(x.data(), y.data(), x.size());
+    out["checksum_bf16"] = variant.dot_bf16(x_bf16.data(), y_bf16.data(), x_bf16.size());
+    return out;
+}
+
+nb::dict cpu_features() {
+    nb::dict out;
+    out["built"] = built_names();
+    out["chosen"] = fusion::chosen_variant().name;
+    out["runnable"] = runnable_names();
+    return out;
+}
+
+}  // namespace
+
+void bind_forward(nb::module_ &m);   // bind/forward.cpp
+void bind_backward(nb::module_ &m);  // bind/backward.cpp
+void bind_decode(nb::module_ &m);    // bind/decode.cpp
+void bind_peak(nb::module_ &m);      // bind/peak.cpp
+void bind_sparse(nb::module_ &m);    // bind/sparse.cpp
+
+NB_MODULE(_native, m) {
+    m.doc() = "The native CPU core of fusion_attention.";
+    fusion::built_variants();  // ask the CPU once, now
+    // Plans live in a Python cache until the interpreter ends, and it may end without taking them down.
+    nb::set_leak_warnings(false);
+
+    m.def("cpu_features", &cpu_features,
+          "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen.");
+    m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
+          "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
+          "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
+          "Raises ValueError when the variant is unknown or cannot run here.");
+    m.def(
+        "poison_scratch", [](bool on) { fusion::poisons_leases = on; }, "on"_a,
+        "From now on the scratch memory of every run begins as NaN, or as it was left; a run that writes behind it "
+        "aborts.\n"
+        "For tests.");
+    bind_forward(m);
+    bind_peak(m);
+    bind_backward(m);
+    bind_decode(m);
+    bind_sparse(m);
+}

@@ -1,0 +1,168 @@
+// SparsePlan and IndexerPlan as Python sees them.
+
+#include "bind/arguments.h"
+#include "plan/indexer.h"
+#include "plan/sparse.h"
+
+namespace {
+
+using fusion::SparseProblem;
+
+// Rows, or rows of a paged cache: behind the five values of rows (address and stride_head as arrays) come the address
+// of the table, its stride, page_size and stride_page.
+struct KeysArgument {
+    RowsArgument rows;
+    fusion::Keys keys;
+
+    KeysArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences)
+        : rows(plain(from), name, dim, sequences) {
+        keys.rows = rows.rows;
+        if (from.is_none()) return;
+        const auto t = nb::cast<nb::tuple>(from);
+        if (t.size() == 5) return;
+        if (t.size() != 9) refuse(std::string(name) + " is no view");
+        keys.table = reinterpret_cast<const std::int32_t *>(item<std::uintptr_t>(t, 5));
+        keys.stride_table = item<std::int64_t>(t, 6);
+        keys.page_size = item<std::int64_t>(t, 7);
+        keys.stride_page = item<std::int64_t>(t, 8);
+        // A table without columns has no address: no sequence has a key then, and nothing is read.
+        if (keys.page_size < 1) refuse(std::string(name) + " has no pages");
+    }
+
+private:
+    static nb::object plain(const nb::object &from) {
+        if (from.is_none()) return from;
+        const auto t = nb::cast<nb::tuple>(from);
+        if (t.size() < 5) return from;
+        return nb::make_tuple(t[0], t[1], t[2], t[3], t[4]);
+    }
+};
+
+SparseProblem sparse_problem_of(const nb::tuple &t) {
+    if (t.size() != 13) refuse("a problem of selected keys has 13 fields");
+    SparseProblem p{};
+    p.heads_q = item<std::int64_t>(t, 0);
+    p.heads_kv = item<std::int64_t>(t, 1);
+    p.dim_qk = item<std::int64_t>(t, 2);
+    p.dim_v = item<std::int64_t>(t, 3);
+    p.dim_rope = item<std::int64_t>(t, 4);
+    p.dtype = static_cast<Dtype>(choice(t[5], "dtype", 3));
+    p.scale = item<double>(t, 6);
+    p.has_sink = item<bool>(t, 7);
+    p.shares_kv = item<bool>(t, 8);
+    p.select_count = item<std::int64_t>(t, 9);
+    p.select_block = item<std::int64_t>(t, 10);
+    p.indexes = item<bool>(t, 11);
+    p.weights_dtype = static_cast<Dtype>(choice(t[12], "weights_dtype", 3));
+    return p;
+}
+
+// What a call reads and writes, in the order in which Python gives it; holds the arrays that the views point into.
+struct SparseArgument {
+    bool writes;  // gradients
+    RowsArgument q, q_rope, indices;
+    KeysArgument k, k_rope, v;
+    RowsArgument out, max, sum, weights, values, dout, dq, dq_rope, dk, dk_rope, dv, dweights;
+    fusion::SparseOperands operands;
+
+    enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
+
+    SparseArgument(const nb::tuple &t, const SparseProblem &p, Of of, std::size_t n)
+        : writes(of != Of::forward), q(at(t, 0), "q", p.dim_qk, n), q_rope(at(t, 1), "q_rope", p.dim_rope, n),
+          indices(at(t, 2), "indices", p.select_count, n), k(at(t, 3), "k", p.dim_qk, n),
+          k_rope(at(t, 4), "k_rope", p.dim_rope, n), v(at(t, 5), "v", p.dim_v, n), out(at(t, 6), "out", p.dim_v, n),
+          max(at(t, 7), "max", p.indexes && p.select_count ? 0 : 1, n),
+          sum(at(t, 8), "sum", p.indexes && p.select_count ? 0 : 1, n),
+          weights(at(t, 9), "weights", p.indexes ? p.heads_q : 0, n),
+          values(at(t, 10), "values", at(t, 10).is_none() ? 0 : p.select_count, n), dout(at(t, 11), "dout",
+                                                                                         of != Of::backward ? 0
+                                                                                         : p.indexes ? p.select_count
+                                                                                                     : p.dim_v,
+                                                                                         n),
+          dq(at(t, 12), "dq", writes ? p.dim_qk : 0, n), dq_rope(at(t, 13), "dq_rope", writes ? p.dim_rope : 0, n),
+          dk(at(t, 14), "dk", writes ? p.dim_qk : 0, n), dk_rope(at(t, 15), "dk_rope", writes ? p.dim_rope : 0, n),
+          dv(at(t, 16), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
+          dweights(at(t, 17), "dweights", writes && p.indexes ? p.heads_q : 0, n) {
+        const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
+        if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
+        if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
+        operands = {q.rows,       q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
+                    v.keys,       out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
+                    weights.rows, values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
+                    dk.rows,      dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink)};
+    }
+
+private:
+    static nb::object at(const nb::tuple &t, std::size_t i) {
+        if (t.size() != 20) refuse("operands of selected keys are 20 values");
+        return nb::borrow(t[i]);
+    }
+};
+
+const fusion::SparseVariant &sparse_variant_named(const nb::object &name) {
+    const fusion::Variant &wanted = variant_named(name);
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (built.variant == &wanted) return *built.sparse;
+    }
+    refuse("the variant does not run here");
+}
+
+void construct_sparse(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &extents, bool backward,
+                      const nb::object &variant) {
+    new (self)
+        fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents), backward);
+}
+
+void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &operands) {
+    require_threads(threads);
+    if (self.attention()) refuse("a loss reads an attention too");
+    const auto of = self.backward() ? SparseArgument::Of::backward : SparseArgument::Of::forward;
+    const SparseArgument given(operands, self.problem(), of, self.sequences());
+    const nb::gil_scoped_release released;
+    self.run(given.operands, threads);
+}
+
+void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &attention,
+                    const nb::tuple &extents, const nb::object &variant) {
+    new (self) fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents),
+                                  sparse_problem_of(attention));
+}
+
+void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &operands, const nb::tuple &attended,
+              std::uintptr_t loss) {
+    require_threads(threads);
+    if (!self.attention() || !loss) refuse("this is the plan of no loss, or the loss has no place");
+    const SparseArgument given(operands, self.problem(), SparseArgument::Of::loss, self.sequences());
+    SparseArgument read(attended, *self.attention(), SparseArgument::Of::forward, self.sequences());
+    read.operands.v = read.operands.k;
+    const nb::gil_scoped_release released;
+    self.run(given.operands, read.operands, reinterpret_cast<float *>(loss), threads);
+}
+
+void construct_indexer(fusion::IndexerPlan *self, const nb::tuple &problem, const nb::tuple &extents,
+                       const nb::object &variant) {
+    new (self) fusion::IndexerPlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents));
+}
+
+void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &operands) {
+    require_threads(threads);
+    const SparseArgument given(operands, self.problem(), SparseArgument::Of::forward, self.sequences());
+    const nb::gil_scoped_release released;
+    self.run(given.operands, threads);
+}
+
+}  // namespace
+
+void bind_sparse(nb::module_ &m) {
+    nb::class_<fusion::SparsePlan>(m, "SparsePlan",
+                                   "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
+        .def("__init__", &construct_sparse, "problem"_a, "extents"_a, "backward"_a, "variant"_a = nb::none())
+        .def("workspace_bytes", &fusion::SparsePlan::workspace_bytes, "threads"_a)
+        .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "variant"_a = nb::none())
+        .def("run", &run_sparse, "threads"_a, "operands"_a)
+        .def("run", &run_loss, "threads"_a, "operands"_a, "attended"_a, "loss"_a);
+    nb::class_<fusion::IndexerPlan>(m, "IndexerPlan", "The lightning indexer's forward on given lengths.")
+        .def("__init__", &construct_indexer, "problem"_a, "extents"_a, "variant"_a = nb::none())
+        .def("workspace_bytes", &fusion::IndexerPlan::workspace_bytes, "threads"_a)
+        .def("run", &run_indexer, "threads"_a, "operands"_a);
+}

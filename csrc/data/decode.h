@@ -1,0 +1,75 @@
+// What a decode reads besides the operands that every forward has: keys and values at addresses or in pages, perhaps as
+// stored integers. Plain data, shared by the baseline code and every variant.
+
+#pragma once
+
+#include "data/problem.h"
+
+namespace fusion {
+
+enum class Storage : int { float32, float16, bfloat16, int8, int4 };  // int4: the even element in a byte's low half
+enum class Dequant : int { none, channel, token };
+enum class Rounding : int { none, even, away };  // of an int8 result: halves to even, or away from zero
+
+// Rows of neighbouring elements. Token t of (sequence b, head h) starts at element
+//   address[b] + h * stride_head[b] + t * stride_token                            where table is null, else
+//   table[b * table_stride + t / page_size] * stride_page + h * page_stride_head + t % page_size * stride_token
+struct Cache {
+    const char *base = nullptr;
+    std::int64_t item = 0;  // bytes of an element
+    const std::int64_t *address = nullptr, *stride_head = nullptr;
+    const std::int32_t *table = nullptr;
+    std::int64_t table_stride = 0, page_size = 0, stride_page = 0, page_stride_head = 0;
+    std::int64_t stride_token = 0;
+};
+
+struct Quantised {  // value = (stored + offset) * scale; float32 rows of dim elements (channel) or of one (token)
+    Dequant kind = Dequant::none;
+    Cache scale, offset;  // offset.base null: 0
+};
+
+struct PerChannel {  // element (query head, d); null: 1 or 0
+    const float *base = nullptr;
+    std::int64_t stride_head = 0, stride = 0;
+};
+
+struct DecodeProblem : Problem {
+    Storage storage;  // of k and v
+    Rounding rounding;
+    bool shares_kv;
+};
+
+struct DecodeOperands : Operands {  // k, v and k_rope of the base are not used
+    Cache keys, values, key_ropes;
+    Quantised quantised_keys, quantised_values;
+    PerChannel out_scale, out_offset;
+};
+
+// Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A
+// unit is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one chunk.
+struct DecodeUnit {
+    std::int64_t seq, head, heads, row0, row1, begin, end;
+    std::int64_t place;  // of its partial result, in floats; -1: it is the only unit of its rows
+};
+
+struct DecodeRows {  // rows whose partial results are merged: `count` of them, `stride` floats apart
+    std::int64_t seq, head, row0, row1, place, stride, count;
+};
+
+struct DecodeJob {
+    const DecodeProblem *problem;
+    const DecodeOperands *operands;
+    const Sequence *sequences;
+};
+
+constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed together
+constexpr std::int64_t decode_rows = 64;    // rows of a head of a unit, at most
+constexpr std::int64_t decode_slots = 128;  // and of a unit, each head's rounded up to slots_of()
+
+// Keys of a unit, at most: what is begun and merged for each is a tenth of the time of integers where it has 1024, but
+// a sequence must not be fewer pieces than a few threads need.
+constexpr std::int64_t decode_chunk(const Problem &p) { return p.heads_kv >= 8 ? 4096 : p.heads_kv >= 4 ? 2048 : 1024; }
+
+constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }
+
+}  // namespace fusion

@@ -1,0 +1,125 @@
+// What the core computes and where it lies in memory: plain data, shared by the baseline code and every variant.
+// No functions: each variant compiles its own (simd/rows.h).
+//
+// Lengths, strides and addresses have been checked when they arrive here; kernels validate nothing.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fusion {
+
+enum class Dtype : int { float32, float16, bfloat16 };
+enum class Bias : int { none, matrix, table, slopes, slopes_sqrt };
+enum class Dropout : int { none, bits, philox };
+
+constexpr std::int64_t table_rows = 1024;  // of a Bias::table, the last rows of each sequence
+
+struct Problem {
+    std::int64_t heads_q, heads_kv, dim_qk, dim_v, dim_rope;
+    Dtype dtype;
+    double scale;
+    Bias bias;
+    bool bias_scaled, has_blocked, has_sink;
+    Dropout dropout;
+    double keep_prob;
+    std::int64_t keep_below;  // a 16-bit draw below this is kept
+};
+
+// Rows of neighbouring elements: (sequence b, head h, token t) starts at element
+// address[b] + h * stride_head[b] + t * stride_token.
+struct Rows {
+    void *base = nullptr;
+    const std::int64_t *address = nullptr;
+    const std::int64_t *stride_head = nullptr;
+    std::int64_t stride_token = 0;
+};
+
+// A value per (head, row, key) of each sequence, or a bit: (b, h, i, j) lies at address[b] + h * stride_head[b] +
+// i * stride_row[b] + j * stride_key. Broadcast axes have stride 0; stride_key is 0 or 1.
+struct Matrix {
+    const void *base = nullptr;
+    const std::int64_t *address = nullptr;
+    const std::int64_t *stride_head = nullptr;
+    const std::int64_t *stride_row = nullptr;
+    std::int64_t stride_key = 0;
+    Dtype dtype = Dtype::float32;
+};
+
+struct Operands {
+    Rows q, k, v, out, max, sum, q_rope, k_rope;  // the forward writes no statistics where max has no base
+    Matrix bias, blocked, drop_bits;
+    const float *slopes = nullptr;  // [sequences, heads_q]
+    const float *sink = nullptr;    // [heads_q]
+    std::uint64_t seed = 0;
+    std::uint32_t offset = 0;
+};
+
+// What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its
+// elements belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are
+// not seen.
+struct Gradients {
+    Rows dout, dq, dk, dv, dq_rope, dk_rope;
+    Matrix dbias;
+    float *dsink = nullptr;  // [heads_q]
+    bool owns_dbias = false;
+};
+
+// Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).
+struct Sequence {
+    std::int64_t q_len, kv_len, lo, hi, prefix, shift;
+};
+
+struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)
+    std::int64_t seq, row0, row1, begin, end;
+};
+
+// Keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all that read them.
+struct Unit {
+    std::int64_t seq, head, key_begin, key_end;  // whole panels; the last may end behind the sequence
+    char *packed;
+};
+
+// Rows that a thread reads after a tile, which are asked for while it computes the tile: nothing depends on them.
+struct Ahead {
+    struct Part {
+        const char *first = nullptr;
+        std::int64_t stride = 0, rows = 0, bytes = 0;  // from row to row; how many; of each
+    };
+    Part q, k, v;
+};
+
+struct GradientAhead {               // the same for the backward, and the memory of results that are stored soon
+    static constexpr int most = 16;  // keys, their gradients, and three of each of four tiles of rows
+    Ahead::Part parts[most];
+    int count = 0;
+
+    void add(const Ahead::Part &part) { parts[count++] = part; }
+};
+
+struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
+    std::int64_t seq, head, row0, row1;
+    void *memory;
+    bool fresh = false;  // they have met no keys: their dq is zero, whatever lies there
+};
+
+struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's memory for their gradients
+    std::int64_t seq, head, key0, key1;
+    void *memory;
+};
+
+struct RowNotes {        // what packing found in a tile of rows
+    std::int64_t means;  // empty rows in mean form
+    float dsink;
+};
+
+struct Job {
+    const Problem *problem;
+    const Operands *operands;
+    const Sequence *sequences;
+    const Gradients *gradients = nullptr;  // the backward's
+    bool streamed = false;                 // results of the backward are written past the caches
+};
+
+}  // namespace fusion

@@ -1,0 +1,405 @@
+// Some rows of one sequence and a few key/value heads meet the keys of one chunk: partial results of peak, sum and
+// values.
+//
+// All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is
+// scored for up to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed,
+// the next half is on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is
+// computed again with care. Start reading at attend_unit(); finish_rows() merges partial results.
+
+#pragma once
+
+#include "dense/bias.h"
+#include "decode/scores.h"
+#include "simd/masks.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+// ------------------------------------------------------------------------------------------- between the two products
+
+// Scales and offsets of the tokens whose stored integers were multiplied.
+template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
+    const Floats sum = all(w.s.row_sum[w.slot(row)]);
+    for (std::int64_t c = 0; c < t.count; c += lanes) {
+        Floats x = load<Floats>(scores + c);
+        if (t.keys.offset) x += load<Floats>(t.keys.offset + c) * sum;
+        store(scores + c, x * load<Floats>(t.keys.scale + c));
+    }
+}
+
+// Which of the tile's keys a row sees, as bits; the scores of all others become -inf, whatever their product was.
+template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
+    const std::int64_t token = w.token(row);
+    const std::int64_t begin = most(first_key(w.seq, token), w.unit.begin),
+                       end = least(end_key(w.seq, token), w.unit.end);
+    if (!w.p.has_blocked && begin <= t.first && t.first + t.count <= end && !w.careful) return;
+    set_interval(w.s.seen, t.first, t.count, begin, end);
+    if (w.p.has_blocked) clear_blocked(w.s.seen, w.o.blocked, w.seq, w.unit.seq, w.head(row), token, t.first, t.count);
+    for (std::int64_t c = 0; c < t.count; c += lanes) {
+        store(scores + c, pick(lane_bits(w.s.seen, c), load<Floats>(scores + c), all(-infinity)));
+    }
+}
+
+FUSION_INLINE float power(float x) { return exp2(all(x))[0]; }
+
+// The largest weight times its value's scale.
+template <class F>
+float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count,
+                      float from) {
+    Floats top = {};
+    for (std::int64_t c = 0; c < least(count, t.count); c += lanes) {
+        const Floats x =
+            exp2((load<Floats>(scores + c) - all(from)) * all(w.factor)) * load<Floats>(t.values.scale + c);
+        top = larger(top, larger(x, -x));
+    }
+    return largest_of(top);
+}
+
+// Scores become weights relative to the largest score so far; what was summed before shrinks by `fade`. Weights of
+// stored integers become 16-bit numbers, of which each stands for `factor`.
+template <class F>
+__attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
+                                         float *scores, Ahead &keys, std::int64_t lines) {
+    float *state = w.state(row), peak = state[0];
+    Floats largest = all(-infinity);
+    for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
+    const float found = largest_of(largest);
+    peak = most(peak, found);
+    const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor),
+                from = peak == -infinity ? 0.0f : peak;
+    auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
+    const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
+    if (count > t.count) store(scores + t.count, all(-infinity));
+    const bool scaled = F::integer && t.values.kind == Dequant::token;
+    float top = 1.0f, share = 1.0f;
+    if constexpr (F::integer) {
+        top = scaled          ? largest_product(w, t, scores, count, from)
+              : found == peak ? 1.0f
+                              : power((found - from) * w.factor);
+        share = top > 1e-34f ? 32767.0f / top : 0.0f;
+    }
+    Floats sum = {}, other = {}, extra = {};
+    for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+        if (feeds<F>) keys.fetch(lines);
+        Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
+        Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
+        sum += low;
+        other += high;
+        if (scaled) {
+            low *= load<Floats>(t.values.scale + c);
+            high = c + lanes < t.count ? high * load<Floats>(t.values.scale + c + lanes) : Floats{};
+            if (t.values.offset) {
+                extra += low * load<Floats>(t.values.offset + c);
+                if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
+            }
+        }
+        F::put(weights, c, low * all(share), high * all(share));
+    }
+    w.s.fade[i] = fade;
+    w.s.factor[i] = F::integer ? top / 32767.0f : 1.0f;
+    if (scaled && t.values.offset) state[2] = state[2] * fade + sum_of(extra);
+    state[0] = peak;
+    state[1] = state[1] * fade + sum_of(sum + other);
+}
+
+// ------------------------------------------------------------------------------------------------------------- values
+
+// Rows [i, i + M) of a block, N vectors of columns from column `d` on.
+template <class F, int M, int N>
+__attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
+                                          std::int64_t d, Ahead &ahead) {
+    constexpr std::int64_t fetched = F::bytes(N * lanes);
+    typename F::Sum sum[M][N] = {};
+    const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
+    const std::int64_t at = F::bytes(d);
+    const char *const *rows = w.s.value_rows;
+    constexpr int lines = F::bytes(F::depth * N * lanes) / 64;
+    Ahead next = ahead;
+    const bool follows = next.any() && at % 64 == 0 && at < row_bytes(w.p.storage, w.p.dim_qk);
+    const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
+    for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
+        Words value[N];
+        FUSION_UNROLL for (int j = 0; j < N; j += 2) {
+            const std::int64_t from = at + F::bytes(j * lanes);
+            F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
+        }
+        // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
+        const char *const *const soon = key < again ? rows + key + again_values
+                                        : follows   ? w.s.next_rows + key - again
+                                                    : nullptr;
+        if (soon) {
+            FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
+            }
+        }
+        if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
+        FUSION_UNROLL for (int m = 0; m < M; ++m) {
+            const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
+            FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
+        }
+    }
+    ahead = next;
+    FUSION_UNROLL for (int m = 0; m < M; ++m) {
+        if (row + m >= w.rows()) break;
+        float *out = w.out(row + m) + d;
+        const Floats fade = all(w.s.fade[i + m]), factor = all(w.s.factor[i + m]);
+        FUSION_UNROLL for (int n = 0; n < N; ++n) {
+            Floats added;
+            if constexpr (F::integer) {
+                added = __builtin_convertvector(sum[m][n], Floats) * factor;
+            } else {
+                added = sum[m][n];
+            }
+            store(out + n * lanes, load<Floats>(out + n * lanes) * fade + added);
+        }
+    }
+}
+
+template <class F, int M>
+void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, Ahead &ahead) {
+    std::int64_t d = 0;
+    if constexpr (M <= 4 && lanes == 16) {
+        for (; d + 4 * lanes <= w.sizes.columns; d += 4 * lanes) add_values<F, M, 4>(w, row, i, t, d, ahead);
+    }
+    for (; d < w.sizes.columns; d += column_unit) add_values<F, M, 2>(w, row, i, t, d, ahead);
+}
+
+template <class F> void value_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, Ahead ahead) {
+    for (std::int64_t i = 0; i < b.rows; i += value_rows) {
+        const std::int64_t left = b.rows - i, row = b.row + i;
+        if (left > 4) {
+            if constexpr (value_rows == 8) value_columns<F, 8>(w, row, i, t, ahead);
+            else value_columns<F, 4>(w, row, i, t, ahead);
+        } else if (left > 2) {
+            value_columns<F, 4>(w, row, i, t, ahead);
+        } else if (left > 1) {
+            value_columns<F, 2>(w, row, i, t, ahead);
+        } else {
+            value_columns<F, 1>(w, row, i, t, ahead);
+        }
+        ahead = {};
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- with care
+
+// One row where something is not finite: select before multiply, and no weight of a key that is seen is 0.
+inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, const DecodeTile &t,
+                              const float *scores) {
+    float *state = w.state(row), *out = w.out(row), peak = state[0];
+    const float before = peak, nan = __builtin_nanf("");
+    for (std::int64_t c = 0; c < t.real; ++c) {
+        if (scores[c] != scores[c]) peak = nan;
+        if (scores[c] > peak) peak = scores[c];
+    }
+    state[0] = peak;
+    if (peak != peak || peak == infinity) {
+        state[1] = nan;
+        return;
+    }
+    float fade = peak == before ? 1.0f : power((before - peak) * w.factor);
+    if (before > -infinity) fade = most(fade, least_weight);
+    for (std::int64_t d = 0; d < w.p.dim_v; ++d) out[d] *= fade;
+    state[1] *= fade;
+    for (std::int64_t c = 0; c < t.real; ++c) {
+        if (scores[c] == -infinity) continue;  // not seen: all others are so here
+        const float weight = power((scores[c] - peak) * w.factor);
+        const float *value = reinterpret_cast<const float *>(w.s.value_rows[c]);
+        for (std::int64_t d = 0; d < w.p.dim_v; ++d) {
+            const bool wild = value[d] - value[d] != 0.0f;
+            out[d] += (wild ? most(weight, least_weight) : weight) * value[d];
+        }
+        state[1] += weight;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- from end to end
+
+template <class F>
+__attribute__((noinline)) void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
+    if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
+    const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
+    if (w.dressed && !scaled)
+        add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
+    hide_row(w, row, t, scores);
+}
+
+inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char **rows, float *scale, float *offset) {
+    if (q.kind == Dequant::channel) {
+        const auto *own = reinterpret_cast<const float *>(cache_row(q.scale, span.seq, span.head, 0));
+        const char *plus = q.offset.base ? cache_row(q.offset, span.seq, span.head, 0) : nullptr;
+        return {q.kind, own, reinterpret_cast<const float *>(plus)};
+    }
+    if (q.kind == Dequant::none) return {q.kind, nullptr, nullptr};
+    find_values(q.scale, span, rows, scale);
+    if (q.offset.base) find_values(q.offset, span, rows, offset);
+    return {q.kind, scale, q.offset.base ? offset : nullptr};
+}
+
+// Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
+template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
+    const DecodeUnit &u = w.unit;
+    const KeySpan span = {u.seq, w.kv_head, t.first, t.count, u.begin, u.end};
+    const auto &s = w.s;
+    t.keys = find_meaning(w.o.quantised_keys, span, s.spare_rows, s.token[0], s.token[1]);
+    t.values = find_meaning(w.o.quantised_values, span, s.spare_rows, s.token[2], s.token[3]);
+    if constexpr (F::integer) {
+        for (const Meaning &m : {t.keys, t.values}) {
+            if (m.kind != Dequant::token) continue;
+            if (!all_finite(m.scale, t.count) || (m.offset && !all_finite(m.offset, t.count))) return false;
+        }
+    }
+    w.s.value_step = find_rows(w.o.values, span, s.value_rows);
+    if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
+    if (!w.sizes.direct_keys) {
+        stage_rows<F>(s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys);
+    }
+    const bool direct_rope = w.sizes.direct_keys && static_cast<Storage>(w.p.dtype) == F::stored;
+    if (w.p.dim_rope && !direct_rope) {
+        const Meaning as_it_is = {Dequant::none, nullptr, nullptr};
+        stage_rows<F>(s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope, w.sizes.rope_words,
+                      s.ropes);
+    }
+    return true;
+}
+
+// Where a unit's tiles lie: its heads side by side in memory are met tile by tile, others one after the other, so that
+// neighbouring reads are neighbours in memory.
+struct Course {
+    std::int64_t first, tiles, heads;
+    bool by_tile;
+
+    explicit Course(const DecodeUnit &u, const Cache &keys)
+        : first(u.begin / lanes * lanes), tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
+          by_tile(keys.table || keys.stride_head[u.seq] < decode_tile * keys.stride_token) {}
+
+    std::int64_t head(std::int64_t step) const { return by_tile ? step % heads : step / tiles; }
+    std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
+};
+
+// The rows of the keys of a step, or of the first one of the next unit: to be fetched ahead.
+template <class F>
+void find_next(DecodeWork<F> &w, const Course &course, std::int64_t step, const DecodeUnit *next) {
+    const DecodeUnit *u = &w.unit;
+    std::int64_t head = u->head, first = u->end - 1;  // nothing follows: rows that are near anyway
+    if (step < course.tiles * course.heads) {
+        head += course.head(step), first = course.key(step);
+    } else if (next && next->begin < next->end) {
+        u = next, head = u->head, first = u->begin / lanes * lanes;
+    }
+    w.s.next_step = find_rows(w.o.keys, {u->seq, head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
+}
+
+template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
+    const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
+    const std::int64_t shared = w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
+    const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
+    Ahead keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
+    Ahead values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes, met_keys);
+    if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+    for (std::int64_t row = 0; row < w.rows(); row += lanes) {
+        const RowBlock b = w.block(row);
+        score_block(w, b, t, values);
+        if (row == 0 && !w.sizes.direct_values) {
+            stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
+        }
+        const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            float *scores = w.s.scores + i * decode_tile;
+            dress_row(w, row + i, t, scores);
+            if constexpr (std::is_same_v<F, Floating>) {
+                if (w.careful) {
+                    add_row_carefully(w, row + i, t, scores);
+                    continue;
+                }
+            }
+            weigh_row(w, row + i, i, t, scores, keys, fed);
+        }
+        if (!w.careful) value_block(w, b, t, keys);
+        values = keys = {};
+    }
+}
+
+// Brings columns in order and gives sums of stored integers their meaning; false where something is not finite.
+template <class F> bool settle(const DecodeWork<F> &w) {
+    const Quantised &v = w.o.quantised_values;
+    const bool scaled = F::integer && v.kind == Dequant::channel;
+    const float *scale =
+        scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
+    const float *offset = scaled && v.offset.base
+                              ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0))
+                              : nullptr;
+    Ints largest = {};
+    for (std::int64_t row = 0; row < w.rows(); ++row) {
+        const float *state = w.state(row);
+        if (state[1] - state[1] != 0.0f || state[0] == infinity) return false;
+        float *out = w.out(row);
+        const std::int64_t n = w.p.dim_v;
+        for (std::int64_t d = 0; d < w.sizes.columns; d += column_unit) {
+            Floats x[2] = {load<Floats>(out + d), load<Floats>(out + d + lanes)};
+            F::order(x[0], x[1]);
+            FUSION_UNROLL for (int i = 0; i < 2; ++i) {
+                const std::int64_t at = d + i * lanes;
+                if (F::integer && v.kind == Dequant::token) x[i] += all(state[2]);
+                if (offset) x[i] += load_floats(offset + at, n - at) * all(state[1]);
+                if (scale) x[i] *= load_floats(scale + at, n - at);
+                const Ints size = (Ints)(bits_of(x[i]) & 0x7fffffff);
+                largest = size > largest ? size : largest;
+                store(out + at, x[i]);
+            }
+        }
+    }
+    return !any((Words)(largest >= 0x7f800000));
+}
+
+// Returns the heads of the unit, as bits, whose rows meet what is not finite: their partial results mean nothing.
+template <class F>
+std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
+                     float *partial, bool careful) {
+    DecodeWork<F> w(job, unit, scratch, partial, careful);
+    const bool sees = unit.begin < unit.end;
+    std::uint32_t wild = 0;
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        w.turn_to(head);
+        for (std::int64_t row = 0; row < w.rows(); ++row) {
+            std::memset(w.state(row), 0, w.stride * 4);
+            w.state(row)[0] = -infinity;
+        }
+        if (sees && !place_queries(w)) wild |= 1u << head;
+    }
+    if (!sees) return 0;
+    const Course course(unit, w.o.keys);
+    find_next(w, course, 0, nullptr);
+    for (std::int64_t step = 0; step < course.tiles * course.heads; ++step) {
+        const std::int64_t head = course.head(step), first = course.key(step);
+        const std::int64_t count = least<std::int64_t>(decode_tile, round_up<std::int64_t>(unit.end, lanes) - first);
+        DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
+        w.turn_to(head);
+        std::swap(w.s.key_rows, w.s.next_rows);
+        if (!(wild >> head & 1) && !load_tile(w, t)) wild |= 1u << head;
+        find_next(w, course, step + 1, next);
+        if (!(wild >> head & 1)) attend_tile(w, t);
+    }
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        w.turn_to(head);
+        if (!careful && !(wild >> head & 1) && !settle(w)) wild |= 1u << head;
+    }
+    return wild;
+}
+
+template <class F>
+void attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
+    const std::uint32_t wild = attend<F>(job, unit, next, scratch, partial, false);
+    for (std::int64_t head = 0; wild >> head; ++head) {
+        if (!(wild >> head & 1)) continue;
+        DecodeUnit one = unit;
+        one.head += head, one.heads = 1;
+        const std::int64_t floats = (unit.row1 - unit.row0) * partial_stride(*job.problem);
+        attend<Floating>(job, one, nullptr, scratch, partial + head * floats, true);
+    }
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,276 @@
+// A unit of a decode: its sizes and memory, and its query rows in the order in which they are multiplied.
+
+#pragma once
+
+#include "decode/formats.h"
+#include "decode/rows.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+constexpr std::int64_t column_unit = 2 * lanes;  // columns of values that are computed together, at least
+constexpr int value_rows = lanes == 16 ? 8 : 4;  // and rows, at most
+constexpr std::int64_t partial_head = 16;        // floats before a partial row's values: peak, sum
+
+FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
+    return partial_head + round_up<std::int64_t>(p.dim_v, 32);
+}
+
+// Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
+// under a positive scale); if not, what makes a product the problem's score.
+FUSION_INLINE bool is_dressed(const DecodeProblem &p) {
+    return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
+}
+FUSION_INLINE float natural_scale(const DecodeProblem &p) { return is_dressed(p) ? 1.0f : static_cast<float>(p.scale); }
+
+inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
+    switch (storage) {
+        case Storage::float32: return n * 4;
+        case Storage::int8: return n;
+        case Storage::int4: return (n + 1) / 2;
+        default: return n * 2;
+    }
+}
+
+template <class F> struct DecodeSizes {  // of rows, in words
+    bool direct_keys, direct_values;     // multiplied where they lie in the cache
+    std::int64_t key_words, rope_words, columns;
+
+    explicit DecodeSizes(const DecodeProblem &p, bool careful) : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
+        const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
+        const bool same = p.storage == F::stored && !careful;
+        direct_keys = same && fits(p.dim_qk) && fits(p.dim_rope);
+        direct_values = same && p.dim_v == columns;
+        const auto words = [&](std::int64_t n) {
+            const std::int64_t exact = (n + F::elements - 1) / F::elements;
+            return direct_keys ? exact : round_up<std::int64_t>(exact, lanes);
+        };
+        key_words = words(p.dim_qk);
+        rope_words = words(p.dim_rope);
+    }
+    std::int64_t value_words() const { return F::bytes(columns) / 4; }
+};
+
+struct DecodeScratch {                        // one thread's
+    float *q;                                 // [blocks][words * lanes], digits: up to four vectors for one of words
+    std::int32_t *start;                      // [blocks][vectors][2][lanes]
+    float *row_scale, *row_offset, *row_sum;  // [decode_slots]
+    float *fade, *factor;                     // [lanes]
+    float *scores, *weights;                  // [lanes][decode_tile]
+    std::uint8_t *seen;                       // [decode_tile / 8]
+    float *line;                              // one query row, and its digits
+    char *keys, *ropes, *values;              // [decode_tile] staged rows
+    float *token[4];                          // [decode_tile] scales and offsets of keys, of values
+    const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
+    std::int64_t next_step = 0, value_step = 0;                                   // find_rows()'s
+    std::size_t bytes;
+
+    DecodeScratch(const Problem &p, void *memory) {
+        char *at = static_cast<char *>(memory), *const origin = at;
+        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
+            at += round_up<std::size_t>(count * sizeof *part, 64);
+        };
+        const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
+        take(q, rows * (k + r));
+        take(start, rows * 4);
+        take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
+        take(scores, lanes * decode_tile), take(weights, lanes * decode_tile);
+        take(seen, decode_tile / 8);
+        take(line, 3 * (k + r));
+        take(keys, decode_tile * k * 4), take(ropes, decode_tile * r * 4), take(values, decode_tile * v * 4);
+        for (float *&part : token) take(part, decode_tile);
+        take(key_rows, decode_tile), take(next_rows, decode_tile), take(rope_rows, decode_tile);
+        take(value_rows, decode_tile), take(spare_rows, decode_tile);
+        bytes = at - origin;
+    }
+};
+
+// Rows [row, row + rows) of a unit in `vectors` vectors, each of which holds `lanes / phases` rows.
+struct RowBlock {
+    std::int64_t row, rows;
+    int phases, vectors;
+};
+
+template <class F> struct DecodeWork {  // a unit, of whose heads one has its turn, and all that it needs
+    const DecodeProblem &p;
+    const DecodeOperands &o;
+    const Sequence &seq;
+    const DecodeUnit &unit;
+    DecodeScratch s;
+    float *const partial;  // [heads][rows][partial_stride]
+    const std::int64_t group, stride;
+    std::int64_t turn = 0, kv_head;
+    const bool careful;
+    const DecodeSizes<F> sizes;
+    const bool dressed;
+    const float natural, factor;  // what makes a score the problem's, and a power of two
+
+    DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch),
+          partial(partial_), group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head),
+          careful(careful_), sizes(p, careful_), dressed(is_dressed(p)), natural(natural_scale(p)),
+          factor(natural * log2_e) {}
+
+    std::int64_t rows() const { return unit.row1 - unit.row0; }
+    std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
+    std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
+    float *state(std::int64_t row) const { return partial + (turn * rows() + row) * stride; }  // peak, sum
+    float *out(std::int64_t row) const { return state(row) + partial_head; }
+    std::int64_t slot(std::int64_t row) const { return turn * slots_of(rows()) + row; }
+    void turn_to(std::int64_t head) { turn = head, kv_head = unit.head + head; }
+
+    RowBlock block(std::int64_t row) const {
+        const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
+        int phases = lanes;
+        while (phases > 1 && lanes / phases < count) phases /= 2;
+        while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
+        if (F::integer && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
+        return {row, count, phases, 1};
+    }
+    Words *query(std::int64_t row) const {
+        const std::int64_t size = round_up<std::int64_t>(p.dim_qk, 64) + round_up<std::int64_t>(p.dim_rope, 64);
+        return reinterpret_cast<Words *>(s.q + slot(row) * size);
+    }
+    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 4); }
+};
+
+struct DecodeTile {  // keys [first, first + count) of a chunk, whole vectors of them; `real` of them before its end
+    std::int64_t first, count, real;
+    Meaning keys, values;
+};
+
+// ------------------------------------------------------------------------------------------------------------ queries
+
+inline void load_query(Dtype dtype, const Rows &rows, std::int64_t b, std::int64_t head, std::int64_t token,
+                       std::int64_t n, float *to) {
+    const std::int64_t at = rows.address[b] + head * rows.stride_head[b] + token * rows.stride_token;
+    const char *row = static_cast<const char *>(rows.base) + at * (dtype == Dtype::float32 ? 4 : 2);
+    widen_row(static_cast<Storage>(dtype), row, n, to);
+}
+
+// Where word c of a block's row i lies.
+FUSION_INLINE std::int64_t place_of(std::int64_t c, std::int64_t i, const RowBlock &b) {
+    const int shift = __builtin_ctz(b.phases);  // a power of two
+    return (c >> shift) * b.vectors * lanes + (i << shift) + (c & (b.phases - 1));
+}
+
+template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
+    constexpr int word = F::elements;
+    const std::int64_t words = w.sizes.key_words + w.sizes.rope_words, ropes = w.sizes.key_words * word;
+    float *line = w.s.line;
+    std::memset(line, 0, words * word * 4);
+    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_qk, line);
+    if (w.p.dim_rope) {
+        load_query(w.p.dtype, w.o.q_rope, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope,
+                   line + ropes);
+    }
+    auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
+    for (std::int64_t c = 0; c < words; ++c) {
+        std::uint32_t bits[word];
+        std::memcpy(bits, line + c * word, sizeof bits);
+        to[place_of(c, i, b)] = word == 1 ? bits[0] : bits[0] >> 16 | (bits[word - 1] & 0xffff0000u);
+    }
+}
+
+// A row's 16-bit numbers as two digits; false where the row is not finite.
+template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
+    constexpr int word = F::elements, parts = F::parts;
+    const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
+    const Quantised &k = w.o.quantised_keys;
+    const float *scale = nullptr, *offset = nullptr;
+    if (k.kind == Dequant::channel) {
+        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.kv_head, 0));
+        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.kv_head, 0));
+    }
+    float *line = w.s.line;
+    std::memset(line, 0, size * 4);
+    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
+    Floats plus = {}, sum = {}, top = {}, wild = {};
+    for (std::int64_t d = 0; d < n; d += lanes) {
+        Floats x = load<Floats>(line + d);
+        if (scale) x *= load_floats(scale + d, n - d);
+        if (offset) plus += x * load_floats(offset + d, n - d);
+        sum += x;
+        wild += x - x;
+        top = larger(top, larger(x, -x));
+        store(line + d, x);
+    }
+    const float total = sum_of(sum), added = sum_of(plus);
+    if (!(sum_of(wild) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
+    // Digits that two signed bytes hold, and a sum that 32 bits hold.
+    const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::bias * n));
+    const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
+    const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
+    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
+    w.s.row_offset[w.slot(row)] = added * times;
+    w.s.row_sum[w.slot(row)] = total * times;
+    auto *highs = reinterpret_cast<std::int8_t *>(line + size), *lows = highs + size;
+    for (std::int64_t d = 0; d < size; d += lanes) {
+        const Ints number = F::whole(load<Floats>(line + d) * share);
+        const Ints low = number << 24 >> 24, high = (number - low) >> 8;
+        typedef std::int8_t Digits __attribute__((vector_size(lanes)));
+        store(lows + d, __builtin_convertvector(low, Digits));
+        store(highs + d, __builtin_convertvector(high, Digits));
+    }
+    auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
+    for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
+        const std::int64_t at = place_of(c, i, b), lane = at % lanes;
+        for (int part = 0; part < parts; ++part) {
+            std::int8_t digits[2][4];
+            for (int j = 0; j < 4; ++j) {
+                digits[0][j] = highs[c * word + j * parts + part];
+                digits[1][j] = lows[c * word + j * parts + part];
+            }
+            std::uint32_t *const vector = to + (at / lanes * parts + part) * 2 * lanes + lane;
+            std::memcpy(vector, digits[0], 4);
+            std::memcpy(vector + lanes, digits[1], 4);
+        }
+    }
+    return true;
+}
+
+// What sums of digits start from: stored integers meet them raised by F::bias.
+template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) {
+    const Words raised = all(static_cast<std::uint32_t>(F::bias) * 0x01010101u);
+    for (int vector = 0; vector < b.vectors; ++vector) {
+        const Words *q = w.query(b.row) + vector * F::parts * 2;
+        Ints high = {}, low = {};
+        for (std::int64_t c = 0; c < w.sizes.key_words; c += b.phases, q += b.vectors * F::parts * 2) {
+            for (int part = 0; part < F::parts; ++part) {
+                high = F::dot(high, raised, load<Words>(q + part * 2));
+                low = F::dot(low, raised, load<Words>(q + part * 2 + 1));
+            }
+        }
+        store(w.start(b.row) + vector * 2, -high);
+        store(w.start(b.row) + vector * 2 + 1, -low);
+    }
+}
+
+template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork<F> &w) {
+    for (std::int64_t row = 0; row < w.rows(); row += lanes) {
+        const RowBlock b = w.block(row);
+        const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases) * b.vectors;
+        if constexpr (F::integer) {
+            std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * 2 * 4);
+        } else {
+            std::memset(static_cast<void *>(w.query(row)), 0, words * 4);
+        }
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if constexpr (F::integer) {
+                if (!place_digits(w, b, i)) return false;
+            } else {
+                place_floats(w, b, i);
+            }
+        }
+        if constexpr (F::integer) place_starts(w, b);
+    }
+    return true;
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,118 @@
+// Where the rows of a tile of keys lie, and the same rows as float32 where the kernel cannot multiply them as they are.
+
+#pragma once
+
+#include "data/decode.h"
+#include "simd/rows.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+FUSION_INLINE const char *cache_row(const Cache &c, std::int64_t b, std::int64_t head, std::int64_t token) {
+    const std::int64_t at = c.table ? c.table[b * c.table_stride + token / c.page_size] * c.stride_page +
+                                          head * c.page_stride_head + token % c.page_size * c.stride_token
+                                    : c.address[b] + head * c.stride_head[b] + token * c.stride_token;
+    return c.base + at * c.item;
+}
+
+// Keys [first, first + count) of a (sequence, head), of which only [begin, end) may be touched: a row outside is stood
+// for by its nearest neighbour inside. Whoever reads it ignores what it says.
+struct KeySpan {
+    std::int64_t seq, head, first, count, begin, end;
+};
+
+// Returns how far apart all rows lie, or 0.
+inline std::int64_t find_rows(const Cache &c, const KeySpan &s, const char **to) {
+    std::int64_t i = most<std::int64_t>(s.begin - s.first, 0);
+    const std::int64_t stop = least(s.end - s.first, s.count), step = c.stride_token * c.item;
+    bool even = i == 0 && stop == s.count;
+    for (std::int64_t j = 0; j < i; ++j) to[j] = cache_row(c, s.seq, s.head, s.begin);
+    while (i < stop) {
+        const std::int64_t token = s.first + i, left = c.table ? c.page_size - token % c.page_size : stop;
+        const char *row = cache_row(c, s.seq, s.head, token);
+        const std::int64_t count = least(stop - i, left);
+        even = even && count == s.count;
+        for (std::int64_t j = 0; j < count; ++j) to[i + j] = row + j * step;
+        i += count;
+    }
+    for (; i < s.count; ++i) to[i] = to[stop - 1];
+    return even ? step : 0;
+}
+
+// One float of each row.
+inline void find_values(const Cache &c, const KeySpan &s, const char **rows, float *to) {
+    find_rows(c, s, rows);
+    for (std::int64_t i = 0; i < s.count; ++i) std::memcpy(to + i, rows[i], 4);
+}
+
+inline bool all_finite(const float *values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (values[i] - values[i] != 0.0f) return false;
+    }
+    return true;
+}
+
+template <class T> FUSION_INLINE void widen_row(const char *row, std::int64_t n, float *to) {
+    const T *from = reinterpret_cast<const T *>(row);
+    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load_floats(from + d, n - d), n - d);
+}
+
+inline void widen_row(Storage storage, const char *row, std::int64_t n, float *to) {
+    const auto *bytes = reinterpret_cast<const std::int8_t *>(row);
+    switch (storage) {
+        case Storage::float32: return widen_row<float>(row, n, to);
+        case Storage::float16: return widen_row<Half>(row, n, to);
+        case Storage::bfloat16: return widen_row<Brain>(row, n, to);
+        case Storage::int8:
+            for (std::int64_t d = 0; d < n; ++d) to[d] = bytes[d];
+            return;
+        case Storage::int4:
+            for (std::int64_t d = 0; d + 1 < n; d += 2) {
+                const std::int8_t both = bytes[d / 2];
+                to[d] = static_cast<std::int8_t>(static_cast<std::uint8_t>(both) << 4) >> 4;
+                to[d + 1] = both >> 4;
+            }
+            if (n % 2) to[n - 1] = static_cast<std::int8_t>(static_cast<std::uint8_t>(bytes[n / 2]) << 4) >> 4;
+    }
+}
+
+// What the stored integers of one operand mean, for one tile of keys.
+struct Meaning {
+    Dequant kind;
+    const float *scale, *offset;  // channel: rows of dim; token: one per key of the tile; offset may be null
+
+    FUSION_INLINE void apply(float *row, std::int64_t n, std::int64_t key) const {
+        if (kind == Dequant::channel) {
+            for (std::int64_t d = 0; d < n; ++d) row[d] = (row[d] + (offset ? offset[d] : 0.0f)) * scale[d];
+        } else if (kind == Dequant::token) {
+            const float plus = offset ? offset[key] : 0.0f, times = scale[key];
+            for (std::int64_t d = 0; d < n; ++d) row[d] = (row[d] + plus) * times;
+        }
+    }
+};
+
+// Rows of n elements become rows of `words` words behind each other, filled up with zeros: of float32 that carry their
+// meaning, or (F::stored) as they are.
+template <class F>
+void stage_rows(const char **rows, std::int64_t count, Storage storage, const Meaning &meaning, std::int64_t n,
+                std::int64_t words, char *to) {
+    const std::int64_t size = words * 4, used = (n + F::elements - 1) / F::elements;
+    for (std::int64_t i = 0; i < count; ++i, to += size) {
+        if constexpr (F::elements == 1) {
+            float *row = reinterpret_cast<float *>(to);
+            widen_row(storage, rows[i], n, row);
+            meaning.apply(row, n, i);
+        } else {
+            std::memset(to + used * 4 - 4, 0, 4);
+            std::memcpy(to, rows[i], F::elements == 8 ? (n + 1) / 2 : n * (4 / F::elements));
+            if (F::elements == 8 && n % 2) to[n / 2] &= 15;
+        }
+        std::memset(to + used * 4, 0, size - used * 4);
+        rows[i] = to;
+    }
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,312 @@
+// The first half of a decode: scores of a tile's keys, while rows that come later are fetched.
+
+#pragma once
+
+#include "decode/queries.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+// A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and
+// once more this many keys ahead, which costs little where they have come.
+constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
+
+// Into the second cache.
+FUSION_INLINE void fetch_line(const char *at) { __builtin_prefetch(at, 0, 2); }
+FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
+#if defined(__x86_64__)
+    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add them in an instruction of its own
+#else
+    fetch_line(row + byte);
+#endif
+}
+
+// Whether a quarter of the next keys is asked for while scores are weighed, when memory would rest. Integers take
+// longer to multiply than to read.
+template <class F> constexpr bool feeds = !F::integer;
+
+// The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own
+// order.
+class Ahead {
+public:
+    Ahead() = default;
+    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied:
+    // staged ones are longer than what is stored.
+    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
+          std::int64_t met)
+        : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
+        if (size_ <= 0) return;
+        every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
+        if (from == 0 && step == to) rows_ = last_, size_ *= count;  // side by side
+        at_ = rows[0] + from, end_ = at_ + size_;
+    }
+
+    bool any() const { return at_ != nullptr; }
+    // The next N lines, each time that as many are due; behind the last, that one again.
+    template <int N> FUSION_INLINE void fetch() {
+        if (wait_-- > 0) return;
+        wait_ = every_ - 1;
+        FUSION_UNROLL for (int i = 0; i < N; ++i) step();
+    }
+    FUSION_INLINE void fetch(std::int64_t count) {
+        for (std::int64_t i = 0; at_ && i < count; ++i) step();
+    }
+
+private:
+    FUSION_INLINE void step() {
+        fetch_line(at_);
+        at_ += 64;
+        if (__builtin_expect(at_ < end_, 1)) return;
+        if (rows_ < last_) at_ = *rows_++ + from_, end_ = at_ + size_;
+        else at_ -= 64;
+    }
+
+    const char *at_ = nullptr, *end_ = nullptr;  // null: none
+    const char *const *rows_ = nullptr, *const *last_ = nullptr;
+    std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
+};
+
+// Rows whose turn comes soon, once more, in the order in which they will be read.
+struct Again {
+    const char *const *rows = nullptr;  // null: none
+    std::int64_t to = 0;
+
+    template <int N> FUSION_INLINE void fetch(std::int64_t row, std::int64_t byte) const {
+        if (!rows || byte >= to) return;
+        FUSION_UNROLL for (int i = 0; i < N; ++i) fetch_line(rows[row + i], byte);
+    }
+    // While P words of each of `lanes` rows are multiplied.
+    template <int P> FUSION_INLINE void follow(std::int64_t step) const {
+        if constexpr (lanes == 16) {
+            fetch<P>(step * P % 16, step * P / 16 * 64);
+        } else if (step * P % 16 == 0) {
+            fetch<lanes>(0, step * P / 16 * 64);
+        }
+    }
+};
+
+// While P words of each of N rows are multiplied: as many lines.
+template <int P, int N> FUSION_INLINE void follow(Ahead &ahead, std::int64_t step) {
+    if constexpr (P * N >= 16) ahead.fetch<P * N / 16>();
+    else if (step * P * N % 16 == 0) ahead.fetch<1>();
+}
+
+template <class F, int P>
+FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
+                                Ahead &ahead, const Again &again) {
+    for (std::int64_t step = 0; step < steps; ++step) {
+        const Words query = load<Words>(q + step);
+        follow<P, lanes>(ahead, step);
+        again.follow<P>(step);
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = F::dot(sum[i], query, repeat<P>(rows[i] + step * P * 4));
+    }
+}
+
+template <class F, int P>
+FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
+                              std::int64_t steps, Ahead &ahead, const Again &again) {
+    constexpr int half = lanes / 2;
+    FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
+        Ints high[half], low[half];
+        FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
+        for (std::int64_t step = 0; step < steps; ++step) {
+            const Words *query = q + step * F::parts * 2;
+            follow<P, half>(ahead, step);
+            if (from == 0) again.follow<P>(step);
+            FUSION_UNROLL for (int i = 0; i < half; ++i) {
+                Words part[F::parts];
+                F::split(repeat<P>(rows[from + i] + step * P * 4), part);
+                FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
+                    high[i] = F::dot(high[i], part[j], load<Words>(query + 2 * j));
+                    low[i] = F::dot(low[i], part[j], load<Words>(query + 2 * j + 1));
+                }
+            }
+        }
+        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = (high[i] << 8) + low[i];
+    }
+}
+
+// Once more: of the keys soon to come, behind the last of which are the first values.
+template <class F>
+FUSION_INLINE Again soon_again(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead,
+                               std::int64_t key) {
+    const std::int64_t soon = key + again_keys - t.count;
+    if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
+    if (soon >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
+        return {w.s.value_rows + soon, row_bytes(w.p.storage, w.p.dim_v)};
+    }
+    return {};
+}
+
+#if defined(__AVX512F__)
+constexpr int narrow_keys = 8;  // that are met together
+
+// Three or four rows, a pair of them in a vector: each key has a sum of either pair.
+template <class F>
+FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
+                              std::int64_t steps, Ahead &ahead, const Again &again, std::int64_t row) {
+    for (std::int64_t line = 0; line < steps; line += 4) {
+        ahead.fetch<narrow_keys>();
+        again.fetch<narrow_keys>(row, line * 16);
+        for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
+            const char *const query = reinterpret_cast<const char *>(q + step);
+            const NarrowWords low = load<NarrowWords>(query), high = load<NarrowWords>(query + 32);
+            FUSION_UNROLL for (int k = 0; k < narrow_keys; ++k) {
+                const NarrowWords words = repeat_narrow(rows[k] + step * 16);
+                sum[0][k] = F::dot(sum[0][k], low, words);
+                sum[1][k] = F::dot(sum[1][k], high, words);
+            }
+        }
+    }
+}
+
+template <class F>
+__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const Ahead &ahead) {
+    const Words *q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
+    Ahead next = ahead, none;
+    for (std::int64_t from = 0; from < t.count; from += lanes) {
+        const Again again = soon_again(w, b, t, ahead, from);
+        for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
+            NarrowFloats sum[2][narrow_keys] = {};
+            add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
+            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {}, 0);
+            FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+                FUSION_UNROLL for (int k = 0; k < narrow_keys; k += 4) {
+                    const NarrowFloats x = add_quads(sum[pair] + k);
+                    float *const to = w.s.scores + 2 * pair * decode_tile + key + k;
+                    store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
+                    store(to + decode_tile, __builtin_shufflevector(x, x, 4, 5, 6, 7));
+                }
+            }
+        }
+    }
+}
+#endif
+
+FUSION_INLINE void fetch_four(const char *const *rows, std::int64_t byte) {
+    FUSION_UNROLL for (int i = 0; i < 4; ++i) fetch_line(rows[i], byte);
+}
+
+// 32 bytes of four keys.
+template <class F>
+FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *const (&row)[4], std::int64_t byte,
+                             const Words *&digits) {
+    FUSION_UNROLL for (int k = 0; k < 4; ++k) {
+        Words part[F::parts];
+        F::split_repeated(row[k] + byte, part);
+        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+            FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
+                const Words *const at = digits + 2 * (pair * F::parts + j);
+                high[pair][k] = F::added(high[pair][k], part[j], load<Words>(at));
+                low[pair][k] = F::added(low[pair][k], part[j], load<Words>(at + 1));
+            }
+        }
+    }
+    digits += 4 * F::parts;
+}
+
+// Three or four rows of integers, a pair of them in a vector. Sums of four keys are gathered among the products of the
+// next four, for which the processor would otherwise wait.
+template <class F, bool Fetches>
+__attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                           const Ahead &ahead) {
+    const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
+    const char *const *rows = w.s.key_rows, *const *soon = rows + again_keys;
+    Ahead next = ahead;
+    const Words *const q = w.query(b.row);
+    const Ints *const start = w.start(b.row);
+    float *const scores = w.s.scores, *to_scores = scores;
+    Floats scale, plus;
+    FUSION_UNROLL for (int lane = 0; lane < lanes; ++lane) {
+        scale[lane] = w.s.row_scale[slot + lane / 4], plus[lane] = w.s.row_offset[slot + lane / 4];
+    }
+    Ints sum[2][4] = {};  // of the four keys before
+    for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
+        if (Fetches && key == count - again_keys) soon = w.s.value_rows;
+        const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
+        const Words *digits = q;
+        Ints high[2][4], low[2][4];
+        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+            FUSION_UNROLL for (int k = 0; k < 4; ++k) {
+                high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
+            }
+        }
+        if (Fetches) next.fetch<4>(), fetch_four(soon, 0);
+        add_pairs<F>(high, low, row, 0, digits);
+        F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+        to_scores = scores + key;
+        std::int64_t byte = 32;
+        for (; byte + 32 < bytes; byte += 64) {
+            add_pairs<F>(high, low, row, byte, digits);
+            if (Fetches) next.fetch<4>(), fetch_four(soon, byte + 32);
+            add_pairs<F>(high, low, row, byte + 32, digits);
+        }
+        if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
+        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+            FUSION_UNROLL for (int k = 0; k < 4; ++k) sum[pair][k] = (high[pair][k] << 8) + low[pair][k];
+        }
+        if (Fetches) soon += 4;
+    }
+    F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+}
+
+template <class F, int P>
+__attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const Ahead &ahead) {
+    constexpr int rows = lanes / P;
+    const Words *q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
+    Ahead next = ahead, none;
+    for (std::int64_t key = 0; key < t.count; key += lanes) {
+        const Again again = soon_again(w, b, t, ahead, key);
+        if constexpr (F::integer) {
+            Ints sum[lanes];
+            add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
+            gather_keys<P, rows>(sum);
+            FUSION_UNROLL for (int i = 0; i < rows;
+                               ++i) {  // from sums of whole numbers to the products that they stand for
+                const std::int64_t slot = w.slot(b.row + i);
+                const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
+                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);
+            }
+        } else {
+            Floats sum[lanes] = {};
+            add_products<F, P>(sum, q, w.s.key_rows + key, steps, next, again);
+            if (rope_steps) add_products<F, P>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {});
+            gather_keys<P, rows>(sum);
+            FUSION_UNROLL for (int i = 0; i < rows; ++i) store(w.s.scores + i * decode_tile + key, sum[i]);
+        }
+    }
+}
+
+template <class F>
+void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+    switch (b.phases) {
+        case 1: return score_rows<F, 1>(w, b, t, ahead);
+        case 2: return score_rows<F, 2>(w, b, t, ahead);
+#if defined(__AVX512F__)
+        case 4:
+            if constexpr (!F::integer) return score_four(w, b, t, ahead);
+            else return score_rows<F, 4>(w, b, t, ahead);
+#else
+        case 4: return score_rows<F, 4>(w, b, t, ahead);
+#endif
+        case 8:
+            if constexpr (F::integer) {
+                if (b.vectors == 2)
+                    return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
+            }
+            if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
+            break;
+        case 16:
+            if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
+            break;
+    }
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,84 @@
+// What is added to a row of scores: values from memory, values rebuilt from a table, or distances times a slope.
+//
+// score = score * scale + factor * value, for `count` keys from key `first` on. Memory behind the sequence's last key
+// is not read; what is added there does not matter, since no row sees it.
+
+#pragma once
+
+#include "simd/rows.h"
+
+namespace fusion {
+namespace {
+
+struct Row {  // one row of scores
+    std::int64_t seq, head, row, first, count;
+    float *scores;
+};
+
+template <class T>
+void add_stored(const Row &r, const T *values, std::int64_t stride_row, std::int64_t stride_key, std::int64_t readable,
+                float scale, float factor) {
+    // The next block reads the same columns further down: streams too short for the hardware to follow.
+    if (stride_key) prefetch(values + block_rows * stride_row, least(r.count, readable));
+    for (std::int64_t c = 0; c < r.count; c += lanes) {
+        const Floats value = stride_key ? load_floats(values + c, readable - c) : all(load_floats(values, 1)[0]);
+        store(r.scores + c, load<Floats>(r.scores + c) * all(scale) + value * all(factor));
+    }
+}
+
+struct Stored {  // where a row's values lie: in which row of the matrix, and how many columns on
+    std::int64_t row, shift;
+};
+
+// The last rows of a table are stored as they are; an earlier one is rebuilt from the stored row with the same
+// remainder, at the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
+inline Stored table_row(const Sequence &seq, std::int64_t row) {
+    const std::int64_t first = seq.q_len - table_rows, stored = row >= first ? row - first : row % table_rows;
+    return {stored, first + stored - row};
+}
+
+template <class T>
+void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
+    const Stored at = table ? table_row(seq, r.row) : Stored{r.row, 0};
+    const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, at.row);
+    const std::int64_t from = r.first + at.shift;
+    add_stored(r, values + (m.stride_key ? from : 0), m.stride_row[r.seq], m.stride_key, seq.kv_len - from, scale,
+               factor);
+}
+
+template <bool Root> void add_distances(const Row &r, float slope, std::int64_t shift, float scale) {
+    const std::int64_t start = r.first - r.row + shift;
+    Ints distance = lane_numbers() + static_cast<std::int32_t>(start);
+    for (std::int64_t c = 0; c < r.count; c += lanes, distance += lanes) {
+        Floats value = __builtin_convertvector(distance < 0 ? -distance : distance, Floats);
+        if constexpr (Root) value = root(value);
+        store(r.scores + c, load<Floats>(r.scores + c) * all(scale) - value * all(slope));
+    }
+}
+
+// Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only
+// under a positive scale.
+inline bool is_dressed(const Problem &p) { return p.bias != Bias::none || !(p.scale > 1e-30); }
+
+// With Bias::none the row is only scaled.
+inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq) {
+    const float scale = static_cast<float>(p.scale), factor = p.bias_scaled ? scale : 1.0f;
+    if (p.bias == Bias::none) {
+        for (std::int64_t c = 0; c < r.count; c += lanes) store(r.scores + c, load<Floats>(r.scores + c) * all(scale));
+        return;
+    }
+    if (p.bias == Bias::slopes || p.bias == Bias::slopes_sqrt) {
+        const float slope = o.slopes[r.seq * p.heads_q + r.head] * factor;
+        if (p.bias == Bias::slopes) return add_distances<false>(r, slope, seq.shift, scale);
+        return add_distances<true>(r, slope, seq.shift, scale);
+    }
+    const bool table = p.bias == Bias::table;
+    switch (o.bias.dtype) {
+        case Dtype::float32: return add_row<float>(r, o.bias, seq, table, scale, factor);
+        case Dtype::float16: return add_row<Half>(r, o.bias, seq, table, scale, factor);
+        case Dtype::bfloat16: return add_row<Brain>(r, o.bias, seq, table, scale, factor);
+    }
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,468 @@
+// One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
+//
+// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through
+// a strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
+// run is decided once per block, outside every inner loop. Start reading at attend().
+
+#pragma once
+
+#include "dense/bias.h"
+#include "simd/prefetch.h"
+#include "simd/masks.h"
+#include "dense/pack.h"
+
+namespace fusion {
+namespace {
+
+constexpr std::int64_t most_step = 512;                       // keys that a tile meets at a time, at most,
+constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
+
+static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
+
+// A function of the problem alone, since it decides in which order weights are summed.
+template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
+    std::int64_t keys = most_step;
+    while (keys > 128 && keys * (sizes.words + sizes.columns / Format::depth) * 4 > step_bytes) keys /= 2;
+    return keys;
+}
+
+template <class Format> struct Scratch {  // one thread's
+    using Word = typename Format::Word;
+    Word *q;        // [tile_rows][words]
+    float *out;     // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
+    float *sum;     // [tile_rows][lanes], one sum per lane
+    float *peak;    // [tile_rows + lanes], the largest score so far
+    float *shift;   // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
+    float *scores;  // [block_rows][most_step]
+    Word *weights;  // [block_rows][most_step / depth]; in the scores' place where they have the same size
+    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
+    std::size_t bytes;
+
+    Scratch(const Sizes<Format> &sizes, void *memory) {
+        char *at = static_cast<char *>(memory), *const start = at;
+        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
+            at += round_up<std::size_t>(count * sizeof *part, 64);
+        };
+        take(q, tile_rows * sizes.words);
+        take(out, tile_rows * sizes.columns);
+        take(sum, tile_rows * lanes);
+        take(peak, tile_rows + lanes);
+        take(shift, tile_rows + lanes);
+        take(scores, block_rows * most_step);
+        if constexpr (Format::depth == 1) {
+            weights = scores;
+        } else {
+            take(weights, block_rows * most_step / Format::depth);
+        }
+        take(seen, block_rows * most_step / 8);
+        take(keep, block_rows * most_step / 8);
+        bytes = at - start;
+    }
+};
+
+template <class Format> struct Work {  // a tile and all that it needs
+    const Problem &p;
+    const Operands &o;
+    const Sequence &seq;
+    const Sizes<Format> sizes;
+    const Packed<Format> packed;
+    const Scratch<Format> s;
+    const Unit &unit;
+    const Tile &tile;
+    const std::int64_t head;
+    const bool dressed;   // scores are scaled and biased in a pass of their own
+    const float natural;  // what a score is multiplied by to give the problem's score
+    const float factor;   // and to give it as a power of two
+
+    Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
+        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
+          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), dressed(is_dressed(p)),
+          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+};
+
+// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
+// first, some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin,
+// full_end).
+struct Block {
+    std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
+    bool hidden;  // some row does not see some key
+};
+
+// ---------------------------------------------------------------------------------------------------------- products
+
+// A vector of keys that no row sees is left as it was: hide() replaces it.
+template <class Format, int M>
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, Errands &errands) {
+    const std::int64_t words = w.sizes.words;
+    const auto *q = w.s.q + b.row * words;
+    const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
+    float *scores = w.s.scores;
+    for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
+        errands.run();
+        if (panel_vectors == 2 && b.some_begin >= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
+                                                         nullptr);
+        } else if (panel_vectors == 2 && b.some_end <= c + lanes) {
+            multiply<Format, M, 1, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
+        } else {
+            multiply<Format, M, panel_vectors, panel_vectors, false>(q, words, k, words, scores, most_step, nullptr);
+        }
+    }
+}
+
+template <class Format, int M, int N>
+FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
+    const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
+    const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
+    multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
+                                    w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+}
+
+template <class Format, int M>
+__attribute__((noinline)) void value_rows(const Work<Format> &w, const Block &b, const float *fade) {
+    std::int64_t d = 0;
+    for (; d + panel <= w.sizes.columns; d += panel) value_columns<Format, M, panel_vectors>(w, b, fade, d);
+    const std::int64_t vectors = (w.sizes.columns - d) / lanes;
+    if (vectors == 1) value_columns<Format, M, 1>(w, b, fade, d);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) value_columns<Format, M, 2>(w, b, fade, d);
+        if (vectors == 3) value_columns<Format, M, 3>(w, b, fade, d);
+    }
+}
+
+// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
+template <class Format> void score_block(const Work<Format> &w, const Block &b, Errands &errands) {
+    constexpr int third = block_rows / 3;
+    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b, errands);
+    if (b.rows > third) return score_rows<Format, 2 * third>(w, b, errands);
+    score_rows<Format, third>(w, b, errands);
+}
+
+template <class Format> void value_block(const Work<Format> &w, const Block &b, const float *fade) {
+    constexpr int third = block_rows / 3;
+    if (b.rows > 2 * third) return value_rows<Format, block_rows>(w, b, fade);
+    if (b.rows > third) return value_rows<Format, 2 * third>(w, b, fade);
+    value_rows<Format, third>(w, b, fade);
+}
+
+// ------------------------------------------------------------------------------------------- between the two products
+
+template <class Format> FUSION_INLINE BitBlock bits_of(const Work<Format> &w, const Block &b) {
+    return {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
+}
+
+// The scores of the keys that a row does not see become -inf, whatever their product was.
+template <class Format> void hide(const Work<Format> &w, const Block &b) {
+    // Vectors from `head` to `tail` are seen by all rows.
+    std::int64_t head = least(round_up<std::int64_t>(most<std::int64_t>(b.full_begin, 0), lanes), b.count);
+    std::int64_t tail = most<std::int64_t>(b.full_end, 0) / lanes * lanes;
+    if (w.p.has_blocked || tail < head) head = tail = 0;
+    if (w.p.has_blocked) mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::int64_t row = w.tile.row0 + b.row + i;
+        const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
+        const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
+        float *scores = w.s.scores + i * most_step;
+        for (std::int64_t c = head ? 0 : tail; c < b.count; c = c + lanes == head ? tail : c + lanes) {
+            const auto inside = static_cast<std::uint32_t>(low_bits(end - c) & ~low_bits(begin - c));
+            const std::uint32_t bits = w.p.has_blocked ? lane_bits(seen, c) : inside;
+            store(scores + c, pick(bits, load<Floats>(scores + c), all(-infinity)));
+        }
+    }
+}
+
+// Updates the rows' peaks and gives the factors by which what was summed before shrinks. Where an infinity may be among
+// that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
+template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool wild, float *fade) {
+    constexpr int padded = round_up(block_rows, lanes);
+    alignas(64) float found[padded];
+    for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const float *scores = w.s.scores + i * most_step;
+        Floats one = all(-infinity), other = one;
+        for (std::int64_t c = 0; c < b.count; c += 2 * lanes) {
+            one = larger(one, load<Floats>(scores + c));
+            other = larger(other, load<Floats>(scores + c + lanes));
+        }
+        found[i] = largest_of(larger(one, other));
+    }
+    for (int i = 0; i < padded; i += lanes) {  // the lanes behind block_rows are the next block's, and stay as they are
+        float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
+        const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
+        const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
+        const Floats to = Format::fused ? rounded(peak * w.factor) : peak;
+        store(peaks, peak);
+        store(shifts, to);
+        const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
+        Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
+        if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
+        store(fade + i, share);
+    }
+}
+
+template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
+    if constexpr (Format::fused) return exp2(scores * factor - shift);
+    return exp2<6>((scores - shift) * factor);
+}
+
+// The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
+template <class Format, bool Drops>
+FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float shift, Floats sum,
+                           const std::uint8_t *keep, typename Format::Word *weights) {
+    Floats other = {};
+    for (std::int64_t c = 0; c < count; c += 2 * lanes) {
+        Floats low = weight_of<Format>(load<Floats>(scores + c), factor, shift);
+        Floats high = weight_of<Format>(load<Floats>(scores + c + lanes), factor, shift);
+        sum += low;
+        other += high;
+        if constexpr (Drops) {
+            low = pick(lane_bits(keep, c), low, Floats{});
+            high = pick(lane_bits(keep, c + lanes), high, Floats{});
+        }
+        Format::put(weights, c, low, high);
+    }
+    return sum + other;
+}
+
+// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the
+// row becomes one whose peak is 0.
+inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
+    for (std::int64_t c = 0; c < count; ++c) {
+        if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;
+    }
+}
+
+// A row whose peak is +inf has no finite softmax: it only remains to find out whether a NaN is among its scores.
+inline bool has_nan(const float *scores, std::int64_t count) {
+    for (std::int64_t c = 0; c < count; ++c) {
+        if (scores[c] != scores[c]) return true;
+    }
+    return false;
+}
+
+template <class Format> void weigh_block(const Work<Format> &w, const Block &b, float *fade) {
+    const bool drops = w.p.dropout != Dropout::none;
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        float *scores = w.s.scores + i * most_step;
+        const float peak = w.s.peak[b.row + i], shift = w.s.shift[b.row + i];
+        auto *weights = w.s.weights + i * (most_step / Format::depth);
+        float *sums = w.s.sum + (b.row + i) * lanes;
+        Floats sum = load<Floats>(sums) * fade[i];
+        if (peak == infinity) {
+            if (has_nan(scores, b.count)) sum = all(__builtin_nanf(""));
+            std::memset(weights, 0, b.count / Format::depth * sizeof *weights);
+        } else {
+            const bool finite = -infinity < shift && shift < infinity;
+            if (!finite && peak > -infinity) bring_to_zero(scores, b.count, peak);
+            const float from = finite ? shift : 0.0f;  // 2^(-inf - 0) = 0
+            const std::uint8_t *keep = w.s.keep + i * (most_step / 8);
+            sum = drops ? weigh<Format, true>(scores, b.count, w.factor, from, sum, keep, weights)
+                        : weigh<Format, false>(scores, b.count, w.factor, from, sum, keep, weights);
+        }
+        store(sums, sum);
+    }
+}
+
+// Bit c of row i of one of the scratch's fields of bits.
+FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t i, std::int64_t c) {
+    return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1;
+}
+
+template <class Format> FUSION_INLINE bool is_wild(const Work<Format> &w, std::int64_t key) {
+    return w.packed.wild[(key - w.packed.first_key) / panel];
+}
+
+template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
+    for (std::int64_t c = 0; c < b.count; c += panel) {
+        if (is_wild(w, b.first + c)) return true;
+    }
+    return false;
+}
+
+// Before weights take the scores' place: a key is seen whose score is not -inf. hide() has left no other score to the
+// rest.
+template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        std::uint8_t *bits = w.s.seen + i * (most_step / 8);
+        std::memset(bits, 0xff, most_step / 8);
+        clear_unseen(bits, w.s.scores + i * most_step, b.count);
+    }
+}
+
+// The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
+// with a weight that is never 0: one that no float can hold is still more than nothing.
+template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
+    for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
+        if (!is_wild(w, b.first + c)) continue;
+        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            if (!bit_of(w.s.seen, i, c)) continue;
+            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
+            float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
+            if (weight == 0.0f) weight = least_weight;
+            float *out = w.s.out + (b.row + i) * w.sizes.columns;
+            for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
+                const Floats value = load_floats(v + d, w.p.dim_v - d);
+                store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- from end to end
+
+// The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
+template <class Format>
+Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
+    const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
+    const std::int64_t some_begin = most(begin, first_key(w.seq, top)), some_end = least(end, end_key(w.seq, bottom));
+    if (some_end <= some_begin) return {};
+    const std::int64_t first = some_begin / panel * panel, count = round_up<std::int64_t>(some_end, panel) - first;
+    const std::int64_t full_begin = first_key(w.seq, bottom) - first, full_end = end_key(w.seq, top) - first;
+    const bool hidden = w.p.has_blocked || full_begin > 0 || full_end < count;
+    return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
+}
+
+template <class Format, class T>
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, Errands &errands) {
+    alignas(64) float fade[round_up(block_rows, lanes)];
+    score_block(w, b, errands);
+    if (w.dressed) {
+        for (std::int64_t i = 0; i < b.rows; ++i) {
+            const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
+            add_bias(row, w.p, w.o, w.seq);
+        }
+    }
+    if (b.hidden) hide(w, b);
+    raise_peaks(w, b, met_wild, fade);
+    if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
+    const bool wild = any_wild(w, b);
+    if (wild) note_seen(w, b);
+    weigh_block(w, b, fade);
+    value_block(w, b, first ? nullptr : fade);
+    if (wild) add_wild<Format, T>(w, b);
+    met_wild |= wild;
+}
+
+template <class Format, class T> void load_rows(const Work<Format> &w) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, words = w.sizes.words, main_words = w.sizes.main_words;
+    const auto pack = [&](const Rows &view, std::int64_t dim, std::int64_t count, auto *to) {
+        const T *from = row_of<const T>(view, w.tile.seq, w.head, w.tile.row0);
+        const std::int64_t stride = view.stride_token;
+        for (std::int64_t i = 0; i < rows; ++i, from += stride, to += words) pack_query<Format>(from, dim, count, to);
+    };
+    pack(w.o.q, w.p.dim_qk, main_words, w.s.q);
+    if (w.p.dim_rope) pack(w.o.q_rope, w.p.dim_rope, words - main_words, w.s.q + main_words);
+    const std::int64_t padded = round_up<std::int64_t>(rows, block_rows);
+    std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
+    std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
+    for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
+}
+
+// One more logit in the denominators of `lanes` rows, from row `first` of the tile on.
+template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats &peak, Floats &share) {
+    const float sink = w.o.sink[w.head];
+    for (int i = 0; i < lanes; ++i) {
+        if (sum[i] != sum[i]) continue;
+        const float top = sink > peak[i] ? sink : peak[i];
+        const float fade = peak[i] == top ? 1.0f : __builtin_expf(peak[i] - top);
+        share[i] *= fade;
+        sum[i] = sum[i] * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
+        if (sink == -infinity && top == -infinity) sum[i] = 0.0f;
+        peak[i] = top;
+    }
+}
+
+// Divides, and writes out and statistics; returns how many rows are empty.
+template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, dim = w.p.dim_v;
+    T *out = row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0);
+    float *max = w.o.max.base ? row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0) : nullptr;
+    float *total = max ? row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0) : nullptr;
+    const std::int64_t out_stride = w.o.out.stride_token, max_stride = w.o.max.stride_token,
+                       sum_stride = w.o.sum.stride_token;
+    std::int64_t empty = 0;
+    for (std::int64_t first = 0; first < rows; first += lanes) {
+        const std::int64_t here = least<std::int64_t>(lanes, rows - first);
+        Floats sum = {}, share = all(1.0f);
+        for (std::int64_t i = 0; i < here; ++i) sum[i] = sum_of(load<Floats>(w.s.sum + (first + i) * lanes));
+        const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
+        if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
+            const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
+            share = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : share;
+            sum *= share;
+        }
+        Floats peak = highest * w.natural;
+        if (w.p.has_sink) add_sink(w, sum, peak, share);
+        peak = sum == sum ? peak : all(__builtin_nanf(""));
+        sum = peak == all(infinity) ? all(__builtin_nanf("")) : sum;
+        const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
+        alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
+        store(peaks, peak), store(sums, sum), store(factors, factor);
+        for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
+            const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
+            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
+            const float *from = w.s.out + (first + i) * w.sizes.columns;
+            if (zeros) std::memset(out, 0, dim * sizeof *out);
+            else store_scaled(out, from, dim, factors[i]);
+            empty += none;
+            if (!max) continue;
+            *max = peaks[i];
+            *total = none ? 0.0f : sums[i];
+            max += max_stride;
+            total += sum_stride;
+        }
+    }
+    return empty;
+}
+
+// What is asked for during a tile: its own results' memory, and what the thread reads next.
+template <class Format, class T>
+Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0;
+    const auto written = [&](auto *first, const Rows &view, std::int64_t dim) __attribute__((always_inline)) {
+        return Ahead::Part{reinterpret_cast<const char *>(first),
+                           view.stride_token * static_cast<std::int64_t>(sizeof *first), rows,
+                           dim * static_cast<std::int64_t>(sizeof *first)};
+    };
+    Errands out;
+    out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
+    if (w.o.max.base) {
+        out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
+        out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+    }
+    for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
+    std::int64_t panels = 0;  // that some block of rows meets
+    for (std::int64_t row = 0; row < rows; row += block_rows) {
+        panels +=
+            cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end).count / panel;
+    }
+    out.spread(most<std::int64_t>(panels, 1));
+    return out;
+}
+
+template <class Format, class T>
+std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
+                    void *scratch) {
+    const Work<Format> w(job, unit, head, tile, scratch);
+    Errands errands = errands_of<Format, T>(w, ahead);
+    load_rows<Format, T>(w);
+    const std::int64_t rows = tile.row1 - tile.row0;
+    const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
+    const std::int64_t step = step_keys(w.sizes);
+    bool met_wild = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
+        for (std::int64_t row = 0; row < rows; row += block_rows) {
+            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
+            if (!b.count) continue;
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, errands);
+            met[row / block_rows] = true;
+        }
+    }
+    return store_rows<Format, T>(w);
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,371 @@
+// What the backward multiplies, packed: a tile of query rows of one head, and a tile of keys with what is added up
+// there.
+//
+//   q, dout            [row][word]                    as the forward's q
+//   q_rows, dout_rows  [column][rows / depth]         transposed; a word holds neighbouring rows' elements
+//   k, v               [key panel][word][key]         as the forward's k
+//   k_keys             [column panel][keys / depth][column]   as the forward's v
+//
+// The last operand of each product that sums over rows or keys is packed without its elements that are not finite, and
+// notes where they were: 0 * NaN is NaN, and a weight of 0 may stand for "not seen".
+
+#pragma once
+
+#include "dense/pack.h"
+
+namespace fusion {
+namespace {
+
+template <class Format> constexpr std::int64_t tile_keys = 128 * Format::depth;
+
+template <class Format> struct GradientSizes {
+    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v and dout
+    std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
+
+    explicit GradientSizes(const Problem &p)
+        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
+          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
+          value_words((p.dim_v + Format::depth - 1) / Format::depth),
+          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
+          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
+};
+
+class Carver {  // cuts memory into parts that begin on cache lines
+public:
+    explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
+
+    template <class T> FUSION_INLINE void take(T *&part, std::int64_t count) {
+        part = reinterpret_cast<T *>(at_);
+        at_ += round_up<std::size_t>(count * sizeof(T), 64);
+    }
+    FUSION_INLINE std::size_t bytes() const { return at_ - start_; }
+
+private:
+    char *start_, *at_;
+};
+
+// Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
+constexpr float near_peak = 1024.0f;
+
+constexpr std::uint8_t wild_q = 1, wild_dout = 2, wild_notes = 4;  // what of a row is not finite: its statistics, or D
+
+template <class Format> struct RowPart {
+    using Word = typename Format::Word;
+    std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
+    Word *q, *dout, *q_rows, *dout_rows;
+    float *dq;                         // [padded][columns], before scale
+    float *peak, *share, *delta;       // the saved maximum, 1 / sum, dout . out
+    float *shift;                      // where Format::fused: peak * log2_e + log2(sum)
+    std::uint8_t *empty, *wild, *far;  // far: the maximum is too large for a shift
+    std::size_t bytes;
+
+    RowPart(const GradientSizes<Format> &sizes, std::int64_t rows, void *memory)
+        : padded(round_up<std::int64_t>(rows, block_rows)),
+          deep(round_up<std::int64_t>(rows, lanes * Format::depth) / Format::depth) {
+        Carver carver(memory);
+        carver.take(q, padded * sizes.words);
+        carver.take(dout, padded * sizes.value_words);
+        carver.take(q_rows, deep * sizes.columns);
+        carver.take(dout_rows, deep * sizes.value_columns);
+        carver.take(dq, padded * sizes.columns);
+        carver.take(peak, padded);
+        carver.take(share, padded);
+        carver.take(delta, padded);
+        carver.take(shift, padded);
+        carver.take(empty, padded);
+        carver.take(wild, padded);
+        carver.take(far, padded);
+        bytes = carver.bytes();
+    }
+};
+
+template <class Format> struct KeyPart {  // and one thread's scratch
+    using Word = typename Format::Word;
+    static constexpr std::int64_t keys = tile_keys<Format>, depth = gradient_rows / Format::depth;
+    Word *k, *v, *k_keys;
+    float *dk, *dv;                     // [panel][column][key]
+    float *scores, *dprobs;             // [block_rows][keys]
+    Word *dscores;                      // [block_rows][keys / depth]
+    Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
+    std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
+    std::uint8_t *wild, *fresh;         // [panel]; fresh: nothing is added up yet, whatever lies there
+    std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
+    std::size_t bytes;
+
+    KeyPart(const GradientSizes<Format> &sizes, void *memory) {
+        Carver carver(memory);
+        carver.take(k, keys * sizes.words);
+        carver.take(v, keys * sizes.value_words);
+        carver.take(k_keys, keys / Format::depth * sizes.columns);
+        carver.take(dk, keys * sizes.columns);
+        carver.take(dv, keys * sizes.value_columns);
+        carver.take(scores, block_rows * keys);
+        carver.take(dprobs, block_rows * keys);
+        carver.take(dscores, block_rows * keys / Format::depth);
+        carver.take(prob_rows, keys * depth);
+        carver.take(dscore_rows, keys * depth);
+        carver.take(seen, block_rows * keys / 8);
+        carver.take(keep, block_rows * keys / 8);
+        carver.take(wild, keys / panel);
+        carver.take(fresh, keys / panel);
+        carver.take(row_begin, keys / panel);
+        carver.take(row_end, keys / panel);
+        bytes = carver.bytes();
+    }
+};
+
+// -------------------------------------------------------------------------------------------------------------- rows
+
+template <class T> bool has_wild(const T *row, std::int64_t n) {
+    Words wild = {};
+    for (std::int64_t d = 0; d < n; d += lanes) wild |= not_finite(bits_of(load_floats(row + d, n - d)));
+    return any(wild);
+}
+
+// Packs a row of dout; returns products that add up to that of dout and out.
+template <class Format, class T>
+FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words,
+                               typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
+    Floats sum = {};
+    std::int64_t d = 0;
+    for (; (d + lanes) * Format::depth <= n; d += lanes) {
+        const Words row = load_words<Format>(dout + d * Format::depth, 0, width);
+        store(to + d, row);
+        sum = Format::dot(sum, row, load_words<Format>(out + d * Format::depth, 0, width));
+    }
+    if (d < words) sum = Format::dot(sum, pack_tail<Format>(dout, d, n, words, to), load_words<Format>(out, d, n));
+    return sum;
+}
+
+// Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both
+// is joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the
+// compiler would compute all of them beforehand and keep them in memory.
+template <class Format, class T, bool Tame, int Half>
+__attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep,
+                                           typename Format::Word *to) {
+    Words wild = {}, block[lanes];
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
+        FUSION_UNROLL for (int j = i; j < i + 4; ++j, row += Format::depth * stride) {
+            if constexpr (Format::depth == 1) {
+                block[j] = noted<Format, Tame>(bits_of(load_floats(row, lanes)), wild);
+            } else if constexpr (Half == 0 || Tame) {
+                const Words low = noted<Format, Tame>(load<Words>(row), wild);
+                const Words high = noted<Format, Tame>(load<Words>(row + stride), wild);
+                block[j] = Format::template beside<Half == 1>(low, high);
+            } else {  // the other half has noted them
+                block[j] = Format::template beside<true>(load<Words>(row), load<Words>(row + stride));
+            }
+        }
+        __asm__("" : "+r"(row));
+    }
+    transpose(block);
+    to += 4 * Half * deep;
+    FUSION_UNROLL for (int i = 0; i < lanes; i += 4, to += 4 * Format::depth * deep) {
+        FUSION_UNROLL for (int j = 0; j < 4; ++j) {
+            store(to + j * deep, block[i + j]);
+            __builtin_prefetch(to + j * deep + lanes, 1);  // where the next rows go
+        }
+        __asm__("" : "+r"(to));
+    }
+    return wild;
+}
+
+// The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
+template <class Format, class T, bool Tame>
+__attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
+                                         std::int64_t deep, typename Format::Word *to) {
+    Words wild = {}, block[lanes];
+    for (int i = 0; i < lanes; ++i) {
+        const std::int64_t row = i * Format::depth;
+        block[i] =
+            row < here ? value_words<Format, T, Tame>(first + row * stride, stride, row + 1 < here, n, wild) : Words{};
+    }
+    transpose(block);
+    for (int i = 0; i < lanes; ++i) store(to + i * deep, block[i]);
+    return wild;
+}
+
+// Rows of n elements, transposed and tame; returns whether any element was not finite. Few are: first all are packed.
+template <class Format, class T, bool Tame = false>
+bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
+                     typename Format::Word *to) {
+    constexpr std::int64_t side = lanes * Format::depth;
+    Words wild = {};
+    for (std::int64_t at = 0; at < deep; at += lanes) {
+        const T *row = first + at * Format::depth * stride;
+        const std::int64_t here = rows - at * Format::depth;
+        std::int64_t d = 0;
+        for (; here >= side && d + side <= n; d += side) {
+            wild |= lay_across<Format, T, Tame, 0>(row + d, stride, deep, to + d * deep + at);
+            if constexpr (Format::depth == 1) continue;
+            wild |= lay_across<Format, T, Tame, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
+        }
+        for (; d < n; d += lanes) {
+            wild |= lay_some<Format, T, Tame>(row + d, stride, here, n - d, deep, to + d * deep + at);
+        }
+    }
+    if (!any_wild<Format>(wild)) return false;
+    if constexpr (!Tame) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
+    return true;
+}
+
+// The words of rows from i on, at most a vector of them; returns the products of dout and out.
+template <class Format, class T>
+Floats pack_words(const Job &job, const GradientSizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
+                  std::int64_t i, std::int64_t here) {
+    constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    const std::int64_t b = tile.seq, h = tile.head, row = tile.row0 + i;
+    const T *q = row_of<const T>(o.q, b, h, row), *dout = row_of<const T>(job.gradients->dout, b, h, row);
+    const T *out = row_of<const T>(o.out, b, h, row);
+    Floats dots[lanes] = {};
+    for (std::int64_t e = 0; e < here; ++e) {
+        if (row + e + ahead < tile.row1) {
+            prefetch(q + ahead * o.q.stride_token, p.dim_qk);
+            prefetch(dout + ahead * job.gradients->dout.stride_token, p.dim_v);
+            prefetch(out + ahead * o.out.stride_token, p.dim_v);
+        }
+        pack_query<Format>(q, p.dim_qk, sizes.main_words, part.q + (i + e) * sizes.words);
+        dots[e] = pack_dout<Format>(dout, out, p.dim_v, sizes.value_words, part.dout + (i + e) * sizes.value_words);
+        q += o.q.stride_token;
+        dout += job.gradients->dout.stride_token;
+        out += o.out.stride_token;
+    }
+    for (std::int64_t e = 0; p.dim_rope && e < here; ++e) {
+        pack_query<Format>(row_of<const T>(o.q_rope, b, h, row + e), p.dim_rope, sizes.words - sizes.main_words,
+                           part.q + (i + e) * sizes.words + sizes.main_words);
+    }
+    return sums_of(dots);
+}
+
+// What becomes of the statistics of `here` rows from i on, at most a vector of them; rows that are not there count as
+// empty.
+template <class Format>
+void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i,
+                     std::int64_t here, Floats delta, RowNotes &notes) {
+    const Operands &o = *job.operands;
+    Floats peaks = all(-infinity), sums = all(1.0f);
+    for (int e = 0; e < here; ++e) {
+        peaks[e] = *row_of<float>(o.max, tile.seq, tile.head, tile.row0 + i + e);
+        sums[e] = *row_of<float>(o.sum, tile.seq, tile.head, tile.row0 + i + e);
+    }
+    const auto empty = peaks == all(-infinity);
+    const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;
+    delta = empty ? Floats{} : delta;
+    const Words wild = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
+    store(part.peak + i, peak);
+    store(part.share + i, share);
+    store(part.delta + i, delta);
+    store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
+    store(part.wild + i, __builtin_convertvector(wild & wild_notes, Bytes));
+    if constexpr (Format::fused) {
+        const auto near = (peak <= all(near_peak)) & (peak >= all(-near_peak));
+        store(part.far + i, __builtin_convertvector(~(Words)near & 1, Bytes));
+        store(part.shift + i, peak * log2_e + Format::log2(sums));
+    }
+    for (int e = 0; e < here; ++e) {
+        if (empty[e]) notes.means += sums[e] > 0.0f;
+        else if (job.problem->has_sink)
+            notes.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
+    }
+}
+
+template <class Format, class T> void note_wild_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    for (std::int64_t i = 0; i < tile.row1 - tile.row0; ++i) {
+        const std::int64_t row = tile.row0 + i;
+        bool q = has_wild(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk);
+        if (p.dim_rope) q |= has_wild(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope);
+        const bool dout = has_wild(row_of<const T>(job.gradients->dout, tile.seq, tile.head, row), p.dim_v);
+        part.wild[i] = static_cast<std::uint8_t>(part.wild[i] | (q ? wild_q : 0) | (dout ? wild_dout : 0));
+    }
+}
+
+template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTile &tile) {
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    const Rows &dout = job.gradients->dout;
+    const GradientSizes<Format> sizes(p);
+    const std::int64_t rows = tile.row1 - tile.row0;
+    const RowPart<Format> part(sizes, rows, tile.memory);
+    const std::int64_t b = tile.seq, h = tile.head;
+    RowNotes notes = {};
+    for (std::int64_t i = 0; i < rows; i += lanes) {
+        const std::int64_t here = least<std::int64_t>(lanes, rows - i);
+        pack_statistics(job, part, tile, i, here, pack_words<Format, T>(job, sizes, part, tile, i, here), notes);
+    }
+    std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
+    std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
+    bool wild = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk,
+                                        part.deep, part.q_rows);
+    if (p.dim_rope) {
+        wild |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows,
+                                        p.dim_rope, part.deep, part.q_rows + sizes.main_columns * part.deep);
+    }
+    wild |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v, part.deep,
+                                    part.dout_rows);
+    if (wild) note_wild_rows<Format, T>(job, tile, part);
+    return notes;
+}
+
+// -------------------------------------------------------------------------------------------------------------- keys
+
+// The panel of keys from `at` on, `here` rows of n elements, as the last operand of a product over keys, tame.
+template <class Format, class T, bool Tame = false>
+bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std::int64_t here, std::int64_t n,
+                    typename Format::Word *to) {
+    const std::int64_t columns = round_up<std::int64_t>(n, lanes), stride = rows.stride_token;
+    const T *row = row_of<const T>(rows, tile.seq, tile.head, tile.key0 + at);
+    Words wild = {};
+    for (std::int64_t i = 0; i < panel; i += Format::depth, row += Format::depth * stride) {
+        for (std::int64_t column = 0; column < columns; column += panel) {
+            const std::int64_t width = least<std::int64_t>(panel, columns - column);
+            auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, words, wild))
+                continue;
+            for (std::int64_t d = column; d < column + width; d += lanes) {
+                store(words + d - column,
+                      i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild) : Words{});
+            }
+        }
+    }
+    if (!any_wild<Format>(wild)) return false;
+    if constexpr (!Tame) pack_key_panel<Format, T, true>(rows, tile, at, here, n, to);
+    return true;
+}
+
+template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    const GradientSizes<Format> sizes(p);
+    const KeyPart<Format> part(sizes, tile.memory);
+    const std::int64_t count = tile.key1 - tile.key0;
+    for (std::int64_t at = 0; at < count; at += panel) {
+        const std::int64_t here = least<std::int64_t>(panel, count - at), key = tile.key0 + at;
+        const std::int64_t b = tile.seq, h = tile.head;
+        for (std::int64_t i = key + panel; i < least(key + 2 * panel, tile.key1); ++i) {
+            prefetch(row_of<const T>(o.k, b, h, i), p.dim_qk);
+            prefetch(row_of<const T>(o.v, b, h, i), p.dim_v);
+        }
+        auto *k = part.k + at * sizes.words;
+        pack_keys<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, k);
+        pack_keys<Format>(row_of<const T>(o.v, b, h, key), o.v.stride_token, here, p.dim_v, sizes.value_words,
+                          part.v + at * sizes.value_words);
+        bool wild = pack_key_panel<Format, T>(o.k, tile, at, here, p.dim_qk, part.k_keys);
+        if (p.dim_rope) {
+            pack_keys<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here, p.dim_rope,
+                              sizes.words - sizes.main_words, k + sizes.main_words * panel);
+            wild |= pack_key_panel<Format, T>(o.k_rope, tile, at, here, p.dim_rope,
+                                              part.k_keys + sizes.main_columns * (tile_keys<Format> / Format::depth));
+        }
+        part.wild[at / panel] = wild;
+    }
+    std::memset(part.fresh, 1, tile_keys<Format> / panel);
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,208 @@
+// From rows in memory to the panels that the kernel multiplies, converted once and shared by all query heads of a
+// group.
+//
+//   q  [row][word]                     rows of a tile, rope behind the rest
+//   k  [key panel][word][key]          `panel` keys beside each other, transposed
+//   v  [column panel][keys / depth][column]   `panel` columns beside each other, the last panel perhaps narrower;
+//                                      with two elements per word, a word holds two neighbouring keys' elements
+//
+// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted as
+// wild and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
+
+#pragma once
+
+#include "simd/rows.h"
+
+namespace fusion {
+namespace {
+
+template <class Format> struct Sizes {  // of packed rows, in words
+    std::int64_t main_words, words, columns;
+
+    explicit Sizes(const Problem &p)
+        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
+          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
+          columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
+};
+
+template <class Format> struct Packed {  // where a unit's parts lie
+    using Word = typename Format::Word;
+    std::int64_t first_key, keys;
+    Word *k, *v;
+    std::uint8_t *wild;  // one byte per panel of keys
+
+    Packed(const Sizes<Format> &sizes, const Unit &unit)
+        : first_key(unit.key_begin), keys(unit.key_end - unit.key_begin), k(reinterpret_cast<Word *>(unit.packed)),
+          v(k + keys * sizes.words), wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.columns)) {}
+
+    std::size_t bytes() const {
+        return round_up<std::size_t>(reinterpret_cast<char *>(wild) - reinterpret_cast<char *>(k) + keys / panel, 64);
+    }
+    // Where column `column` (a multiple of panel) of key `at` begins; `width` columns lie beside each other there.
+    Word *values(std::int64_t column, std::int64_t at, std::int64_t width) const {
+        return v + column * (keys / Format::depth) + at / Format::depth * width;
+    }
+};
+
+// Words [d, d + lanes) of a row of n elements; zeros behind its end, and for a row that is not there (n <= 0).
+template <class Format, class T> FUSION_INLINE Words load_words(const T *row, std::int64_t d, std::int64_t n) {
+    if constexpr (Format::depth == 1) {
+        return bits_of(load_floats(row + d, n - d));
+    } else {
+        const std::int64_t left = n - d * Format::depth;
+        if (left >= lanes * Format::depth) return load<Words>(row + d * Format::depth);
+        Words out = {};
+        if (left > 0) std::memcpy(&out, row + d * Format::depth, left * sizeof(T));
+        return out;
+    }
+}
+
+// The last words of a row, which are no whole vector.
+template <class Format, class T>
+__attribute__((noinline)) Words pack_tail(const T *row, std::int64_t d, std::int64_t n, std::int64_t words,
+                                          typename Format::Word *to) {
+    const Words rest = load_words<Format>(row, d, n);
+    std::memcpy(to + d, &rest, (words - d) * 4);
+    return rest;
+}
+
+template <class Format, class T>
+FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
+    std::int64_t d = 0;
+    for (; (d + lanes) * Format::depth <= n; d += lanes)
+        store(to + d, load_words<Format>(row + d * Format::depth, 0, width));
+    if (d < words) pack_tail<Format>(row, d, n, words, to);
+}
+
+// Keys and words of one square, laid across; out of line, so that what is there only in part costs the others nothing.
+template <class Format, class T>
+__attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d,
+                                              std::int64_t n, std::int64_t words, typename Format::Word *to) {
+    Words block[lanes];
+    for (int i = 0; i < lanes; ++i) block[i] = i < here ? load_words<Format>(first + i * stride, d, n) : Words{};
+    transpose(block);
+    for (int i = 0; i < least<std::int64_t>(lanes, words - d); ++i) store(to + i * panel, block[i]);
+}
+
+// One panel of keys: `here` rows of n elements.
+template <class Format, class T>
+void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t words,
+               typename Format::Word *to) {
+    constexpr std::int64_t width = lanes * Format::depth;
+    for (std::int64_t d = 0; d < words; d += lanes) {
+        for (int c = 0; c < panel; c += lanes) {
+            const T *row = first + c * stride;
+            auto *const at = to + d * panel + c;
+            if (c + lanes > here || (d + lanes) * Format::depth > n) {
+                pack_some_keys<Format>(row, stride, here - c, d, n, words, at);
+                continue;
+            }
+            Words block[lanes];
+            row += d * Format::depth;
+            FUSION_UNROLL for (int i = 0; i < lanes; i += 4, row += 4 * stride) {
+                FUSION_UNROLL for (int j = 0; j < 4; ++j) block[i + j] = load_words<Format>(row + j * stride, 0, width);
+                __asm__("" : "+r"(row));  // or each row's place would be computed beforehand, and kept in memory
+            }
+            transpose(block);
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(at + i * panel, block[i]);
+        }
+    }
+}
+
+FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) == 0x7f800000); }
+
+// The signs of a word's elements, and the lowest bits of their exponents: a magnitude and such a bit add up into the
+// sign where the exponent is all ones, as that of an infinity or a NaN is.
+template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
+template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
+
+// Elements that are not finite set their signs in `wild`; where they are to be tame, zeros take their place.
+template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words &wild) {
+    const Words found = (words & ~signs<Format>)+lowest<Format>;
+    wild |= found;
+    if constexpr (Tame) {
+        const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
+        words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
+    }
+    return words;
+}
+
+// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
+template <class Format, class T, bool Tame>
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+    if constexpr (Format::depth == 1) {
+        (void)stride, (void)second;
+        return noted<Format, Tame>(bits_of(load_floats(row, n)), wild);
+    } else {
+        const Words words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
+        return noted<Format, Tame>(words, wild);
+    }
+}
+
+// The same of a whole panel's columns of keys at and at + 1; false where there are no such words.
+template <class Format, class T, bool Tame>
+FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &wild) {
+    if constexpr (Format::depth == 1) {
+        (void)row, (void)stride, (void)to, (void)wild;
+        return false;
+    } else {
+        Words both[2];
+        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild),
+                     both);
+        store(to, both[0]);
+        store(to + lanes, both[1]);
+        return true;
+    }
+}
+
+template <class Format> FUSION_INLINE bool any_wild(Words wild) { return any(wild & signs<Format>); }
+
+// One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
+template <class Format, class T, bool Tame>
+bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
+                 const Packed<Format> &to, std::int64_t key) {
+    Words wild = {};
+    for (std::int64_t i = 0; i < panel; i += Format::depth) {
+        const T *row = first + i * stride;
+        for (std::int64_t column = 0; column < sizes.columns; column += panel) {
+            const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
+            auto *at = to.values(column, key + i, width);
+            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild))
+                continue;
+            for (std::int64_t d = 0; d < width; d += lanes) {
+                const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
+                                                                            n - column - d, wild)
+                                             : Words{};
+                store(at + d, words);
+            }
+        }
+    }
+    return any_wild<Format>(wild);
+}
+
+template <class Format, class T>
+void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
+    const Problem &p = *job.problem;
+    const Operands &o = *job.operands;
+    const Sequence &seq = job.sequences[unit.seq];
+    const Sizes<Format> sizes(p);
+    const Packed<Format> packed(sizes, unit);
+    for (std::int64_t i = first; i < end; ++i) {
+        const std::int64_t key = i * panel, token = unit.key_begin + key;
+        const std::int64_t here = least<std::int64_t>(panel, seq.kv_len - token);
+        auto *k = packed.k + key * sizes.words;
+        pack_keys<Format>(row_of<const T>(o.k, unit.seq, unit.head, token), o.k.stride_token, here, p.dim_qk,
+                          sizes.main_words, k);
+        if (p.dim_rope) {
+            pack_keys<Format>(row_of<const T>(o.k_rope, unit.seq, unit.head, token), o.k_rope.stride_token, here,
+                              p.dim_rope, sizes.words - sizes.main_words, k + sizes.main_words * panel);
+        }
+        const T *v = row_of<const T>(o.v, unit.seq, unit.head, token);
+        packed.wild[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+        if (packed.wild[i]) pack_values<Format, T, true>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+    }
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,72 @@
+// The forward of one problem on given lengths: what is packed when, what is computed by whom, and the memory for it.
+//
+// Compiled for the baseline instruction set. Which thread computes a tile never changes what is computed.
+
+#pragma once
+
+#include "data/variant.h"
+
+#include <atomic>
+#include <vector>
+
+namespace fusion {
+
+class ForwardPlan {
+public:
+    // Throws std::invalid_argument where sizes or intervals do not fit together. tiles: by sequence, rows ascending.
+    ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences,
+                std::vector<Tile> tiles);
+
+    // What run() takes besides the operands; threads: as given to run().
+    std::size_t workspace_bytes(int threads) const;
+
+    // Computes out and statistics; returns the number of empty rows. Throws std::bad_alloc before anything is written.
+    std::int64_t run(const Operands &operands, int threads) const;
+
+    const Problem &problem() const { return problem_; }
+    std::size_t sequences() const { return sequences_.size(); }
+    const char *variant() const { return variant_.name; }
+
+private:
+    // Tiles [first, end) of tiles_ of one key/value head, and the keys that they meet.
+    struct PlannedUnit {
+        Unit unit;
+        std::size_t first, end;
+        std::size_t bytes, offset;  // packed; in its wave's memory
+    };
+    // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
+    // that hold its keys. Runs are counted over the whole plan.
+    struct Item {
+        std::size_t unit;
+        std::int64_t head;  // of the query; `packs` if the item packs
+        std::size_t at;     // the tile, or the first panel
+        std::size_t first, end;
+    };
+    static constexpr std::int64_t packs = -1;
+
+    void check() const;
+    void cut_units();
+    void list_items();
+    std::size_t runs_of(const PlannedUnit &u) const;
+    void add_items(std::size_t unit);
+    bool alone(int threads) const;
+    std::size_t team(int threads) const;
+    std::size_t bundle(std::size_t team) const;
+    std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, std::size_t bundle, char *packed,
+                            void *scratch) const;
+    std::int64_t work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready, char *packed,
+                               void *scratch) const;
+    std::int64_t do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed, void *scratch) const;
+
+    const Variant &variant_;
+    const Kernels &kernels_;
+    Problem problem_;
+    std::vector<Sequence> sequences_;
+    std::vector<Tile> tiles_;
+    std::vector<PlannedUnit> units_;
+    std::vector<Item> items_;
+    std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
+    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0;
+};
+
+}  // namespace fusion

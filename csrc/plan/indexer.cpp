@@ -1,0 +1,154 @@
+#include "plan/indexer.h"
+
+#include "plan/arena.h"
+#include "plan/denormals.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace fusion {
+namespace {
+
+constexpr std::size_t wave_bytes = std::size_t{64}
+                                   << 20;  // packed keys in memory at a time, unless one sequence has more
+constexpr std::int64_t panels_per_item = 16;
+constexpr std::int64_t keys_per_share = 1024;  // where threads share a row's keys; a multiple of every panel
+
+void require(bool holds, const char *what) {
+    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native indexer: ") + what);
+}
+
+std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+
+}  // namespace
+
+IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences)
+    : kernels_(variant.kernels(problem.dtype)), panel_(variant.panel), problem_(problem),
+      sequences_(std::move(sequences)) {
+    require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0, "a size is not positive");
+    std::int64_t rows = 0;
+    std::size_t used = 0;
+    for (std::size_t b = 0; b < sequences_.size(); ++b) {
+        const Sequence &seq = sequences_[b];
+        require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+        require(seq.kv_len < std::int64_t{1} << 30 && problem_.select_count < std::int64_t{1} << 30, "too many keys");
+        const std::size_t bytes = seq.q_len ? kernels_.index_packed_bytes(problem_, seq.kv_len) : 0;
+        if (waves_.empty() || (used && used + bytes > wave_bytes)) {
+            waves_.push_back({b, b, 0, 0});
+            used = 0;
+        }
+        Wave &wave = waves_.back();
+        wave.end = b + 1;
+        wave.rows += seq.q_len;
+        wave.longest = std::max(wave.longest, seq.kv_len);
+        first_row_.push_back(rows);
+        offset_.push_back(used);
+        rows += seq.q_len;
+        used += bytes;
+        packed_bytes_ = std::max(packed_bytes_, used);
+    }
+    first_row_.push_back(rows);
+    scratch_bytes_ = kernels_.index_scratch_bytes(problem_, index_tile_rows);
+}
+
+// Whether threads share the keys of a row, since there are few rows.
+bool IndexerPlan::shares_rows(const Wave &wave, int threads) const {
+    return problem_.select_count && threads > 1 && wave.rows < 4 * static_cast<std::int64_t>(threads);
+}
+
+std::size_t IndexerPlan::scores_bytes(int threads) const {
+    std::size_t bytes = 0;
+    for (const Wave &wave : waves_) {
+        if (!shares_rows(wave, threads)) continue;
+        const std::int64_t row = pieces(wave.longest, keys_per_share) * keys_per_share;
+        bytes = std::max(bytes, static_cast<std::size_t>(wave.rows * row) * sizeof(float));
+    }
+    return bytes;
+}
+
+std::size_t IndexerPlan::workspace_bytes(int threads) const {
+    return packed_bytes_ + scores_bytes(threads) + scratch_bytes_ * static_cast<std::size_t>(threads);
+}
+
+std::size_t IndexerPlan::sequence_of(std::int64_t row) const {
+    return static_cast<std::size_t>(std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) -
+                                    first_row_.begin() - 1);
+}
+
+void IndexerPlan::run(const SparseOperands &operands, int threads) const {
+    const SparseJob job = {&problem_, &operands, sequences_.data()};
+    const Lease memory(workspace_bytes(threads));
+    char *const packed = memory.data(), *const scores = packed + packed_bytes_,
+                *const scratch = scores + scores_bytes(threads);
+#pragma omp parallel num_threads(threads)
+    {
+        const FlushDenormals flushed;
+        char *const own = scratch + scratch_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
+        for (const Wave &wave : waves_) {
+            pack(wave, job, packed);
+            if (shares_rows(wave, threads)) {
+                share(wave, job, packed, reinterpret_cast<float *>(scores), own);
+            } else {
+                choose(wave, job, packed, threads, own);
+            }
+        }
+    }
+}
+
+// The parts of a wave are called by every thread of a team.
+
+void IndexerPlan::pack(const Wave &wave, const SparseJob &job, char *packed) const {
+    const std::int64_t panels = pieces(wave.longest, panel_), blocks = pieces(panels, panels_per_item);
+    const auto count = static_cast<std::int64_t>(wave.end - wave.first);
+#pragma omp for schedule(dynamic, 1)
+    for (std::int64_t i = 0; i < count * blocks; ++i) {
+        const std::size_t b = wave.first + static_cast<std::size_t>(i / blocks);
+        const std::int64_t first = i % blocks * panels_per_item, end = pieces(sequences_[b].kv_len, panel_);
+        if (sequences_[b].q_len == 0 || first >= end) continue;
+        kernels_.index_pack(job, static_cast<std::int64_t>(b), first, std::min(first + panels_per_item, end),
+                            packed + offset_[b]);
+    }
+}
+
+void IndexerPlan::choose(const Wave &wave, const SparseJob &job, const char *packed, int threads, char *scratch) const {
+    const auto compute = problem_.select_count ? kernels_.index_rows : kernels_.index_stats;
+    const std::int64_t tile = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
+    const std::int64_t tiles = pieces(wave.rows, tile), first = first_row_[wave.first];
+#pragma omp for schedule(dynamic, 1)
+    for (std::int64_t i = 0; i < tiles; ++i) {
+        // Last rows first: under a causal band they take longest.
+        std::int64_t row = first + (tiles - 1 - i) * tile;
+        const std::int64_t end = std::min(row + tile, first + wave.rows);
+        while (row < end) {
+            const std::size_t b = sequence_of(row);
+            const std::int64_t own = std::min(end, first_row_[b + 1]), start = first_row_[b];
+            compute(job, static_cast<std::int64_t>(b), row - start, own - start, packed + offset_[b], scratch);
+            row = own;
+        }
+    }
+}
+
+void IndexerPlan::share(const Wave &wave, const SparseJob &job, const char *packed, float *scores,
+                        char *scratch) const {
+    const std::int64_t parts = pieces(wave.longest, keys_per_share), first = first_row_[wave.first];
+#pragma omp for schedule(dynamic, 1)
+    for (std::int64_t i = 0; i < wave.rows * parts; ++i) {
+        const std::int64_t row = first + i / parts, begin = i % parts * keys_per_share;
+        const std::size_t b = sequence_of(row);
+        const std::int64_t end = std::min(begin + keys_per_share, sequences_[b].kv_len);
+        if (begin >= end) continue;
+        kernels_.index_scores(job, static_cast<std::int64_t>(b), row - first_row_[b], begin, end, packed + offset_[b],
+                              scores + i / parts * parts * keys_per_share, scratch);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (std::int64_t i = 0; i < wave.rows; ++i) {
+        const std::size_t b = sequence_of(first + i);
+        kernels_.index_choose(job, static_cast<std::int64_t>(b), first + i - first_row_[b],
+                              scores + i * parts * keys_per_share, scratch);
+    }
+}
+
+}  // namespace fusion

@@ -1,0 +1,371 @@
+#include "plan/sparse.h"
+
+#include "plan/arena.h"
+#include "plan/denormals.h"
+#include "plan/sparse_batches.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace fusion {
+namespace {
+
+// Sums of key gradients in memory at a time, unless one sequence alone takes more.
+constexpr std::size_t wave_bytes = std::size_t{256} << 20;
+constexpr std::int64_t keys_per_item = 64;
+constexpr std::int64_t batch_rows = 64;                     // of a loss over lists, whose notes are added together
+constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
+constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
+
+void require(bool holds, const char *what) {
+    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native selection: ") + what);
+}
+
+std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+
+std::size_t lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
+struct Progress {
+    std::atomic<std::int64_t> next, last;
+};
+
+}  // namespace
+
+struct SparsePlan::State {
+    SparseJob job;
+    char *sums;
+    float *shares;   // [item][most_heads_], for dsink
+    double *losses;  // [item]
+    Progress *progress;
+    char *notes;
+    std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
+
+    static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
+        static_cast<Line *>(self)->state->wait_for(static_cast<Line *>(self)->first_item, item, first, last);
+    }
+    static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
+        Progress &own = static_cast<Line *>(self)->state->progress[item];
+        own.last.store(last, std::memory_order_relaxed);
+        own.next.store(next > last ? never : next, std::memory_order_release);
+    }
+
+    struct Line {  // one thread's view of the queue
+        State *state;
+        std::int64_t first_item;
+    };
+
+    void wait_for(std::int64_t unit_first, std::int64_t item, std::int64_t first, std::int64_t last) {
+        std::int64_t from = finished.load(std::memory_order_acquire);
+        while (from < item && progress[from].next.load(std::memory_order_acquire) == never) ++from;
+        std::int64_t known = finished.load(std::memory_order_relaxed);
+        while (known < from && !finished.compare_exchange_weak(known, from, std::memory_order_acq_rel)) {
+        }
+        for (std::int64_t other = std::max(from, unit_first); other < item; ++other) {
+            // Who waits lets others run, since cores may be fewer than threads.
+            for (int spins = 0;; ++spins) {
+                const std::int64_t next = progress[other].next.load(std::memory_order_acquire);
+                if (next > last || progress[other].last.load(std::memory_order_relaxed) < first) break;
+                if (spins > 64) std::this_thread::yield();
+            }
+        }
+    }
+};
+
+SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+                       bool backward)
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
+      backward_(backward) {
+    require(problem_.select_count > 0, "nothing is selected");
+    divide();
+}
+
+SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+                       const SparseProblem &attention)
+    : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention),
+      sequences_(std::move(sequences)), backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
+    require(problem_.indexes && problem_.dtype == attention.dtype, "a loss is that of an indexer of the same dtype");
+    require(attention.heads_q > 0 && attention.heads_kv > 0 && attention.heads_q % attention.heads_kv == 0,
+            "heads_q is no multiple of heads_kv");
+    require(attention.dim_qk > 0 && attention.dim_rope >= 0, "a head dim is not positive");
+    divide();
+}
+
+void SparsePlan::divide() {
+    const SparseProblem &p = problem_;
+    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
+    require(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0, "a head dim is not positive");
+    require(p.select_count >= 0 && p.select_block > 0, "a size of the selection is negative");
+    require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
+    const std::int64_t group = p.heads_q / p.heads_kv;
+    const auto columns = static_cast<std::size_t>(kernels_.sum_columns(p));
+    std::size_t used = 0;
+    for (std::size_t b = 0; b < sequences_.size(); ++b) {
+        const Sequence &seq = sequences_[b];
+        require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+        require(seq.kv_len < never >> 33 && p.select_block < never >> 33, "a sequence is longer than 2^30 keys");
+        first_row_.push_back(rows_);
+        rows_ += seq.q_len;
+        longest_ = std::max(longest_, seq.kv_len);
+        // Few rows leave cores idle, unless they share the heads.
+        const std::int64_t tile = seq.q_len * p.heads_kv < 8 && !p.indexes ? std::min<std::int64_t>(group, 32) : group;
+        most_heads_ = std::max(most_heads_, tile);
+        const std::size_t bytes = lines(static_cast<std::size_t>(seq.kv_len) * columns * sizeof(float));
+        for (std::int64_t head = 0; backward_ && head < p.heads_kv; ++head) {
+            if (waves_.empty() || (used && used + bytes > wave_bytes)) {
+                waves_.push_back({units_.size(), units_.size(), 0});
+                used = 0;
+            }
+            Wave &wave = waves_.back();
+            units_.push_back({static_cast<std::int64_t>(b), head, wave.items, tile, used});
+            wave.items += pieces(seq.q_len, tile_rows_) * pieces(group, tile);
+            ++wave.end;
+            used += bytes;
+            sums_bytes_ = std::max(sums_bytes_, used);
+            most_items_ = std::max(most_items_, wave.items);
+        }
+    }
+    first_row_.push_back(rows_);
+}
+
+// Heads of an item of the forward. A head's bits do not depend on it, so it may depend on the number of threads.
+std::int64_t SparsePlan::forward_tile(int threads) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, items = rows_ * problem_.heads_kv;
+    if (items >= 8 * static_cast<std::int64_t>(threads) || items % threads == 0) return group;
+    return std::min(group, std::max<std::int64_t>(8, pieces(pieces(group, threads), 4) * 4));
+}
+
+SparsePlan::Layout SparsePlan::layout(int threads) const {
+    if (!backward_) {
+        const std::int64_t tile = forward_tile(threads);
+        const std::int64_t items = rows_ * problem_.heads_kv * pieces(problem_.heads_q / problem_.heads_kv, tile);
+        const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items, 1)));
+        return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team, 0, 0, 0};
+    }
+    const auto items = static_cast<std::size_t>(most_items_);
+    const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
+    const std::size_t found = attention_ ? sizeof(double) : heads * sizeof(float);  // of an item
+    const std::int64_t most = std::max<std::int64_t>({most_items_, pieces(longest_, keys_per_item), 1});
+    const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
+    const std::size_t scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
+                                           : kernels_.gradient_bytes(problem_, most_heads_, longest_);
+    if (!over_lists())
+        return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team, 0, 0, 0};
+    const std::size_t notes = kernels_.list_notes_bytes(problem_, longest_);
+    const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / notes, 1));
+    const std::int64_t rows = std::min(std::max<std::int64_t>(batch_rows, 2 * team), most_rows);
+    return {sums_bytes_, lines(items * found),
+            0,           scratch,
+            team,        notes,
+            rows,        std::min<std::int64_t>(rows + team, most_items_)};
+}
+
+std::size_t SparsePlan::workspace_bytes(int threads) const {
+    const Layout at = layout(threads);
+    return at.sums + at.shares + at.progress + at.notes * static_cast<std::size_t>(at.noted) +
+           at.scratch * static_cast<std::size_t>(at.team);
+}
+
+SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, unit.tile);
+    const std::int64_t head = index % tiles * unit.tile;
+    std::int64_t row = index / tiles;
+    // Last tiles first: under a causal band they take longest.
+    if (tile_rows_ > 1) row = (pieces(sequences_[unit.seq].q_len, tile_rows_) - 1 - row) * tile_rows_;
+    return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), row};
+}
+
+const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item) const {
+    const auto before = [](std::int64_t i, const Unit &unit) { return i < unit.first_item; };
+    return *(std::upper_bound(units_.begin() + wave.first, units_.begin() + wave.end, item, before) - 1);
+}
+
+void SparsePlan::run(const SparseOperands &operands, int threads) const {
+    const SparseJob job = {&problem_, &operands, sequences_.data()};
+    if (backward_) return run_backward(job, threads, nullptr);
+    const Layout at = layout(threads);
+    const Lease memory(workspace_bytes(threads));
+    attend(job, memory.data(), forward_tile(threads), at);
+}
+
+void SparsePlan::run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const {
+    run_backward({&problem_, &operands, sequences_.data(), &*attention_, &attended}, threads, loss);
+}
+
+void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
+    const Layout at = layout(threads);
+    const Lease memory(workspace_bytes(threads));
+    char *const found = memory.data() + at.sums, *const progress = found + at.shares;
+    char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
+    State state{job,
+                memory.data(),
+                reinterpret_cast<float *>(found),
+                reinterpret_cast<double *>(found),
+                reinterpret_cast<Progress *>(progress),
+                notes,
+                {},
+                {}};
+    std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
+    std::deque<Batches> batches;  // of every wave
+    for (const Wave &wave : waves_) {
+        if (over_lists()) batches.emplace_back(wave.items, at.batch_rows, at.noted, ranges_of(wave, at.batch_rows));
+    }
+    double total = 0.0;
+    for (const Wave &wave : waves_) {
+        state.taken = state.finished = 0;
+        for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
+#pragma omp parallel num_threads(at.team)
+        {
+            const FlushDenormals flushed;
+            char *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
+            clear_sums(wave, state);
+            if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], at, own);
+            else descend(wave, state, own);
+#pragma omp barrier
+            store_keys(wave, state);
+        }
+        for (std::int64_t i = 0; attention_ && i < wave.items; ++i) total += state.losses[i];
+        for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
+            const Unit &unit = unit_of(wave, i);
+            const SparseItem item = item_at(unit, i - unit.first_item);
+            for (std::int64_t h = 0; h < item.heads; ++h) dsink[item.head0 + h] += state.shares[i * most_heads_ + h];
+        }
+    }
+    for (std::size_t h = 0; h < dsink.size(); ++h) job.operands->dsink[h] = static_cast<float>(dsink[h]);
+    if (loss) *loss = static_cast<float>(total);
+}
+
+void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, tile);
+    const std::int64_t items = rows_ * problem_.heads_kv * tiles;
+#pragma omp parallel num_threads(at.team)
+    {
+        const FlushDenormals flushed;
+        void *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
+#pragma omp for schedule(dynamic, 1)
+        for (std::int64_t i = 0; i < items; ++i) {
+            const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_;
+            const std::int64_t b =
+                std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1;
+            const std::int64_t head = i % tiles * tile;
+            const SparseItem item = {b, head_kv, head_kv * group + head, std::min(tile, group - head),
+                                     row - first_row_[b]};
+            kernels_.attend(job, item, own);
+        }
+    }
+}
+
+// What follows is called by every thread of a team.
+
+template <class Body> void SparsePlan::share_keys(const Wave &wave, const State &state, Body body) const {
+    const auto units = static_cast<std::int64_t>(wave.end - wave.first);
+    const std::int64_t blocks = pieces(longest_, keys_per_item);
+#pragma omp for schedule(dynamic, 4)
+    for (std::int64_t i = 0; i < units * blocks; ++i) {
+        const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
+        const std::int64_t first = i % blocks * keys_per_item, kv_len = sequences_[unit.seq].kv_len;
+        const std::int64_t end = std::min(first + keys_per_item, kv_len);
+        if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
+    }
+}
+
+void SparsePlan::clear_sums(const Wave &wave, const State &state) const {
+    const std::int64_t columns = kernels_.sum_columns(problem_);
+    share_keys(wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
+        std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
+    });
+}
+
+void SparsePlan::store_keys(const Wave &wave, const State &state) const {
+    share_keys(wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
+        kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
+    });
+}
+
+void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
+    // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
+    for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
+        const Unit &unit = unit_of(wave, i);
+        State::Line line = {&state, unit.first_item};
+        const Turn turn = {&line, i, State::wait, State::done};
+        const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
+        const SparseItem item = item_at(unit, i - unit.first_item);
+        if (attention_) {
+            kernels_.tile_loss(state.job, item, turn, sums, state.losses + i, scratch);
+        } else {
+            kernels_.gradient(state.job, item, turn, sums, state.shares + i * most_heads_, scratch);
+        }
+    }
+}
+
+std::int64_t SparsePlan::ranges_in(const Unit &unit) const {
+    return std::max<std::int64_t>(pieces(sequences_[unit.seq].kv_len, loss_range_keys), 1);
+}
+
+// Ranges of keys of the units that each batch of rows has.
+std::vector<std::int64_t> SparsePlan::ranges_of(const Wave &wave, std::int64_t batch) const {
+    std::vector<std::int64_t> found;
+    for (std::int64_t first = 0; first < wave.items; first += batch) {
+        std::int64_t count = 0;
+        by_unit(wave, first, std::min(first + batch, wave.items),
+                [&](const Unit &unit, std::int64_t, std::int64_t) { count += ranges_in(unit); });
+        found.push_back(count);
+    }
+    return found;
+}
+
+// body(unit, its first item of [first, end), and behind its last one)
+template <class Body>
+void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const {
+    while (first < end) {
+        const Unit &unit = unit_of(wave, first);
+        const std::int64_t stop = std::min(unit.first_item + sequences_[unit.seq].q_len, end);
+        body(unit, first, stop);
+        first = stop;
+    }
+}
+
+// As descend(), for a loss over lists.
+void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at,
+                               char *scratch) const {
+    const auto notes_of = [&](std::int64_t i) {
+        return state.notes + at.notes * static_cast<std::size_t>(i % at.noted);
+    };
+    for (;;) {
+        const Batches::Task task = batches.next();
+        if (task.kind == Batches::Kind::end) return;
+        if (task.kind == Batches::Kind::wait) {
+            std::this_thread::yield();
+            continue;
+        }
+        if (task.kind == Batches::Kind::row) {
+            const Unit &unit = unit_of(wave, task.index);
+            const SparseItem item = item_at(unit, task.index - unit.first_item);
+            kernels_.list_loss(state.job, item, notes_of(task.index), state.losses + task.index, scratch);
+            batches.done(task);
+            continue;
+        }
+        const std::int64_t first = task.batch * at.batch_rows, end = std::min(first + at.batch_rows, wave.items);
+        std::int64_t range = task.index;  // counted from the unit's first one
+        by_unit(wave, first, end, [&](const Unit &unit, std::int64_t i, std::int64_t stop) {
+            const std::int64_t own = range;
+            range -= ranges_in(unit);
+            if (own < 0 || range >= 0) return;
+            const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
+            for (; i < stop; ++i) {
+                void *const next = i + 1 < stop ? notes_of(i + 1) : nullptr;
+                kernels_.add_list(state.job, item_at(unit, i - unit.first_item), notes_of(i), next, own, sums, scratch);
+            }
+        });
+        batches.done(task);
+    }
+}
+
+}  // namespace fusion

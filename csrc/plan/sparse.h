@@ -1,0 +1,91 @@
+// Selected keys on given lengths: who computes which row when, in which order key gradients are summed, and the memory.
+//
+// An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
+// backward, items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do
+// not depend on the number of threads. They wait for their turn; those of a loss over lists leave notes, which are
+// added batch by batch (plan/sparse_batches.h): on its way between two cores or to memory and back a sum takes longer
+// than to add to. Compiled for the baseline instruction set.
+
+#pragma once
+
+#include "data/variant_sparse.h"
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace fusion {
+
+class Batches;
+
+class SparsePlan {
+public:
+    // Throws std::invalid_argument where sizes do not fit together.
+    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+               bool backward);
+
+    // The indexer's loss and its gradients: `problem` is the indexer.
+    SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
+               const SparseProblem &attention);
+
+    // What run() takes besides operands and results; threads: as given to run().
+    std::size_t workspace_bytes(int threads) const;
+
+    // Throws std::bad_alloc before anything is written.
+    void run(const SparseOperands &operands, int threads) const;
+    void run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const;
+
+    const SparseProblem &problem() const { return problem_; }
+    const std::optional<SparseProblem> &attention() const { return attention_; }
+    std::size_t sequences() const { return sequences_.size(); }
+    bool backward() const { return backward_; }
+
+private:
+    struct Unit {                                     // a sequence and a key head
+        std::int64_t seq, head_kv, first_item, tile;  // tile: heads of an item
+        std::size_t offset;                           // of its sums in the wave's memory
+    };
+    struct Wave {  // units whose sums are in memory together
+        std::size_t first, end;
+        std::int64_t items;
+    };
+    struct Layout {  // of the workspace
+        std::size_t sums, shares, progress, scratch;
+        int team;
+        std::size_t notes;               // of a row of a loss over lists
+        std::int64_t batch_rows, noted;  // rows that come together, and that have notes
+    };
+    struct State;  // of a run
+
+    void divide();
+    std::int64_t forward_tile(int threads) const;
+    void run_backward(const SparseJob &job, int threads, float *loss) const;
+    Layout layout(int threads) const;
+    SparseItem item_at(const Unit &unit, std::int64_t index) const;
+    const Unit &unit_of(const Wave &wave, std::int64_t item) const;
+    void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
+    bool over_lists() const { return attention_ && problem_.select_count; }
+    void clear_sums(const Wave &wave, const State &state) const;
+    void descend(const Wave &wave, State &state, char *scratch) const;
+    void descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const;
+    std::int64_t ranges_in(const Unit &unit) const;
+    std::vector<std::int64_t> ranges_of(const Wave &wave, std::int64_t batch) const;
+    void store_keys(const Wave &wave, const State &state) const;
+    template <class Body> void share_keys(const Wave &wave, const State &state, Body body) const;
+    template <class Body> void by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const;
+
+    const SparseKernels &kernels_;
+    SparseProblem problem_;
+    std::optional<SparseProblem> attention_;  // of a loss
+    std::vector<Sequence> sequences_;
+    bool backward_;
+    std::int64_t tile_rows_ = 1;  // rows of an item
+    std::int64_t rows_ = 0, longest_ = 0, most_items_ = 0, most_heads_ = 0;
+    std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
+    std::vector<Unit> units_;
+    std::vector<Wave> waves_;
+    std::size_t sums_bytes_ = 0;
+};
+
+}  // namespace fusion

@@ -1,0 +1,35 @@
+// Address arithmetic and key intervals: the functions of data/problem.h's data, local to each variant.
+
+#pragma once
+
+#include "data/variant.h"
+#include "simd/vec.h"
+
+namespace fusion {
+namespace {
+
+template <class T> constexpr T round_up(T n, T to) { return (n + to - 1) / to * to; }
+
+template <class T> FUSION_INLINE T *row_of(const Rows &rows, std::int64_t b, std::int64_t head, std::int64_t token) {
+    return static_cast<T *>(rows.base) + rows.address[b] + head * rows.stride_head[b] + token * rows.stride_token;
+}
+
+FUSION_INLINE std::int64_t row_of(const Matrix &m, std::int64_t b, std::int64_t head, std::int64_t row) {
+    return m.address[b] + head * m.stride_head[b] + row * m.stride_row[b];
+}
+
+// n elements that will be read soon; an address outside all memory is harmless.
+template <class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+FUSION_INLINE std::int64_t first_key(const Sequence &seq, std::int64_t row) {
+    return most<std::int64_t>(row + seq.lo, 0);
+}
+
+FUSION_INLINE std::int64_t end_key(const Sequence &seq, std::int64_t row) {
+    return least(most(row + seq.hi, seq.prefix), seq.kv_len);
+}
+
+}  // namespace
+}  // namespace fusion

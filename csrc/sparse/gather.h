@@ -1,0 +1,365 @@
+// From a row's list of selected blocks to operands of products: which keys it names, their rows gathered, heads packed.
+//
+// All heads of a row are multiplied at once. Keys are the rows of the scores, heads their columns, so a gathered row
+// needs no transposing:
+//
+//   rows   [key][word]                           gathered rows, as the first operand
+//   across [column panel][keys / depth][column]  the same as the last operand of a product over keys
+//   q      [head panel][word][head]              heads beside each other, transposed
+//   q_rows [column panel][heads / depth][column] the last operand of a product over heads
+
+#pragma once
+
+#include "dense/gradient_pack.h"
+#include "data/variant_sparse.h"
+
+namespace fusion {
+namespace {
+
+template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t b, std::int64_t head, std::int64_t j) {
+    if (!keys.table) return row_of<const T>(keys.rows, b, head, j);
+    const std::int64_t page = keys.table[b * keys.stride_table + j / keys.page_size];
+    return row_of<const T>(keys.rows, b, head, j % keys.page_size) + page * keys.stride_page;
+}
+
+template <class Format> struct SparseSizes {
+    std::int64_t main_words, words, value_words;
+    std::int64_t main_columns, columns, value_columns;
+
+    explicit SparseSizes(const SparseProblem &p)
+        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
+          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
+          value_words((p.dim_v + Format::depth - 1) / Format::depth),
+          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
+          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
+};
+
+template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
+    switch (dtype) {
+        case Dtype::float32: return body(float{});
+        case Dtype::float16: return body(Half{});
+        case Dtype::bfloat16: return body(Brain{});
+    }
+}
+
+// The indexer's weights of one row, zeros behind them up to `pitch`.
+inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64_t b, std::int64_t row,
+                         std::int64_t pitch, float *to) {
+    by_dtype(p.weights_dtype, [&](auto kind) {
+        const auto *from = row_of<const decltype(kind)>(weights, b, 0, row);
+        for (std::int64_t h = 0; h < pitch; h += lanes) store(to + h, load_floats(from + h, p.heads_q - h));
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------- selection
+
+// The keys that a row's list names, in its order; returns their number. A list ends at its first negative entry, and
+// entries behind those that the visible keys could fill are not read.
+inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::int32_t *keys) {
+    const SparseProblem &p = *job.problem;
+    const Sequence &seq = job.sequences[item.seq];
+    const std::int64_t first = first_key(seq, item.row), end = end_key(seq, item.row), block = p.select_block;
+    const std::int32_t *list = row_of<const std::int32_t>(job.operands->indices, item.seq, item.head_kv, item.row);
+    const std::int64_t slots = least(p.select_count, end <= 0 ? 0 : (end + block - 1) / block);
+    std::int64_t count = 0;
+    if (block == 1) {
+        for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
+            keys[count] = list[s];
+            count += list[s] >= first && list[s] < end;
+        }
+        return count;
+    }
+    for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
+        const std::int64_t start = list[s] * block, stop = least(start + block, end);
+        for (std::int64_t j = most(start, first); j < stop; ++j) keys[count++] = static_cast<std::int32_t>(j);
+    }
+    return count;
+}
+
+// The most that expand() can give.
+inline std::int64_t most_keys(const SparseProblem &p, std::int64_t longest) {
+    return least(p.select_count, (longest + p.select_block - 1) / p.select_block) * p.select_block;
+}
+
+constexpr int digit_bits = 11;
+
+// Ascending by what lies above `from` bits, stable; `spare` has the same room. Returns where the result is.
+template <class T>
+T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::uint32_t *histogram) {
+    for (int shift = from; shift < to; shift += digit_bits) {
+        std::memset(histogram, 0, sizeof(std::uint32_t) << digit_bits);
+        for (std::int64_t i = 0; i < count; ++i) ++histogram[items[i] >> shift & ((1 << digit_bits) - 1)];
+        std::uint32_t sum = 0;
+        for (int d = 0; d < 1 << digit_bits; ++d) {
+            const std::uint32_t here = histogram[d];
+            histogram[d] = sum;
+            sum += here;
+        }
+        for (std::int64_t i = 0; i < count; ++i)
+            spare[histogram[items[i] >> shift & ((1 << digit_bits) - 1)]++] = items[i];
+        T *const other = items;
+        items = spare;
+        spare = other;
+    }
+    return items;
+}
+
+// Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their
+// end.
+FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
+#if defined(__AVX512F__)
+    FUSION_UNROLL for (int half = 0; half < 2; ++half) {
+        const auto here = static_cast<__mmask16>(bits >> half * lanes);
+        store(to, _mm512_maskz_compress_epi32(here, (__m512i)(lane_numbers() + (first + half * lanes))));
+        to += __builtin_popcount(here);
+    }
+#else
+    for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
+#endif
+    return to;
+}
+
+inline int bits_for(std::int64_t n) {  // of numbers below n
+    int bits = 0;
+    while (bits < 62 && (std::int64_t{1} << bits) < n) ++bits;
+    return bits;
+}
+
+// ------------------------------------------------------------------------------------------------------------ packing
+
+// A vector of columns of one row (depth 1) or of two (the second perhaps missing), from column d on.
+template <class Format, class T>
+FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std::int64_t n) {
+    const Words low = bits_of(load_floats(one + d, n - d));
+    if constexpr (Format::depth == 1) {
+        (void)two;
+        return low;
+    } else {
+        return low >> 16 | (two ? bits_of(load_floats(two + d, n - d)) : Words{});
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <int... I> FUSION_INLINE void interleave(Words a, Words b, Words (&out)[2], std::integer_sequence<int, I...>) {
+    typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
+    out[0] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + I % 2 * 2 * lanes)...);
+    out[1] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + lanes + I % 2 * 2 * lanes)...);
+}
+#endif
+
+// Rows of n elements as word row `at` of [column panel][deep][column].
+template <class Format, class T>
+FUSION_INLINE void put_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to, std::int64_t deep,
+                              std::int64_t at) {
+    const std::int64_t columns = round_up<std::int64_t>(n, lanes);
+    for (std::int64_t column = 0; column < columns; column += panel) {
+        const std::int64_t width = least<std::int64_t>(panel, columns - column);
+        auto *const words = to + column * deep + at * width;
+#if defined(__AVX512BF16__)
+        if constexpr (Format::depth == 2) {
+            if (column + panel <= n && two) {
+                Words pair[2];
+                interleave(load<Words>(one + column), load<Words>(two + column), pair,
+                           std::make_integer_sequence<int, 2 * lanes>{});
+                store(words, pair[0]);
+                store(words + lanes, pair[1]);
+                continue;
+            }
+        }
+#endif
+        for (std::int64_t d = 0; d < width; d += lanes) store(words + d, column_words<Format>(one, two, column + d, n));
+    }
+}
+
+// `rows` rows, `stride` elements apart, as [column panel][rows / depth][column].
+template <class Format, class T>
+void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, typename Format::Word *to) {
+    const std::int64_t deep = (rows + Format::depth - 1) / Format::depth;
+    for (std::int64_t at = 0; at < deep; ++at) {
+        const T *one = first + at * Format::depth * stride;
+        put_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
+    }
+}
+
+// Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
+// % panel].
+template <class Format, class T>
+void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
+                 std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
+    const std::int64_t padded = round_up<std::int64_t>(rows, lanes);
+    for (std::int64_t i0 = 0; i0 < padded; i0 += lanes) {
+        const std::int64_t width = least<std::int64_t>(panel, padded - i0 / panel * panel);
+        auto *const own = to + i0 / panel * panel * deep + first_word * width + i0 % panel;
+        for (std::int64_t d = 0; d < words; d += lanes) {
+            Words block[lanes];
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+                block[i] = i0 + i < rows ? load_words<Format>(first + (i0 + i) * stride, d, n) : Words{};
+            }
+            transpose(block);
+            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
+                store(own + (d + i) * width, block[i]);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- products
+
+template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
+    Floats sum = {};
+    for (std::int64_t d = 0; d < n; d += lanes) sum += load_floats(x + d, n - d) * load_floats(y + d, n - d);
+    return sum;
+}
+
+struct Idle {  // does nothing while products are computed
+    FUSION_INLINE void operator()(std::int64_t) const {}
+};
+
+// C[M][columns] = A[M][depth] * B[column panel][deep][column] from its word row 0 on, added to what is there times
+// fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
+template <class Format, int M, bool Add, class Meanwhile>
+__attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
+                                         const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
+                                         float *c, std::int64_t c_stride, std::int64_t columns, const float *fade,
+                                         Meanwhile &meanwhile) {
+    std::int64_t d = 0;
+    for (; d + panel <= columns; d += panel) {
+        meanwhile(M * depth * panel);
+        multiply<Format, M, panel_vectors, panel_vectors, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+    }
+    const std::int64_t vectors = (columns - d) / lanes;
+    if (vectors == 1) multiply<Format, M, 1, 1, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) multiply<Format, M, 2, 2, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+        if (vectors == 3) multiply<Format, M, 3, 3, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+    }
+}
+
+// Blocks of at most M rows: body(M, first row). Two of two thirds rather than a whole one and a third, which uses
+// registers badly.
+template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body) {
+    constexpr int third = block_rows / 3;
+    for (std::int64_t at = 0; at < rows;) {
+        const std::int64_t left = rows - at, thirds = (left + third - 1) / third;
+        if (thirds >= 3 && thirds != 4) {
+            body(std::integral_constant<int, block_rows>{}, at);
+            at += block_rows;
+        } else if (thirds > 1) {
+            body(std::integral_constant<int, 2 * third>{}, at);
+            at += 2 * third;
+        } else {
+            body(std::integral_constant<int, third>{}, at);
+            at += third;
+        }
+    }
+}
+
+// Adds A[heads][depth] * B to C, whose rows first shrink by `fade`.
+template <class Format, class Meanwhile>
+void add_heads(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b, std::int64_t deep,
+               std::int64_t depth, float *c, std::int64_t c_stride, std::int64_t columns, std::int64_t heads,
+               const float *fade, Meanwhile &meanwhile) {
+    in_blocks(heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+        by_panels<Format, height(), true>(a + h * a_stride, a_stride, b, deep, depth, c + h * c_stride, c_stride,
+                                          columns, fade + h, meanwhile);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------
+// gathering
+
+constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
+
+struct Chunk {  // `count` keys from the list's `at` on; `left` keys of the list begin there
+    const std::int32_t *keys;
+    std::int64_t count, left;
+};
+
+// Whether token t lies at the same place in both.
+inline bool same_rows(const Keys &a, const Keys &b, std::int64_t seq, std::int64_t head) {
+    return a.table == b.table && a.stride_table == b.stride_table && a.page_size == b.page_size &&
+           a.stride_page == b.stride_page && a.rows.base == b.rows.base && a.rows.address[seq] == b.rows.address[seq] &&
+           a.rows.stride_token == b.rows.stride_token &&
+           head * a.rows.stride_head[seq] == head * b.rows.stride_head[seq];
+}
+
+// Keys i and, with two elements per word, i + 1 of a chunk: rows of n elements, `words` words of them to every `stride`
+// words of `rows`, and to word row i / depth of `across`; either may be null.
+template <class Format, class T>
+FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t i, std::int64_t n,
+                          std::int64_t words, std::int64_t stride, typename Format::Word *rows,
+                          typename Format::Word *across, std::int64_t deep) {
+    const auto row = [&](std::int64_t e) __attribute__((always_inline)) {
+        return row_of<T>(from, item.seq, item.head_kv, chunk.keys[e]);
+    };
+    if (rows) {
+        const std::int64_t soon = i + gather_ahead;
+        for (std::int64_t e = soon; e < least(soon + Format::depth, chunk.left); ++e) prefetch(row(e), n);
+    }
+    const T *one = row(i), *two = nullptr;
+    if (Format::depth > 1 && i + 1 < chunk.count) two = row(i + 1);
+    if (rows) {
+        pack_query<Format>(one, n, words, rows);
+        if (two) pack_query<Format>(two, n, words, rows + stride);
+    }
+    if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
+}
+
+// Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
+// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
+template <class T> class Ahead {
+public:
+    // cost: words multiplied for each key.
+    Ahead(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count, std::int64_t lead,
+          std::int64_t cost)
+        : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
+        const SparseProblem &p = *job.problem;
+        const SparseOperands &o = *job.operands;
+        parts_[shown_++] = {&o.k, p.dim_qk};
+        if (p.dim_rope) parts_[shown_++] = {&o.k_rope, p.dim_rope};
+        if (!p.indexes && !same_rows(o.k, o.v, item.seq, item.head_kv)) parts_[shown_++] = {&o.v, p.dim_v};
+        while (asked_ < least(count_, few)) ask();
+    }
+
+    void gathered(std::int64_t keys) { gathered_ += keys; }
+
+    FUSION_INLINE void operator()(std::int64_t words) {
+        budget_ += words;
+        if (budget_ >= cost_ / 2) spend();
+    }
+
+private:
+    static constexpr std::int64_t few = 2 * block_rows;
+    struct Part {
+        const Keys *keys;
+        std::int64_t n;
+    };
+
+    __attribute__((noinline)) void spend() {
+        const std::int64_t price = asked_ < gathered_ + 2 * few ? cost_ / 2 : cost_ * 3 / 4;
+        const std::int64_t end = least(count_, gathered_ + lead_);
+        for (; budget_ >= price && asked_ < end; budget_ -= price) ask();
+        budget_ = least(budget_, price);
+    }
+    void ask() {
+        const std::int64_t key = keys_[asked_++];
+        for (int i = 0; i < shown_; ++i) {
+            const T *row = row_of<T>(*parts_[i].keys, item_.seq, item_.head_kv, key);
+            for (std::int64_t d = 0; d < parts_[i].n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+        }
+    }
+
+    const SparseItem &item_;
+    const std::int32_t *keys_;
+    std::int64_t count_, lead_, cost_, asked_ = 0, gathered_ = 0, budget_ = 0;
+    Part parts_[3];
+    int shown_ = 0;
+};
+
+// Rows of a block behind its last key count as zeros.
+template <class Word> void clear_rows(std::int64_t keys, std::int64_t words, Word *rows) {
+    if (keys < block_rows) std::memset(rows + keys * words, 0, (block_rows - keys) * words * sizeof *rows);
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,409 @@
+// The lightning indexer: scores of a row against all keys that it sees, and of these the largest, in order.
+//
+// A score tile [heads][keys] stays in registers until its ReLU-weighted sum over heads. Rows meet keys in chunks; each
+// keeps candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later
+// loses a tie, so what is not larger than the smallest of these need not be kept. The choice is exact: it does not
+// depend on chunks. Start reading at index_rows().
+
+#pragma once
+
+#include "sparse/gather.h"
+
+namespace fusion {
+namespace {
+
+constexpr std::int64_t index_chunk = 512;
+
+struct IndexSizes {
+    std::int64_t heads, chosen, capacity;  // heads in whole thirds of blocks; candidates of a row
+
+    explicit IndexSizes(const SparseProblem &p)
+        : heads(round_up<std::int64_t>(p.heads_q, block_rows)), chosen(p.select_count),
+          capacity(chosen + most(chosen, 2 * index_chunk)) {}
+};
+
+template <class Format> struct IndexScratch {
+    using Word = typename Format::Word;
+    Word *q;               // [row][head][word]
+    float *weights;        // [row][head]
+    float *scores;         // [index_chunk + lanes]
+    std::int32_t *ranks;   // [row][capacity + lanes], of candidates: scores as integers in the same order
+    std::int32_t *places;  // and their keys
+    std::int32_t *rest;    // [capacity + lanes]
+    std::int64_t *counts;
+    std::int32_t *floors;  // [row], a rank must be larger to be a candidate
+    std::uint64_t *list, *spare;
+    std::uint32_t *histogram;
+    float *peaks, *sums;  // [row], where statistics are wanted
+    std::size_t bytes;
+
+    IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
+        Carver carver(memory);
+        carver.take(q, rows * sizes.heads * SparseSizes<Format>(p).words);
+        carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
+        carver.take(scores, index_chunk + lanes);
+        carver.take(ranks, rows * (sizes.capacity + lanes));
+        carver.take(places, rows * (sizes.capacity + lanes));
+        carver.take(rest, sizes.capacity + lanes);
+        carver.take(counts, rows);
+        carver.take(floors, rows);
+        carver.take(list, sizes.chosen);
+        carver.take(spare, sizes.chosen);
+        carver.take(histogram, std::int64_t{1} << digit_bits);
+        carver.take(peaks, rows);
+        carver.take(sums, rows);
+        bytes = carver.bytes();
+    }
+};
+
+template <class Format> struct Indexing {
+    const SparseJob &job;
+    const SparseProblem &p;
+    const std::int64_t seq;
+    const std::int64_t words;
+    const IndexSizes sizes;
+    const IndexScratch<Format> s;
+    const typename Format::Word *keys;  // [panel][word][key]
+
+    Indexing(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
+        : job(job_), p(*job.problem), seq(seq_), words(SparseSizes<Format>(p).words), sizes(p),
+          s(p, sizes, rows, scratch), keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
+};
+
+template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
+    return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * SparseSizes<Format>(p).words * 4, 64);
+}
+
+template <class Format, class T>
+void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
+    const SparseProblem &p = *job.problem;
+    const std::int64_t words = SparseSizes<Format>(p).words, there = job.sequences[seq].kv_len;
+    for (std::int64_t j = first * panel; j < end * panel; j += lanes) {
+        auto *const to = reinterpret_cast<typename Format::Word *>(packed) + j / panel * panel * words + j % panel;
+        const T *rows[lanes];
+        for (int i = 0; i < lanes; ++i) rows[i] = j + i < there ? row_of<T>(job.operands->k, seq, 0, j + i) : nullptr;
+        for (std::int64_t d = 0; d < words; d += lanes) {
+            Words block[lanes];
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) block[i] =
+                rows[i] ? load_words<Format>(rows[i], d, p.dim_qk) : Words{};
+            transpose(block);
+            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
+                store(to + (d + i) * panel, block[i]);
+        }
+    }
+}
+
+constexpr std::int32_t nothing = -0x7f800001;  // the rank of -inf, which counts as not seen
+
+template <class Format> void begin_choice(const Indexing<Format> &w, std::int64_t slot) {
+    w.s.counts[slot] = 0;
+    w.s.floors[slot] = nothing;
+}
+
+template <class Format, class T> void load_index_row(const Indexing<Format> &w, std::int64_t row, std::int64_t slot) {
+    auto *const q = w.s.q + slot * w.sizes.heads * w.words;
+    for (std::int64_t h = 0; h < w.p.heads_q; ++h) {
+        pack_query<Format>(row_of<const T>(w.job.operands->q, w.seq, h, row), w.p.dim_qk, w.words, q + h * w.words);
+    }
+    std::memset(q + w.p.heads_q * w.words, 0, (w.sizes.heads - w.p.heads_q) * w.words * sizeof *q);
+    const std::int64_t pitch = round_up<std::int64_t>(w.sizes.heads, lanes);
+    load_weights(w.p, w.job.operands->weights, w.seq, row, pitch, w.s.weights + slot * pitch);
+    begin_choice(w, slot);
+}
+
+// ------------------------------------------------------------------------------------------------------------- scores
+
+// Adds to one panel's scores what the first `heads` of M rows give.
+template <class Format, int M>
+__attribute__((noinline)) void add_index_scores(const typename Format::Word *q, std::int64_t words,
+                                                const typename Format::Word *keys, const float *weights,
+                                                std::int64_t heads, float *to) {
+    constexpr int N = panel_vectors;
+    Floats sum[M][N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < words; ++k, keys += panel) {
+        Words right[N];
+        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(keys + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], q[i * words + k], right[j]);
+        }
+    }
+    FUSION_UNROLL for (int j = 0; j < N; ++j) {
+        Floats total = load<Floats>(to + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
+            total += larger(Floats{}, sum[i][j]) * all(weights[i]);
+        }
+        store(to + j * lanes, total);
+    }
+}
+
+// Scores of keys [first, end) against the row in a slot; first is a multiple of the panel, and whole panels are
+// written.
+template <class Format>
+void score_keys(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+    const auto *q = w.s.q + slot * w.sizes.heads * w.words;
+    const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
+    for (std::int64_t j = first; j < end; j += panel, scores += panel) {
+        for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
+        in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+            add_index_scores<Format, height()>(q + h * w.words, w.words, w.keys + j * w.words, weights + h,
+                                               w.p.heads_q - h, scores);
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- choosing
+
+// Integers in the order of the scores: NaN above all, both zeros one.
+FUSION_INLINE Ints rank_of(Floats score) {
+    const Ints bits = (Ints)bits_of(score + Floats{});
+    const Ints rank = bits ^ (bits >> 31 & 0x7fffffff);
+    return score == score ? rank : all(std::int32_t{0x7fffffff});
+}
+
+inline float score_of(std::int32_t rank) {
+    const std::int32_t bits = rank ^ (rank >> 31 & 0x7fffffff);
+    float score;
+    std::memcpy(&score, &bits, 4);
+    return score;
+}
+
+FUSION_INLINE std::uint32_t mask_of(Ints condition) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
+#else
+    std::uint32_t mask = 0;
+    for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;
+    return mask;
+#endif
+}
+
+// The lanes whose bits are set, side by side; a whole vector may be written.
+FUSION_INLINE void put_chosen(std::int32_t *to, Ints x, std::uint32_t mask) {
+#if defined(__AVX512F__)
+    store(to, (Ints)_mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), (__m512i)x));
+#else
+    for (int i = 0; i < lanes; ++i) {
+        if (mask >> i & 1) *to++ = x[i];
+    }
+#endif
+}
+
+// How many of n ranks, whole vectors of them, are at least `bound`.
+inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::int32_t bound) {
+    Ints found = {};
+    for (std::int64_t i = 0; i < n; i += lanes) found -= load<Ints>(ranks + i) >= bound;
+    std::int64_t sum = 0;
+    for (int i = 0; i < lanes; ++i) sum += found[i];
+    return sum;
+}
+
+// The k-th largest of `count` ranks, and how many are larger: by bisection, in `rest` ever fewer of them; rest has room
+// for a vector more.
+inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, std::int64_t k, std::int32_t *rest,
+                                std::int64_t &larger_ones) {
+    constexpr std::int32_t below = -0x7fffffff - 1;  // no rank
+    Ints least_one = all(std::int32_t{0x7fffffff}), largest_one = all(below);
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Ints x = load<Ints>(ranks + i);
+        const Ints there = lane_numbers() < static_cast<std::int32_t>(least<std::int64_t>(count - i, lanes));
+        least_one = there & (x < least_one) ? x : least_one;
+        x = there ? x : all(below);
+        largest_one = x > largest_one ? x : largest_one;
+        store(rest + i, x);
+    }
+    std::int32_t low = least_one[0], high = largest_one[0];
+    for (int i = 1; i < lanes; ++i) {
+        low = least(low, least_one[i]);
+        high = most(high, largest_one[i]);
+    }
+    std::int64_t n = count, from_low = count, above_high = 0, gone = 0;  // gone: larger than high and no longer in rest
+    while (low < high) {
+        const auto half = (static_cast<std::uint32_t>(high) - static_cast<std::uint32_t>(low) + 1) / 2;
+        const auto middle = static_cast<std::int32_t>(static_cast<std::uint32_t>(low) + half);
+        const std::int64_t found = gone + count_from(rest, n, middle);
+        if (found >= k) {
+            low = middle;
+            from_low = found;
+        } else {
+            high = middle - 1;
+            above_high = found;
+        }
+        if (from_low - above_high > n / 2) continue;
+        std::int64_t kept = 0;
+        for (std::int64_t i = 0; i < n; i += lanes) {
+            const Ints x = load<Ints>(rest + i);
+            const std::uint32_t mask = mask_of((x >= low) & (x <= high));
+            put_chosen(rest + kept, x, mask);
+            kept += __builtin_popcount(mask);
+        }
+        store(rest + kept, all(below));
+        n = kept;
+        gone = above_high;
+    }
+    larger_ones = above_high;
+    return low;
+}
+
+// Keeps the `chosen` largest of more candidates, the first ones among equals.
+template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot) {
+    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    const std::int64_t count = w.s.counts[slot];
+    std::int64_t larger_ones, kept = 0;
+    const std::int32_t floor = select_rank(ranks, count, w.sizes.chosen, w.s.rest, larger_ones);
+    std::int64_t equals = w.sizes.chosen - larger_ones;
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        const Ints rank = load<Ints>(ranks + i), place = load<Ints>(places + i);
+        const std::uint32_t there = i + lanes <= count ? ~0u : (1u << (count - i)) - 1;
+        std::uint32_t same = mask_of(rank == floor) & there;
+        const std::uint32_t above = mask_of(rank > floor) & there;
+        while (__builtin_popcount(same) > equals) same &= ~(0x80000000u >> __builtin_clz(same));
+        equals -= __builtin_popcount(same);
+        put_chosen(ranks + kept, rank, above | same);
+        put_chosen(places + kept, place, above | same);
+        kept += __builtin_popcount(above | same);
+    }
+    w.s.counts[slot] = kept;
+    w.s.floors[slot] = floor;
+}
+
+// Scores of keys [first, end), at most index_chunk, by ascending key.
+template <class Format>
+void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
+    if (w.s.counts[slot] + (end - first) > w.sizes.capacity) prune(w, slot);
+    std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    const std::int32_t floor = w.s.floors[slot];
+    std::int64_t count = w.s.counts[slot];
+    for (std::int64_t j = first; j < end; j += lanes) {
+        const Ints rank = rank_of(load_floats(scores + j - first, end - j));
+        std::uint32_t mask = mask_of(rank > floor);
+        if (end - j < lanes) mask &= (1u << (end - j)) - 1;
+        if (!mask) continue;
+        put_chosen(ranks + count, rank, mask);
+        put_chosen(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
+        count += __builtin_popcount(mask);
+    }
+    w.s.counts[slot] = count;
+}
+
+// The chosen keys by descending score, and -1 behind them.
+template <class Format, class T> void store_choice(const Indexing<Format> &w, std::int64_t row, std::int64_t slot) {
+    if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
+    const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
+                       *places = w.s.places + slot * (w.sizes.capacity + lanes);
+    const std::int64_t count = w.s.counts[slot];
+    for (std::int64_t i = 0; i < count; ++i) {  // descending ranks as ascending numbers
+        const std::uint32_t order = ~static_cast<std::uint32_t>(ranks[i]) ^ 0x80000000;
+        w.s.list[i] = static_cast<std::uint64_t>(order) << 32 | static_cast<std::uint32_t>(places[i]);
+    }
+    const std::uint64_t *sorted = sort_upward(w.s.list, w.s.spare, count, 32, 64, w.s.histogram);
+    auto *const indices = row_of<std::int32_t>(w.job.operands->indices, w.seq, 0, row);
+    for (std::int64_t i = 0; i < w.sizes.chosen; ++i)
+        indices[i] = i < count ? static_cast<std::int32_t>(sorted[i]) : -1;
+    if (!w.job.operands->values.base) return;
+    T *const values = row_of<T>(w.job.operands->values, w.seq, 0, row);
+    for (std::int64_t i = 0; i < w.sizes.chosen; ++i) {
+        const auto rank =
+            static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
+        store_floats(values + i, all(i < count ? score_of(rank) : -infinity), 1);
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- statistics
+
+// Scores of keys that join a row's maximum and its sum of exp(score - maximum), where a NaN makes both NaN; behind them
+// is room for a vector.
+inline void join_scores(float *scores, std::int64_t count, float &peak, float &sum) {
+    store(scores + count, all(-infinity));
+    Floats found = all(-infinity), added = {};
+    Words strange = {};
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        const Floats x = load<Floats>(scores + i);
+        found = larger(x, found);
+        strange |= (Words)(x != x);
+    }
+    const float top = largest_of(found), now = any(strange) ? __builtin_nanf("") : top > peak ? top : peak;
+    const float shift = now == -infinity ? 0.0f : now;
+    for (std::int64_t i = 0; i < count; i += lanes) added += exp2<6>((load<Floats>(scores + i) - shift) * log2_e);
+    sum = (now == peak ? sum : sum * exp2<6>(all((peak - now) * log2_e))[0]) + sum_of(added);
+    peak = now;
+}
+
+// ----------------------------------------------------------------------------------------------------- from end to end
+
+template <class Format, class T>
+void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                 void *scratch) {
+    const Indexing<Format> w(job, seq, index_tile_rows, packed, scratch);
+    const Sequence &lengths = job.sequences[seq];
+    std::int64_t last = 0;
+    for (std::int64_t row = row0; row < row1; ++row) {
+        load_index_row<Format, T>(w, row, row - row0);
+        w.s.peaks[row - row0] = -infinity;
+        w.s.sums[row - row0] = 0.0f;
+        last = most(last, end_key(lengths, row));
+    }
+    for (std::int64_t at = 0; at < last; at += index_chunk) {
+        for (std::int64_t row = row0; row < row1; ++row) {
+            const std::int64_t first = most(at, first_key(lengths, row)),
+                               end = least(at + index_chunk, end_key(lengths, row));
+            if (end <= first) continue;
+            const std::int64_t begin = first / panel * panel;
+            score_keys(w, row - row0, begin, end, w.s.scores);
+            join_scores(w.s.scores + (first - begin), end - first, w.s.peaks[row - row0], w.s.sums[row - row0]);
+        }
+    }
+    for (std::int64_t row = row0; row < row1; ++row) {
+        *row_of<float>(job.operands->max, seq, 0, row) = w.s.peaks[row - row0];
+        *row_of<float>(job.operands->sum, seq, 0, row) = w.s.sums[row - row0];
+    }
+}
+
+template <class Format, class T>
+void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                void *scratch) {
+    const Indexing<Format> w(job, seq, index_tile_rows, packed, scratch);
+    const Sequence &lengths = job.sequences[seq];
+    std::int64_t last = 0;
+    for (std::int64_t row = row0; row < row1; ++row) {
+        load_index_row<Format, T>(w, row, row - row0);
+        last = most(last, end_key(lengths, row));
+    }
+    for (std::int64_t at = 0; at < last; at += index_chunk) {
+        for (std::int64_t row = row0; row < row1; ++row) {
+            const std::int64_t first = most(at, first_key(lengths, row)),
+                               end = least(at + index_chunk, end_key(lengths, row));
+            if (end <= first) continue;
+            const std::int64_t begin = first / panel * panel;
+            score_keys(w, row - row0, begin, end, w.s.scores);
+            take(w, row - row0, first, end, w.s.scores + (first - begin));
+        }
+    }
+    for (std::int64_t row = row0; row < row1; ++row) store_choice<Format, T>(w, row, row - row0);
+}
+
+template <class Format, class T>
+void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row, std::int64_t first, std::int64_t end,
+                  const char *packed, float *scores, void *scratch) {
+    const Indexing<Format> w(job, seq, 1, packed, scratch);
+    load_index_row<Format, T>(w, row, 0);
+    score_keys(w, 0, first, end, scores + first);
+}
+
+template <class Format, class T>
+void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t row, const float *scores, void *scratch) {
+    const Indexing<Format> w(job, seq, 1, nullptr, scratch);
+    begin_choice(w, 0);
+    const std::int64_t end = end_key(job.sequences[seq], row);
+    for (std::int64_t j = first_key(job.sequences[seq], row); j < end; j += index_chunk) {
+        take(w, 0, j, least(j + index_chunk, end), scores + j);
+    }
+    store_choice<Format, T>(w, row, 0);
+}
+
+}  // namespace
+}  // namespace fusion

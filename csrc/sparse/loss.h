@@ -1,0 +1,395 @@
+// The indexer's loss and its three gradients: how far softmax(I) is from the attention's mean over heads, row by row.
+//
+//   p = sum_h exp(s_h - max_h) / sum_h / N        from the attention's saved statistics, s = scale * q k^T
+//   S = k q^T, I = sum_h w_h * max(0, S_h)        of the indexer, [key][head]
+//   dI = y - p, dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
+//   dq += dS^T k, dk += dS q                      by sparse/gradient.h, in the order of items
+//
+// Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq
+// while they are scored, and one key head of the attention is met by all its query heads at once. Start reading at
+// select_loss(). Without lists: sparse/loss_tiles.h.
+
+#pragma once
+
+#include "sparse/loss_notes.h"
+
+namespace fusion {
+namespace {
+
+constexpr float least_share = 1e-8f, log_least = -18.4206807f;  // what probabilities are at least, in logarithms
+
+// ln x of normal numbers, to a relative error of 1e-7.
+FUSION_INLINE Floats natural_log(Floats x) {
+    const Ints bits = (Ints)x, n = (bits - 0x3f3504f3) >> 23;  // x = 2^n * (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)
+    const Floats f = floats_of((Words)(bits - (n << 23))) - 1.0f, f2 = f * f;
+    const Floats whole = __builtin_convertvector(n, Floats);
+    constexpr float c[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
+                           -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
+    Floats p = all(c[0]);
+    FUSION_UNROLL for (int i = 1; i < 9; ++i) p = p * f + all(c[i]);
+    return whole * 0.693359375f + (f + (f2 * -0.5f + (p * f * f2 + whole * -2.12194440e-4f)));  // ln 2 in two parts
+}
+
+// ------------------------------------------------------------------------------------------------- the attention's
+// part
+
+// What makes a product of a head and row a probability; an empty head gives no share.
+struct Saved {
+    float shift, share;
+};
+
+template <class Format>
+Saved saved_of(const SparseOperands &o, std::int64_t seq, std::int64_t head, std::int64_t row) {
+    const float peak = *row_of<float>(o.max, seq, head, row), sum = *row_of<float>(o.sum, seq, head, row);
+    if (peak == -infinity || sum == 0.0f) return {0.0f, 0.0f};
+    if (!Format::fused) return {peak, 1.0f / sum};
+    return {static_cast<float>(peak * 1.4426950408889634 + __builtin_log2(sum)), 1.0f};
+}
+
+template <class Format> struct Probability {
+    float natural, factor;
+
+    explicit Probability(const SparseProblem &attention)
+        : natural(static_cast<float>(attention.scale)), factor(natural * log2_e) {}
+
+    FUSION_INLINE Floats operator()(Floats product, Floats shift, Floats share) const {
+        if constexpr (Format::fused) {
+            (void)share;
+            return exp2(product * factor - shift);
+        } else {
+            return exp2<6>((rounded(product * natural) - shift) * log2_e) * share;
+        }
+    }
+};
+
+// 1 / N: the heads without what they give to sinks.
+inline float head_share(const SparseProblem &p, const SparseOperands &o, std::int64_t seq, std::int64_t row) {
+    auto left = static_cast<double>(p.heads_q);
+    for (std::int64_t h = 0; p.has_sink && h < p.heads_q; ++h) {
+        const double peak = *row_of<float>(o.max, seq, h, row), sum = *row_of<float>(o.sum, seq, h, row);
+        if (peak != -infinity && sum != 0.0) left -= __builtin_exp(o.sink[h] - peak) / sum;
+    }
+    return static_cast<float>(1.0 / left);
+}
+
+// ------------------------------------------------------------------------------------------------- the indexer's part
+
+// to[i] = sum_of(terms(i)) for i below count, which terms() may be asked beyond: by less than a vector.
+template <class Terms> FUSION_INLINE void sum_up(std::int64_t count, float *to, Terms terms) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats found[lanes];
+        for (int k = 0; k < lanes; ++k) found[k] = terms(i + k);
+        store_floats(to + i, sums_of(found), count - i);
+    }
+}
+
+// I of keys from their products [key][pitch]; behind them is room for a vector's keys.
+inline void weigh_scores(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
+                         std::int64_t count, float *scores) {
+    sum_up(count, scores, [&](std::int64_t i) __attribute__((always_inline)) {
+        Floats sum = {};
+        for (std::int64_t h = 0; h < heads; h += lanes) {
+            const Floats term = larger(Floats{}, load<Floats>(products + i * pitch + h)) * load<Floats>(weights + h);
+            // 0 * inf is NaN: a head that is not there may not even count as zeros.
+            const Words there = (Words)(lane_numbers() < static_cast<std::int32_t>(heads - h));
+            sum += floats_of(bits_of(term) & there);
+        }
+        return sum;
+    });
+}
+
+struct Likelihood {  // y = exp(I - top) * share, ln y = I - top - log_sum
+    float top, share, log_sum;
+    float head_share;  // 1 / N
+    bool clamped;      // p as a factor is clamped too
+
+    Likelihood(float top_, float sum, float head_share_, bool clamped_)
+        : top(top_), share(1.0f / sum), log_sum(__builtin_logf(sum)), head_share(head_share_), clamped(clamped_) {}
+};
+
+// The softmax of a whole row; behind its scores is room for a vector.
+inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_share) {
+    store(scores + count, all(-infinity));
+    Floats found = all(-infinity), sum = {};
+    for (std::int64_t i = 0; i < count; i += lanes) found = larger(found, load<Floats>(scores + i));
+    const float top = largest_of(found);
+    for (std::int64_t i = 0; i < count; i += lanes) sum += exp2<6>((load<Floats>(scores + i) - top) * log2_e);
+    return {top, sum_of(sum), head_share, true};
+}
+
+// dI in place of the scores of keys whose probabilities over all heads add up to `target`; returns their loss.
+__attribute__((noinline)) inline double judge(float *scores, const float *target, std::int64_t count,
+                                              const Likelihood y) {
+    double loss = 0.0;
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        const Floats score = load_floats(scores + i, count - i) - y.top;
+        const Floats p = load_floats(target + i, count - i) * y.head_share;
+        const Floats clamped = larger(all(least_share), p), log_y = larger(all(log_least), score - y.log_sum);
+        float terms[lanes];
+        store(terms, (y.clamped ? clamped : p) * (natural_log(clamped) - log_y));
+        for (std::int64_t k = 0; k < least<std::int64_t>(lanes, count - i); ++k) loss += terms[k];
+        store_floats(scores + i, exp2<6>(score * log2_e) * y.share - p, count - i);
+    }
+    return loss;
+}
+
+// ---------------------------------------------------------------------------------------------------------- with lists
+
+template <class Format> struct ListScratch {
+    using Word = typename Format::Word;
+    static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
+    std::int64_t pitch;             // of the attention's scores
+    Word *q, *rows;                 // of one key head's query heads; of two blocks of keys, of either
+    float *scores, *shift, *share;  // [key][pitch], [head]
+    float *products;                // [key][pitch of the gradient], of the whole list
+    Word *across;                   // the indexer's keys, of the whole list, chunk by chunk
+    float *target;                  // [key], of the whole list
+    Word *dscores;                  // of a chunk, [key / depth][pitch of the gradient]
+    std::size_t bytes;
+
+    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch,
+                std::int64_t longest, void *memory)
+        : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
+        const SparseSizes<Format> sizes(attention), own(index);
+        const std::int64_t listed = most_keys(index, longest);
+        Carver carver(memory);
+        carver.take(q, pitch * sizes.words);
+        carver.take(rows, 2 * block_rows * most(sizes.words, own.words));
+        carver.take(scores, round_up<std::int64_t>(chunk, lanes) * pitch);
+        carver.take(shift, pitch);
+        carver.take(share, pitch);
+        carver.take(products, (round_up<std::int64_t>(listed, block_rows) + lanes) * index_pitch);
+        carver.take(across,
+                    round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
+        carver.take(target, listed + lanes);
+        carver.take(dscores, GradientScratch<Format>::deep * index_pitch);
+        bytes = carver.bytes();
+    }
+};
+
+// A list whose keys are multiplied with heads, where they lie if that can be, else gathered block by block; on request
+// they are laid across by the way, `deep` words of every column.
+template <class Format, class T> struct ListReader {
+    const SparseJob job;
+    const SparseItem item;
+    const SparseSizes<Format> sizes;
+    const std::int32_t *keys;
+    typename Format::Word *rows;
+    const std::int64_t deep;
+    const bool streams;
+    Ahead<T> ahead;
+    Stream<Format, T> stream;
+
+    // heads: that every key is multiplied with; rows: two blocks.
+    ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count,
+               std::int64_t heads, typename Format::Word *rows_, std::int64_t deep_ = 0)
+        : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), deep(deep_),
+          streams(suits_stream<Format>(*job.problem)),
+          ahead(job, item, keys, streams ? 0 : count, ListScratch<Format>::chunk, heads * sizes.words),
+          stream(job, item, sizes, keys, count, rows, nullptr, deep, deep ? job.problem->dim_qk : 0) {}
+
+    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch].
+    void score(const Chunk &chunk, const typename Format::Word *q, float *to, std::int64_t pitch, std::int64_t columns,
+               typename Format::Word *across = nullptr) {
+        const SparseProblem &p = *job.problem;
+        const SparseOperands &o = *job.operands;
+        const std::int64_t words = sizes.words, main = sizes.main_words;
+        stream.lay(across);
+        for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
+            const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+            if (streams && here == block_rows) {
+                stream.multiply(chunk.keys - keys + at, at, q, to, pitch, columns);
+                continue;
+            }
+            for (std::int64_t i = at; i < at + here; i += Format::depth) {
+                auto *const row = rows + (i - at) * words;
+                gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, across, deep);
+                if (!p.dim_rope) continue;
+                gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main, nullptr, 0);
+            }
+            clear_rows(here, words, rows);
+            ahead.gathered(here);
+            by_panels<Format, block_rows, false>(rows, words, q, words, words, to, pitch, columns, nullptr, ahead);
+        }
+    }
+};
+
+// Adds what one key head's query heads think of a chunk's keys.
+template <class Format>
+__attribute__((noinline)) void add_probabilities(const ListScratch<Format> &s, const Probability<Format> probability,
+                                                 std::int64_t count, float *target) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats found[lanes];
+        for (int k = 0; k < lanes; ++k) {
+            Floats sum = {};
+            for (std::int64_t h = 0; h < s.pitch; h += lanes) {
+                const Floats share = load<Floats>(s.share + h);
+                const float *const at = s.scores + (i + k) * s.pitch + h;
+                const Floats one = probability(load<Floats>(at), load<Floats>(s.shift + h), share);
+                sum += share == Floats{} ? Floats{} : one;
+            }
+            found[k] = sum;
+        }
+        store_floats(target + i, load_floats(target + i, count - i) + sums_of(found), count - i);
+    }
+}
+
+// Sums of probabilities over all heads of the attention, of all keys of a list.
+template <class Format, class T>
+void list_target(const SparseJob &job, const SparseItem &item, const ListScratch<Format> &s, const std::int32_t *keys,
+                 std::int64_t count) {
+    const SparseProblem &p = *job.problem;
+    const SparseOperands &o = *job.operands;
+    const SparseSizes<Format> sizes(p);
+    const std::int64_t group = p.heads_q / p.heads_kv;
+    const Probability<Format> probability(p);
+    std::memset(s.target, 0, count * sizeof *s.target);
+    for (std::int64_t g = 0; g < p.heads_kv; ++g) {
+        const SparseItem own = {item.seq, g, g * group, group, item.row};
+        pack_beside<Format>(row_of<const T>(o.q, own.seq, own.head0, own.row), o.q.stride_head[own.seq], group,
+                            p.dim_qk, sizes.main_words, 0, sizes.words, s.q);
+        if (p.dim_rope) {
+            pack_beside<Format>(row_of<const T>(o.q_rope, own.seq, own.head0, own.row), o.q_rope.stride_head[own.seq],
+                                group, p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, s.q);
+        }
+        for (std::int64_t h = 0; h < s.pitch; ++h) {
+            const Saved saved = h < group ? saved_of<Format>(o, own.seq, own.head0 + h, own.row) : Saved{0.0f, 0.0f};
+            s.shift[h] = saved.shift;
+            s.share[h] = saved.share;
+        }
+        ListReader<Format, T> reader(job, own, keys, count, s.pitch, s.rows);
+        for (std::int64_t at = 0; at < count; at += s.chunk) {
+            const Chunk chunk = {keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
+            reader.score(chunk, s.q, s.scores, s.pitch, s.pitch);
+            add_probabilities(s, probability, chunk.count, s.target + at);
+        }
+    }
+}
+
+// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to
+// dweights.
+template <class Format>
+__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count,
+                                          std::int64_t pitch, const float *weights, float *dweights,
+                                          std::uint8_t *positive, typename Format::Word *dscores) {
+    using Bits =
+        std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
+    for (std::int64_t h = 0; h < pitch; h += 2 * lanes) {
+        const Floats weight[2] = {load<Floats>(weights + h), load<Floats>(weights + h + lanes)};
+        Floats sum[2] = {load<Floats>(dweights + h), load<Floats>(dweights + h + lanes)};
+        for (std::int64_t i = 0; i < count; i += Format::depth) {
+            Floats rows[2][Format::depth] = {};
+            FUSION_UNROLL for (int e = 0; e < Format::depth; ++e) {
+                if (i + e >= count) break;
+                const Floats dvalue = all(given[i + e]);
+                Floats dscore[2];
+                std::uint32_t bits = 0;
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                    const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
+                    sum[u] += dvalue * larger(Floats{}, score);
+                    bits |= positive_lanes(score) << u * lanes;
+                }
+                spread_weights(bits, dvalue, weight, dscore);
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];
+                store(positive + ((i + e) * pitch + h) / 8, static_cast<Bits>(bits));
+            }
+            FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::stack(rows[u]));
+            }
+        }
+        store(dweights + h, sum[0]);
+        store(dweights + h + lanes, sum[1]);
+    }
+}
+
+// C[M][N vectors] += A^T * B, A being [depth][pitch]: a broadcast does not mind where its words lie.
+template <class Format, int M, int N>
+FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
+                              std::int64_t depth, float *c, std::int64_t c_stride) {
+    Floats sum[M][N];
+    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
+#pragma GCC unroll 2
+    for (std::int64_t k = 0; k < depth; ++k, a += pitch, b += N * lanes) {
+        Words right[N];
+        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], a[i], right[j]);
+        }
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) {
+            float *const to = c + i * c_stride + j * lanes;
+            store(to, load<Floats>(to) + sum[i][j]);
+        }
+    }
+}
+
+// The same for one block of heads and all columns.
+template <class Format, int M>
+__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch,
+                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
+                                          float *c, std::int64_t columns) {
+    std::int64_t d = 0;
+    for (; d + panel <= columns; d += panel)
+        add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
+    const std::int64_t vectors = (columns - d) / lanes;
+    if (vectors == 1) add_across<Format, M, 1>(a, pitch, b + d * deep, depth, c + d, columns);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) add_across<Format, M, 2>(a, pitch, b + d * deep, depth, c + d, columns);
+        if (vectors == 3) add_across<Format, M, 3>(a, pitch, b + d * deep, depth, c + d, columns);
+    }
+}
+
+// From dI to dq and dweights, chunk by chunk.
+template <class Format, class T>
+void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
+                  std::int64_t count) {
+    const auto &s = w.s;
+    const std::int64_t columns = w.sizes.columns;
+    for (std::int64_t at = 0; at < count; at += s.chunk) {
+        const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
+                           depth = (here + Format::depth - 1) / Format::depth;
+        weigh_list<Format>(list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
+                           left.positive + at * s.pitch / 8, list.dscores);
+        const auto *across = list.across + at / Format::depth * columns;
+        in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+            add_across<Format, height()>(list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns);
+        });
+    }
+}
+
+// All of a row but what it adds to sums of keys, which its notes keep.
+template <class Format, class T>
+void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double *loss, void *scratch) {
+    const Descent<Format> w(job, item, scratch);
+    const auto &s = w.s;
+    const std::int64_t longest = job.sequences[item.seq].kv_len;
+    const ListScratch<Format> list(*job.attention, w.p, s.pitch, longest, static_cast<char *>(scratch) + s.bytes);
+    const ListNotes<Format> left(w.p, s, longest, notes);
+    const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
+    std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
+    std::memset(s.delta, 0, rounded * sizeof *s.delta);
+    *loss = 0.0;
+    left.divide(s.keys, count, longest);
+    if (count) {
+        const SparseJob attention = {job.attention, job.attended, job.sequences};
+        list_target<Format, T>(attention, item, list, s.keys, count);
+        load_heads<Format, T>(w);
+        load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
+        ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows, s.deep);
+        for (std::int64_t at = 0; at < count; at += s.chunk) {
+            reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
+                         list.products + at * s.pitch, s.pitch, s.padded_heads,
+                         list.across + at / Format::depth * w.sizes.columns);
+        }
+        weigh_scores(list.products, s.pitch, item.heads, s.share, count, left.given);
+        const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
+        *loss = judge(left.given, list.target, count, likelihood_of(left.given, count, share));
+        std::memcpy(left.q_rows, s.q_rows, left.q_words * sizeof *s.q_rows);
+    }
+    descend_list<Format, T>(w, list, left, count);
+    store_head_gradients<Format, T>(w, s.dq, s.delta);
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,329 @@
+// The indexer's loss over all keys that a band shows: sparse/loss.h without lists.
+//
+// An item is a tile of rows, since each head of the attention may have keys of its own: p of all rows and a block of
+// keys, head by head, then the indexer, whose heads share keys, row by row against a chunk of that block. Nothing is as
+// large as rows times keys. Start reading at tile_loss().
+
+#pragma once
+
+#include "sparse/loss.h"
+
+namespace fusion {
+namespace {
+
+// A tile of rows; beside it lies the memory of a gradient, whose heads are those of one row of the indexer.
+template <class Format> struct TileScratch {
+    using Word = typename Format::Word;
+    static constexpr std::int64_t chunk = GradientScratch<Format>::chunk, width = 192;  // keys of the indexer's, of all
+    static constexpr std::int64_t rows_at_most = loss_tile_rows + block_rows;
+    std::int64_t heads, columns;  // of a row's dq
+    Word *q, *keys, *index_rows;  // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
+    float *scores, *target;       // [block_rows][width], [row][width]
+    float *shift, *share;         // [head][row]
+    float *head_share;            // [row]
+    float *dq, *dweights;         // [row][heads][columns], [row][heads]
+    float *sums;                  // [key][columns]
+    Word *tame;                   // two rows of the indexer's keys
+    std::uint8_t *wild;           // [key]
+    std::size_t bytes;
+
+    TileScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
+        : heads(round_up<std::int64_t>(round_up<std::int64_t>(index.heads_q, 2 * lanes), block_rows)),
+          columns(SparseSizes<Format>(index).columns) {
+        const SparseSizes<Format> sizes(attention), own(index);
+        Carver carver(memory);
+        carver.take(q, rows_at_most * sizes.words);
+        carver.take(keys, width * sizes.words);
+        carver.take(index_rows, (chunk + block_rows) * own.words);
+        carver.take(scores, block_rows * width);
+        carver.take(target, loss_tile_rows * width);
+        carver.take(shift, attention.heads_q * loss_tile_rows);
+        carver.take(share, attention.heads_q * loss_tile_rows);
+        carver.take(head_share, loss_tile_rows);
+        carver.take(dq, loss_tile_rows * heads * columns);
+        carver.take(dweights, loss_tile_rows * heads);
+        carver.take(sums, chunk * columns);
+        carver.take(tame, 2 * (columns + lanes));
+        carver.take(wild, chunk);
+        bytes = carver.bytes();
+    }
+};
+
+struct Block {  // rows [row0, row1) of a tile, keys [first, end)
+    std::int64_t row0, row1, first, end;
+};
+
+// What rows of a tile need of the attention's statistics.
+template <class Format>
+void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows, const TileScratch<Format> &t) {
+    for (std::int64_t h = 0; h < job.attention->heads_q; ++h) {
+        for (std::int64_t r = 0; r < rows; ++r) {
+            const Saved saved = saved_of<Format>(*job.attended, item.seq, h, item.row + r);
+            t.shift[h * loss_tile_rows + r] = saved.shift;
+            t.share[h * loss_tile_rows + r] = saved.share;
+        }
+    }
+    for (std::int64_t r = 0; r < rows; ++r) {
+        t.head_share[r] = head_share(*job.attention, *job.attended, item.seq, item.row + r);
+    }
+}
+
+// Rows that the next head needs, asked for between the products of this one: in most layouts they lie far apart.
+template <class T> class NextHead {
+public:
+    void add(const Rows &rows, std::int64_t seq, std::int64_t head, std::int64_t first, std::int64_t count,
+             std::int64_t n) {
+        if (n <= 0 || count <= 0) return;
+        parts_[added_++] = {row_of<const T>(rows, seq, head, first), rows.stride_token, count, n};
+        left_ += count;
+    }
+    void spread(std::int64_t turns) { pace_ = turns > 0 ? (left_ + turns - 1) / turns : 0; }
+
+    void operator()(std::int64_t) {
+        for (std::int64_t i = 0; i < pace_ && part_ < added_; ++i) {
+            const Part &part = parts_[part_];
+            const T *row = part.first + next_ * part.stride;
+            for (std::int64_t d = 0; d < part.n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+            if (++next_ < part.count) continue;
+            next_ = 0;
+            ++part_;
+        }
+    }
+
+private:
+    struct Part {
+        const T *first;
+        std::int64_t stride, count, n;
+    };
+    Part parts_[4];
+    std::int64_t added_ = 0, part_ = 0, next_ = 0, left_ = 0, pace_ = 0;
+};
+
+// Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of
+// those.
+template <class Format, class T>
+void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
+              const Block &block, const float *shift, const float *share, NextHead<T> &next) {
+    const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
+    next.spread((rows + block_rows - 1) / block_rows * (padded / panel));
+    in_blocks(rows, [&](auto height, std::int64_t at) __attribute__((always_inline)) {
+        by_panels<Format, height(), false>(t.q + at * words, words, t.keys, words, words, t.scores, t.width, padded,
+                                           nullptr, next);
+        for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
+            const std::int64_t r = block.row0 + at + i;
+            float *const to = t.target + r * t.width;
+            for (std::int64_t c = 0; share[r] != 0.0f && c < padded; c += lanes) {
+                store(to + c, load<Floats>(to + c) +
+                                  probability(load<Floats>(t.scores + i * t.width + c), all(shift[r]), all(share[r])));
+            }
+        }
+    });
+}
+
+// Sums of probabilities over all heads of the attention, of a block's rows and keys.
+template <class Format, class T>
+void tile_target(const SparseJob &job, const SparseItem &item, const Block &block, const TileScratch<Format> &t) {
+    const SparseProblem &p = *job.attention;
+    const SparseOperands &o = *job.attended;
+    const SparseSizes<Format> sizes(p);
+    const std::int64_t words = sizes.words, main = sizes.main_words, group = p.heads_q / p.heads_kv;
+    const std::int64_t rows = block.row1 - block.row0, count = block.end - block.first;
+    const Probability<Format> probability(p);
+    std::memset(t.target + block.row0 * t.width, 0, rows * t.width * sizeof *t.target);
+    std::memset(t.q + rows * words, 0, block_rows * words * sizeof *t.q);
+    for (std::int64_t head = 0; head < p.heads_q; ++head) {
+        const std::int64_t g = head / group;
+        for (std::int64_t at = 0; head % group == 0 && at < count; at += panel) {
+            const std::int64_t here = least<std::int64_t>(panel, count - at);
+            pack_keys<Format>(row_of<T>(o.k, item.seq, g, block.first + at), o.k.rows.stride_token, here, p.dim_qk,
+                              main, t.keys + at * words);
+            if (!p.dim_rope) continue;
+            pack_keys<Format>(row_of<T>(o.k_rope, item.seq, g, block.first + at), o.k_rope.rows.stride_token, here,
+                              p.dim_rope, words - main, t.keys + at * words + main * panel);
+        }
+        for (std::int64_t r = 0; r < rows; ++r) {
+            const std::int64_t row = item.row + block.row0 + r;
+            pack_query<Format>(row_of<const T>(o.q, item.seq, head, row), p.dim_qk, main, t.q + r * words);
+            if (!p.dim_rope) continue;
+            pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
+                               t.q + r * words + main);
+        }
+        NextHead<T> next;
+        if (head + 1 < p.heads_q) {
+            next.add(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk);
+            next.add(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope);
+        }
+        if (head + 1 < p.heads_q && (head + 1) % group == 0) {
+            next.add(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk);
+            next.add(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope);
+        }
+        add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.share + head * loss_tile_rows, next);
+    }
+}
+
+// The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is
+// NaN: across there are zeros for elements that are not finite, and their keys are noted.
+template <class Format, class T>
+void load_index_keys(const Descent<Format> &w, const Block &block, const TileScratch<Format> &t) {
+    const std::int64_t words = w.sizes.words, n = w.p.dim_qk, count = block.end - block.first;
+    for (std::int64_t i = 0; i < count; i += Format::depth) {
+        const T *rows[2] = {};
+        for (std::int64_t e = 0; e < Format::depth && i + e < count; ++e) {
+            rows[e] = row_of<T>(w.o.k, w.item.seq, 0, block.first + i + e);
+            pack_query<Format>(rows[e], n, words, t.index_rows + (i + e) * words);
+            t.wild[i + e] = has_wild(rows[e], n);
+            if (!t.wild[i + e]) continue;
+            T *const tame = reinterpret_cast<T *>(t.tame) + e * (t.columns + lanes);
+            for (std::int64_t d = 0; d < n; d += lanes) {
+                const Words bits = bits_of(load_floats(rows[e] + d, n - d));
+                store_floats(tame + d, floats_of(bits & ~not_finite(bits)), n - d);
+            }
+            rows[e] = tame;
+        }
+        put_across<Format>(rows[0], rows[1], n, w.s.across, w.s.deep, i / Format::depth);
+    }
+    std::memset(t.index_rows + count * words, 0, block_rows * words * sizeof *t.index_rows);
+}
+
+// What elements of keys [first, end) of a block that are not finite give to a row's dq.
+template <class Format, class T>
+__attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &block, std::int64_t first,
+                                        std::int64_t end, const std::uint8_t *wild, float *dq) {
+    for (std::int64_t i = first; i < end; ++i) {
+        for (std::int64_t h = 0; wild[i] && h < w.item.heads; ++h) {
+            const T *k = row_of<T>(w.o.k, w.item.seq, 0, block.first + i);
+            const float dscore = Format::get(w.s.dscores + i * w.s.head_words, h);
+            for (std::int64_t d = 0; dscore != 0.0f && d < w.p.dim_qk; d += lanes) {
+                const Floats value = load_floats(k + d, w.p.dim_qk - d);
+                const Words term = bits_of(value * dscore) & not_finite(bits_of(value));
+                float *const to = dq + h * w.sizes.columns + d;
+                store(to, load<Floats>(to) + floats_of(term));
+            }
+        }
+    }
+}
+
+// As weigh_scores(), with heads added in the order in which sparse/indexer.h adds them: the largest score is then the
+// statistics' own to the last bit, where a difference would scale every y of the row.
+inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
+                           std::int64_t count, float *scores) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        Floats total = {};
+        for (std::int64_t h = 0; h < heads; h += lanes) {
+            Words across[lanes];
+            for (int k = 0; k < lanes; ++k) {
+                across[k] = i + k < count ? load<Words>(products + (i + k) * pitch + h) : Words{};
+            }
+            transpose(across);
+            for (int e = 0; e < least<std::int64_t>(lanes, heads - h); ++e) {
+                total += larger(Floats{}, floats_of(across[e])) * all(weights[h + e]);
+            }
+        }
+        store_floats(scores + i, total, count - i);
+    }
+}
+
+// Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's
+// sums; returns its loss.
+template <class Format, class T>
+double meet(const SparseJob &job, const SparseItem &tile, const Block &block, std::int64_t r, const float *target,
+            const TileScratch<Format> &t, void *scratch) {
+    const Sequence &seq = job.sequences[tile.seq];
+    const SparseItem item = {tile.seq, 0, 0, tile.heads, tile.row + r};
+    const std::int64_t first = most(first_key(seq, item.row), block.first) - block.first;
+    const std::int64_t end = least(end_key(seq, item.row), block.end) - block.first;
+    if (end <= first) return 0.0;
+    const Descent<Format> w(job, item, scratch);
+    const auto &s = w.s;
+    const std::int64_t words = w.sizes.words, start = first / block_rows * block_rows;
+    float *const dq = t.dq + r * t.heads * t.columns;
+    Idle idle;
+    load_heads<Format, T>(w);
+    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
+    for (std::int64_t at = start; at < end; at += block_rows) {
+        by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words,
+                                             s.scores + at * s.pitch, s.pitch, s.padded_heads, nullptr, idle);
+    }
+    std::memset(s.scores, 0, first * s.pitch * sizeof *s.scores);
+    std::memset(s.given, 0, first * sizeof *s.given);
+    weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
+    const Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
+                       t.head_share[r], false);
+    const double loss = judge(s.given + first, target + first, end - first, y);
+    weigh_chunk<Format, false>(s, end, round_up<std::int64_t>(end, lanes * Format::depth),
+                               IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch});
+    add_dq(w, end, s.across, dq, idle);
+    add_wild<Format, T>(w, block, first, end, t.wild, dq);
+    for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
+        s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
+    }
+    add_to_keys(w, start, end);
+    return loss;
+}
+
+// All rows meet a block of the keys from `at` on, whose target is known.
+template <class Format, class T>
+double meet_keys(const Descent<Format> &w, const SparseJob &job, const SparseItem &item, const Block &block,
+                 std::int64_t at, const TileScratch<Format> &t, void *scratch) {
+    double loss = 0.0;
+    load_index_keys<Format, T>(w, block, t);
+    std::memset(t.sums, 0, (block.end - block.first) * t.columns * sizeof *t.sums);
+    for (std::int64_t r = block.row0; r < block.row1; ++r) {
+        loss += meet<Format, T>(job, item, block, r, t.target + r * t.width + block.first - at, t, scratch);
+    }
+    return loss;
+}
+
+template <class Format, class T>
+void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
+               void *scratch) {
+    const Sequence &seq = job.sequences[item.seq];
+    const Descent<Format> w(job, item, scratch);
+    const TileScratch<Format> t(*job.attention, w.p, static_cast<char *>(scratch) + w.s.bytes);
+    const std::int64_t rows = least(loss_tile_rows, seq.q_len - item.row);
+    const std::int64_t begin = first_key(seq, item.row), end = most<std::int64_t>(end_key(seq, item.row + rows - 1), 0);
+    std::memset(t.dq, 0, rows * t.heads * t.columns * sizeof *t.dq);
+    std::memset(t.dweights, 0, rows * t.heads * sizeof *t.dweights);
+    for (std::int64_t h = 0; h < t.heads; ++h) w.s.ones[h] = 1.0f;
+    if (begin < end) load_saved(job, item, rows, t);
+    *loss = 0.0;
+    for (std::int64_t at = begin; at < end; at += t.width) {
+        Block block = {0, rows, at, least(at + t.width, end)};
+        while (block.row0 < rows && end_key(seq, item.row + block.row0) <= at) ++block.row0;
+        while (block.row1 > block.row0 && first_key(seq, item.row + block.row1 - 1) >= block.end) --block.row1;
+        tile_target<Format, T>(job, item, block, t);
+        for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {
+            block.end = least(block.first + t.chunk, stop);
+            *loss += meet_keys<Format, T>(w, job, item, block, at, t, scratch);
+            turn.wait(turn.state, turn.item, block.first, block.end - 1);
+            for (std::int64_t i = 0; i < (block.end - block.first) * t.columns; i += lanes) {
+                float *const to = table.memory + block.first * t.columns + i;
+                store(to, load<Floats>(to) + load<Floats>(t.sums + i));
+            }
+            if (block.end < end) turn.done(turn.state, turn.item, block.end, end - 1);
+        }
+    }
+    turn.done(turn.state, turn.item, end, end - 1);
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const SparseItem row = {item.seq, 0, 0, item.heads, item.row + r};
+        const Descent<Format> own(job, row, scratch);
+        store_head_gradients<Format, T>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------- from end to end
+
+template <class Format>
+std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
+    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    if (!index.select_count) return gradient.bytes + TileScratch<Format>(attention, index, nullptr).bytes;
+    return gradient.bytes + ListScratch<Format>(attention, index, gradient.pitch, longest, nullptr).bytes;
+}
+
+template <class Format> std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t longest) {
+    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    return ListNotes<Format>(index, gradient, longest, nullptr).bytes;
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,235 @@
+// Multiplies a list's keys block by block, reading their rows where they lie, where rows are whole vectors.
+//
+// Rows that lie as words are never copied; others are converted while the block before them is multiplied. Reading rows
+// waits for memory and multiplying does not touch it, so the product of a block is cut into pieces, and between them a
+// vector's width of each row of a later block is asked for, and that of the block itself is laid across.
+
+#pragma once
+
+#include "sparse/gather.h"
+
+namespace fusion {
+namespace {
+
+struct BlockRows {  // where the words of a block's rows begin, and those of their tails, which follow them in B
+    const char *main[block_rows], *tail[block_rows];
+    std::int64_t main_words, tail_words;
+};
+
+// Adds rows[M][from .. end) * B to sums; returns where B goes on.
+template <class Format, int M, int N, class Sums>
+FUSION_INLINE const typename Format::Word *add_rows(const char *const (&rows)[M], std::int64_t from, std::int64_t end,
+                                                    const typename Format::Word *b, Sums &sum) {
+    using Word = typename Format::Word;
+#pragma GCC unroll 2
+    for (std::int64_t k = from; k < end; ++k, b += N * lanes) {
+        Words right[N];
+        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            const Word left = load<Word>(rows[i] + k * sizeof(Word));
+            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], left, right[j]);
+        }
+    }
+    return b;
+}
+
+// Products of a block's rows as by_panels() gives them; `side(i)` runs once for each i below `times`.
+template <class Format, class Side>
+__attribute__((noinline)) void block_by_panels(const BlockRows &rows, const typename Format::Word *b, float *c,
+                                               std::int64_t c_stride, std::int64_t columns, std::int64_t times,
+                                               const Side &side) {
+    constexpr int M = block_rows;
+    const std::int64_t main = rows.main_words, depth = main + rows.tail_words;
+    const std::int64_t panels = (columns + panel - 1) / panel;
+    std::int64_t next = 0;
+    const auto one = [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
+        constexpr int N = vectors();
+        Floats sum[M][N];
+        FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
+        const std::int64_t end = times * (at + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
+        const auto *row = b + at * panel * depth;
+        for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
+            if (next < end) side(next++);
+            const std::int64_t stop = depth * piece / pieces;
+            if (k < main) row = add_rows<Format, M, N>(rows.main, k, least(stop, main), row, sum);
+            if (stop > main)
+                row = add_rows<Format, M, N>(rows.tail, most(k - main, std::int64_t{0}), stop - main, row, sum);
+            k = stop;
+        }
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) store(c + i * c_stride + at * panel + j * lanes, sum[i][j]);
+        }
+    };
+    for (std::int64_t at = 0; at < columns / panel; ++at) one(std::integral_constant<int, panel_vectors>{}, at);
+    const std::int64_t vectors = columns % panel / lanes, last = columns / panel;
+    if (vectors == 1) one(std::integral_constant<int, 1>{}, last);
+    if constexpr (panel_vectors > 2) {
+        if (vectors == 2) one(std::integral_constant<int, 2>{}, last);
+        if (vectors == 3) one(std::integral_constant<int, 3>{}, last);
+    }
+}
+
+// Whether rows can be met so; others take gather().
+template <class Format> bool suits_stream(const SparseProblem &p) {
+    return (p.dim_qk | p.dim_rope) % (lanes * Format::depth) == 0;
+}
+
+template <class Format, class T> class Stream {
+public:
+    using Word = typename Format::Word;
+    static constexpr std::int64_t width = lanes * Format::depth;  // elements of a vector of words
+
+    // buffer: two blocks of rows; across: of the first `columns` elements of each row, with `deep` word rows.
+    Stream(const SparseJob &job, const SparseItem &item, const SparseSizes<Format> &sizes, const std::int32_t *keys,
+           std::int64_t count, Word *buffer, Word *across, std::int64_t deep, std::int64_t columns)
+        : p_(*job.problem), o_(*job.operands), item_(item), keys_(keys), count_(count), words_(sizes.words),
+          main_(p_.dim_qk / width), times_(2 * (sizes.words / lanes)), crossed_(columns / width),
+          first_(least(p_.dim_qk, columns)), buffer_(buffer), across_(across), deep_(deep),
+          rope_base_(sizes.main_columns * deep) {
+        now_.main_words = sizes.main_words;
+        now_.tail_words = sizes.words - sizes.main_words;
+    }
+
+    // Where blocks are laid across from now on.
+    void lay(Word *across) { across_ = across; }
+
+    // Multiplies the block of keys from the list's i on, which is a chunk's `at`-th.
+    void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride,
+                  std::int64_t columns) {
+        const std::int64_t after = i + block_rows;
+        if (held_ != i) begin(i);
+        take(i);
+        at_ = at / Format::depth;
+        next_ = after + block_rows <= count_ ? words_of(after) : nullptr;
+        aim(after + ahead);
+        to_ = &places(after);
+        later_ = &places(after + ahead);
+        block_by_panels<Format>(now_, b, c, c_stride, columns, times_, *this);
+        held_ = next_ ? after : -1;
+    }
+
+    // The first `words` of the same block's rows with others.
+    void multiply_first(std::int64_t words, const Word *b, float *c, std::int64_t c_stride,
+                        std::int64_t columns) const {
+        BlockRows rows = now_;
+        rows.main_words = words;
+        rows.tail_words = 0;
+        block_by_panels<Format>(rows, b, c, c_stride, columns, 0, *this);
+    }
+
+    // In turns: a vector of each row is asked for (and copied), and one is laid across.
+    FUSION_INLINE void operator()(std::int64_t turn) const {
+        const std::int64_t slice = turn / 2;
+        const bool tail = slice >= main_;
+        const std::int64_t d = (tail ? slice - main_ : slice) * width;
+        if (turn % 2 == 0) ask(slice, tail, d);
+        else if (slice < crossed_) cross(tail, d);
+    }
+
+private:
+    static constexpr bool copies = sizeof(T) * Format::depth != sizeof(Word);
+    static constexpr std::int64_t ahead = 2 * block_rows;  // keys behind the next block that are asked for
+    struct Parts {
+        const T *main[block_rows], *rope[block_rows];
+    };
+
+    static FUSION_INLINE Words vector(const T *from) {
+        if constexpr (Format::depth == 1) return bits_of(load_floats(from, lanes));
+        else return load<Words>(from);
+    }
+
+    Parts &places(std::int64_t i) { return places_[i / block_rows % (ahead / block_rows + 2)]; }
+    Word *words_of(std::int64_t i) { return buffer_ + i / block_rows % 2 * block_rows * words_; }
+
+    void aim(std::int64_t i) {
+        Parts &at = places(i);
+        std::int64_t keys[block_rows];
+        for (int r = 0; r < block_rows; ++r) keys[r] = keys_[least(i + r, count_ - 1)];
+        point(o_.k, keys, at.main);
+        if (p_.dim_rope) point(o_.k_rope, keys, at.rope);
+    }
+
+    FUSION_INLINE void point(const Keys &from, const std::int64_t (&keys)[block_rows],
+                             const T *(&to)[block_rows]) const {
+        if (from.table) {
+            for (int r = 0; r < block_rows; ++r) to[r] = row_of<T>(from, item_.seq, item_.head_kv, keys[r]);
+            return;
+        }
+        const T *const first = row_of<const T>(from.rows, item_.seq, item_.head_kv, 0);
+        const std::int64_t stride = from.rows.stride_token;
+        for (int r = 0; r < block_rows; ++r) to[r] = first + keys[r] * stride;
+    }
+
+    // Meets a block that none went before.
+    void begin(std::int64_t i) {
+        next_ = words_of(i);
+        for (std::int64_t k = i; k < i + block_rows + ahead; k += block_rows) {
+            aim(k);
+            to_ = later_ = &places(k);
+            for (std::int64_t s = 0; s < times_; s += 2) (*this)(s);
+            next_ = nullptr;
+        }
+    }
+
+    void take(std::int64_t i) {
+        if constexpr (copies) {
+            const Word *copy = words_of(i);
+            for (int r = 0; r < block_rows; ++r, copy += words_) {
+                now_.main[r] = reinterpret_cast<const char *>(copy);
+                now_.tail[r] = reinterpret_cast<const char *>(copy + now_.main_words);
+            }
+        } else {
+            const Parts &from = places(i);
+            std::memcpy(now_.main, from.main, sizeof now_.main);
+            std::memcpy(now_.tail, p_.dim_rope ? from.rope : from.main, sizeof now_.tail);
+        }
+    }
+
+    FUSION_INLINE void ask(std::int64_t slice, bool tail, std::int64_t d) const {
+        const T *const *const later = tail ? later_->rope : later_->main;
+        FUSION_UNROLL for (int i = 0; i < block_rows; ++i) __builtin_prefetch(later[i] + d, 0, 2);
+        if constexpr (copies) {
+            if (!next_) return;
+            const T *const *const from = tail ? to_->rope : to_->main;
+            const std::int64_t words = words_;
+            Word *to = next_ + slice * lanes;
+            FUSION_UNROLL for (int i = 0; i < block_rows; ++i, to += words) store(to, vector(from[i] + d));
+        }
+    }
+
+    FUSION_INLINE void cross(bool tail, std::int64_t d) const {
+        const std::int64_t n = tail ? p_.dim_rope : first_, column = d / panel * panel;
+        const std::int64_t pitch = least<std::int64_t>(panel, n - column), at = d / width * lanes * sizeof(Word);
+        Word *to = across_ + (tail ? rope_base_ : 0) + column * deep_ + at_ * pitch + (d - column);
+        const char *const *const from = tail ? now_.tail : now_.main;
+        if constexpr (Format::depth == 1) {
+            FUSION_UNROLL for (int i = 0; i < block_rows; ++i, to += pitch) store(to, load<Words>(from[i] + at));
+        } else {
+#if defined(__AVX512BF16__)
+            FUSION_UNROLL for (int i = 0; i < block_rows; i += 2, to += pitch) {
+                Words pair[2];
+                interleave(load<Words>(from[i] + at), load<Words>(from[i + 1] + at), pair,
+                           std::make_integer_sequence<int, 2 * lanes>{});
+                store(to, pair[0]);
+                store(to + lanes, pair[1]);
+            }
+#endif
+        }
+    }
+
+    const SparseProblem &p_;
+    const SparseOperands &o_;
+    const SparseItem &item_;
+    const std::int32_t *keys_;
+    std::int64_t count_, words_, main_, times_, crossed_, first_;
+    Word *buffer_, *across_;
+    std::int64_t deep_, rope_base_;
+    BlockRows now_;
+    Parts places_[ahead / block_rows + 2];  // of the present block and of those behind it
+    const Parts *to_ = nullptr, *later_ = nullptr;
+    Word *next_ = nullptr;  // where the next block's rows are copied
+    std::int64_t at_ = 0, held_ = -1;
+};
+
+}  // namespace
+}  // namespace fusion
