@@ -94,6 +94,7 @@ void ForwardPlan::cut_units() {
     };
     // Long ones first: short work at the end keeps threads level.
     std::vector<std::pair<std::int64_t, PlannedUnit>> placed;
+    placed.reserve(units_.size());
     for (const PlannedUnit &u : units_) placed.emplace_back(-load(u), u);
     put_in_order(placed, units_, 0);
 }

@@ -188,7 +188,8 @@ void SparsePlan::run(const SparseOperands &operands, int threads) const {
 }
 
 void SparsePlan::run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const {
-    run_backward({&problem_, &operands, sequences_.data(), &*attention_, &attended}, threads, loss);
+    run_backward({&problem_, &operands, sequences_.data(), attention_ ? &*attention_ : nullptr, &attended}, threads,
+                 loss);
 }
 
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
