@@ -42,15 +42,15 @@ struct SparsePlan::State {
     std::atomic<std::int64_t> taken = 0, finished = 0;  // items: begun, and the first that may be unfinished
 
     static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
-        static_cast<Line *>(self)->state->wait_for(static_cast<Line *>(self)->first_item, item, first, last);
+        static_cast<View *>(self)->state->wait_for(static_cast<View *>(self)->first_item, item, first, last);
     }
     static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
-        Progress &own = static_cast<Line *>(self)->state->progress[item];
+        Progress &own = static_cast<View *>(self)->state->progress[item];
         own.last.store(last, std::memory_order_relaxed);
         own.next.store(next > last ? never : next, std::memory_order_release);
     }
 
-    struct Line {  // one thread's view of the queue
+    struct View {  // one thread's view of the queue
         State *state;
         std::int64_t first_item;
     };
@@ -273,8 +273,8 @@ void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
     for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
-        State::Line line = {&state, unit.first_item};
-        const Turn turn = {&line, i, State::wait, State::done};
+        State::View view = {&state, unit.first_item};
+        const Turn turn = {&view, i, State::wait, State::done};
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         const SparseItem item = item_at(unit, i - unit.first_item);
         if (attention_) {
