@@ -1,11 +1,13 @@
 # Everything here works in .venv, which the first target makes; a second run installs nothing.
 # make PYTHON=python3.12 ...            choose the interpreter of a new .venv
 # make PIP_ARGS="--index-url ..." ...   passed to every pip install
+# make WERROR=1 ...                     the native core compiles without a warning, or not at all
 # make test PYTEST_ARGS="-k mask -x"    passed to pytest; with files of tests/, only these run
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WERROR ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,7 +70,7 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	  tests/native/test_native_decode.py tests/native/test_native_decode_groups.py tests/native/test_native_sparse.py tests/native/test_native_indexer.py tests/native/test_native_indexer_loss.py \
 	  tests/backends/test_cpu_backend.py $(PYTEST_ARGS)
 
-CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DCMAKE_BUILD_TYPE=Release -S .
+CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .
 test-core: ## the native core against naive loops, without Python: every instruction set of this machine
 	$(CORE_TEST) -B build/core
 	cmake --build build/core --parallel
@@ -86,11 +88,17 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 STUB := src/fusion_attention/_aclnn.pyi
 
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*)
+# The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
+# OpenMP's header is GCC's: clang-tidy brings none.
+TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp)
+AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra -DFUSION_VARIANT_NAME='"base"' \
+  -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-tidy --quiet $(TIDIED) -- $(AS_BASE)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
@@ -114,7 +122,7 @@ $(VENV)/.made:
 # installs it again.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/.made
 	@echo "Installing fusion_attention into $(VENV) (builds the native core; the first time also fetches torch) ..."
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) $(if $(WERROR),--config-settings=cmake.define.FUSION_WERROR=ON) --editable .
 	@touch $@
 
 # An extra's packages alone: the installed package already satisfies its own name, so nothing is built twice.

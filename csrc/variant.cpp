@@ -22,8 +22,9 @@ template <class Format> std::size_t scratch_bytes(const Problem &problem) {
     return Scratch<Format>(Sizes<Format>(problem), nullptr).bytes;
 }
 
-void pack_single(const Job &job, const Unit &unit, std::int64_t first,
-                 std::int64_t end){FUSION_SINGLE(pack_panels, (job, unit, first, end))}
+void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
+    FUSION_SINGLE(pack_panels, (job, unit, first, end))
+}
 
 std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
                            void *scratch) {
@@ -48,11 +49,9 @@ void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const
 
 void store_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(store_dk_dv, (job, keys)) }
 
-void store_rows_single(const Job &job, const RowTile &rows){FUSION_SINGLE(store_dq, (job, rows))}
+void store_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(store_dq, (job, rows)) }
 
-std::size_t decode_scratch_bytes(const DecodeProblem &problem) {
-    return decode::DecodeScratch(problem, nullptr).bytes;
-}
+std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }
 
 std::size_t decode_partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
 

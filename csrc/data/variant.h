@@ -1,7 +1,8 @@
 // What one instruction-set variant of the CPU core offers to the baseline code.
 //
-// variant.cpp is compiled once per instruction set. Each copy keeps everything in an anonymous namespace and shows one
-// C entry point, so no function compiled for a newer CPU can be linked into code that an older one runs.
+// variant.cpp and variant_sparse.cpp are compiled once per instruction set. Each copy of each keeps everything in an
+// anonymous namespace and shows one C entry point, so no function compiled for a newer CPU can be linked into code that
+// an older one runs.
 
 #pragma once
 

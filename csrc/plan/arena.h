@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -20,11 +19,6 @@ namespace fusion {
 // Tests set this: every lease then begins with NaN in all its bytes, whatever type they are read as, so that a kernel
 // which reads what it has not written cannot pass by luck; and the process ends where one writes behind its lease.
 inline std::atomic<bool> poisons_leases = false;
-
-// No memory holds the keys of longer lists of work: refused before they are made, which would take much memory itself.
-inline void refuse_endless(std::int64_t items) {
-    if (items > std::int64_t{1} << 28) throw std::bad_alloc();
-}
 
 class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
 public:

@@ -1,15 +1,12 @@
 #include "plan/backward.h"
 
 #include "plan/arena.h"
-#include "plan/denormals.h"
-
-#include <omp.h>
+#include "plan/schedule.h"
+#include "plan/team.h"
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
-#include <thread>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,17 +24,10 @@ constexpr double streamed_bytes = 8 << 20;
 // What packing and storing a row take, in pairs of a row and a key.
 constexpr double row_work = 100;
 
-void require(bool holds, const char *what) {
-    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native backward: ") + what);
-}
+constexpr Require require{"backward"};
 
-std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
-
-// Until the counter has the value; who waits lets others run, since cores may be fewer than threads.
 void wait_for(const std::atomic<std::int64_t> &counter, std::int64_t value) {
-    for (int spins = 0; counter.load(std::memory_order_acquire) != value; ++spins) {
-        if (spins > 64) std::this_thread::yield();
-    }
+    wait_until([&] { return counter.load(std::memory_order_acquire) == value; });
 }
 
 }  // namespace
@@ -48,8 +38,8 @@ struct BackwardPlan::State {
     char *packed, *own;  // rows of shared units, slot after slot; rows of threads' own units
     bool ordered_dbias;  // units share elements of dbias: they add to a column in ascending order
     std::vector<Item> items;
-    std::vector<Lot> lots;
-    std::atomic<std::size_t> next;                          // lot
+    std::vector<Task> tasks;
+    std::atomic<std::size_t> next;                          // task
     std::unique_ptr<std::atomic<std::int64_t>[]> turn;      // per tile of rows: the tile of keys that may add to it
     std::unique_ptr<std::atomic<std::int64_t>[]> left;      // per unit: its unfinished items
     std::unique_ptr<std::atomic<std::int64_t>[]> finished;  // per tile of keys: how many units are done with it
@@ -74,16 +64,16 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
 
 void BackwardPlan::check() const {
     const Problem &p = problem_;
-    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
-    require(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0, "a head dim is not positive");
+    require.heads(p);
+    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
-    for (const Sequence &seq : sequences_) require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+    for (const Sequence &seq : sequences_) require.lengths(seq);
 }
 
 void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
-        const std::int64_t rows = pieces(seq.q_len, gradient_rows), keys = pieces(seq.kv_len, kernels_.tile_keys);
+        const std::int64_t rows = ceil_div(seq.q_len, gradient_rows), keys = ceil_div(seq.kv_len, kernels_.tile_keys);
         const std::int64_t places[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
         const double work = work_of(seq, rows);
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
@@ -104,8 +94,8 @@ std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_t
     const std::int64_t row0 = row_tile * gradient_rows, row1 = std::min(row0 + gradient_rows, seq.q_len);
     const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
     const std::int64_t end_key = std::min(std::max(row1 - 1 + seq.hi, seq.prefix), seq.kv_len);
-    const std::int64_t first = std::min(begin_key / kernels_.tile_keys, pieces(seq.kv_len, kernels_.tile_keys));
-    end = begin_key < end_key ? pieces(end_key, kernels_.tile_keys) : first;
+    const std::int64_t first = std::min(begin_key / kernels_.tile_keys, ceil_div(seq.kv_len, kernels_.tile_keys));
+    end = begin_key < end_key ? ceil_div(end_key, kernels_.tile_keys) : first;
     return first;
 }
 
@@ -114,7 +104,7 @@ std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_t
 std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const {
     const std::int64_t margin = (ahead + 2) * kernels_.tile_keys - seq.lo;
     const std::int64_t rows = std::max(margin + seq.hi + gradient_rows, seq.prefix > 0 ? margin + seq.prefix : 0);
-    return std::clamp<std::int64_t>(pieces(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
+    return std::clamp<std::int64_t>(ceil_div(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
 }
 
 // Judged by some tiles of rows of a long sequence.
@@ -127,10 +117,6 @@ double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const 
     }
     const std::int64_t tile = std::min(gradient_rows, seq.q_len) * std::min(kernels_.tile_keys, seq.kv_len) * step;
     return group_ * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
-}
-
-int BackwardPlan::team_of(int threads) const {
-    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items_, 1)));
 }
 
 // A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then
@@ -163,7 +149,7 @@ std::size_t BackwardPlan::bytes_of(const Shares &shares, int team) const {
 }
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
-    const int team = team_of(threads);
+    const int team = team_size(threads, items_);
     return units_.empty() ? 0 : std::max(bytes_of(shares_of(team, false), team), bytes_of(shares_of(team, true), team));
 }
 
@@ -185,14 +171,14 @@ void BackwardPlan::cut_items(State &state, std::size_t abreast) const {
     for (const std::size_t unit : state.shares.own) {
         const std::size_t first = state.items.size();
         add_items(state.items, &unit, 1, ranks, packed);
-        state.lots.push_back({first, state.items.size(), true});
+        state.tasks.push_back({first, state.items.size(), true});
     }
     std::fill(ranks.begin(), ranks.end(), 0);
     const std::vector<std::size_t> &shared = state.shares.shared;
     for (std::size_t first = 0; first < shared.size(); first += abreast) {
         std::size_t item = state.items.size();
         add_items(state.items, shared.data() + first, std::min(abreast, shared.size() - first), ranks, packed);
-        for (; item < state.items.size(); ++item) state.lots.push_back({item, item + 1, false});
+        for (; item < state.items.size(); ++item) state.tasks.push_back({item, item + 1, false});
     }
 }
 
@@ -238,7 +224,7 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     state.ordered_dbias = gradients.dbias.base && !gradients.owns_dbias;
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
-    const int team = alone ? 1 : team_of(threads);
+    const int team = alone ? 1 : team_size(threads, items_);
     state.shares = shares_of(team, state.ordered_dbias);
     const Shares &shares = state.shares;
     const Lease memory(bytes_of(shares, team));
@@ -251,17 +237,14 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     for (std::int64_t i = 0; i < row_tiles_; ++i) state.turn[i] = -1;  // not packed
     for (std::size_t u = 0; u < units_.size(); ++u) state.left[u] = group_ * units_[u].row_tiles + units_[u].key_tiles;
     cut_items(state, state.ordered_dbias ? 1 : std::min<std::size_t>(team, shares.slots));
-#pragma omp parallel num_threads(team)
-    {
-        const FlushDenormals flushed;
-        const auto thread = static_cast<std::size_t>(omp_get_thread_num());
-        char *const own = state.own + (shares.own_bytes + key_bytes_) * thread;
+    std::vector<double> dsink(problem_.heads_q);
+    run_team(team, [&](const Team &members) {
+        char *const own = state.own + (shares.own_bytes + key_bytes_) * members.thread;
         work(state, own, own + shares.own_bytes);
 #if defined(__x86_64__)
         _mm_sfence();  // others read what was written past the caches
 #endif
-    }
-    std::vector<double> dsink(problem_.heads_q);
+    });
     std::int64_t means = 0;
     for (const PlannedUnit &unit : units_) {
         for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
@@ -276,21 +259,21 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
 }
 
 void BackwardPlan::work(State &state, char *own, void *scratch) const {
-    const std::size_t own_lots = state.shares.own.size();
+    const std::size_t own_tasks = state.shares.own.size();
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i = state.next++, after; i < state.lots.size(); i = after) {
-        const Lot &lot = state.lots[i];
+    for (std::size_t i = state.next++, after; i < state.tasks.size(); i = after) {
+        const Task &task = state.tasks[i];
         // A unit of one's own is taken while the one before it is computed, which asks for its memory.
         after = state.next;
-        while (after < own_lots && !state.next.compare_exchange_weak(after, after + 1)) {
+        while (after < own_tasks && !state.next.compare_exchange_weak(after, after + 1)) {
         }
-        const Lot *const then = after < own_lots ? &state.lots[after] : nullptr;
-        for (std::size_t at = lot.first; at < lot.end; ++at) {
+        const Task *const then = after < own_tasks ? &state.tasks[after] : nullptr;
+        for (std::size_t at = task.first; at < task.end; ++at) {
             const Item &item = state.items[at];
             const PlannedUnit &unit = units_[item.unit];
-            const std::int64_t places = lot.own ? unit.own.places : unit.shared.places;
+            const std::int64_t places = task.own ? unit.own.places : unit.shared.places;
             char *rows = own;
-            if (!lot.own) {
+            if (!task.own) {
                 const std::size_t position = state.shares.position[item.unit], slots = state.shares.slots;
                 // Units without rows wait too: who comes after them in their slot waits for them alone.
                 if (position >= slots) wait_for(state.left[state.shares.shared[position - slots]], 0);
@@ -299,7 +282,7 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
             if (item.rank < 0) {
                 pack_rows(item, state, rows, places);
             } else {
-                meet_keys(item, state, rows, places, scratch, soon_after(state, at, lot, then));
+                meet_keys(item, state, rows, places, scratch, upcoming_after(state, at, task, then));
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
@@ -307,62 +290,61 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
     }
 }
 
-BackwardPlan::Soon BackwardPlan::soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const {
-    Soon soon = {};
+BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::size_t at, const Task &task,
+                                                    const Task *then) const {
+    Upcoming upcoming = {};
     // Of a shared unit the next ones in the list, whoever of those that work abreast will take them.
-    const std::size_t unit = state.items[at].unit, far = at + Soon::farthest;
-    std::size_t end = lot.own ? lot.end : std::min(state.items.size(), far);
-    for (++at; !soon.keys; ++at) {
+    const std::size_t unit = state.items[at].unit, far = at + Upcoming::farthest;
+    std::size_t end = task.own ? task.end : std::min(state.items.size(), far);
+    for (++at; !upcoming.keys; ++at) {
         while (at >= end) {  // a sequence without keys has none to ask for
-            if (!lot.own || !then) return soon;
+            if (!task.own || !then) return upcoming;
             at = then->first;
             end = then->end;
             then = nullptr;
         }
         const Item &item = state.items[at];
-        if (!lot.own && item.unit != unit) continue;
+        if (!task.own && item.unit != unit) continue;
         if (item.rank >= 0) {
-            soon.keys = &item;
-        } else if (soon.count < Soon::most) {
-            soon.rows[soon.count++] = &item;
+            upcoming.keys = &item;
+        } else if (upcoming.count < Upcoming::most) {
+            upcoming.rows[upcoming.count++] = &item;
         }
     }
-    return soon;
+    return upcoming;
 }
 
-// What is asked for in one of so many turns.
-GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
-                                     std::int64_t turns) const {
+// What is asked for in one of so many slices.
+GradientAhead BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys,
+                                     std::int64_t slice, std::int64_t slices) const {
     const Operands &o = *state.job.operands;
     const Gradients &g = *state.job.gradients;
     const std::int64_t dim_qk = problem_.dim_qk, dim_v = problem_.dim_v;
     GradientAhead ahead;
     const auto add = [&](const Rows &rows, std::int64_t dim, std::int64_t seq, std::int64_t head, std::int64_t from,
                          std::int64_t to) {
-        if (to <= from) return;  // perhaps there is no memory at all
-        const std::int64_t size = problem_.dtype == Dtype::float32 ? 4 : 2;
-        const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
-        ahead.add({static_cast<const char *>(rows.base) + at * size, rows.stride_token * size, to - from, dim * size});
+        if (from < to) ahead.add(part_of(rows, problem_.dtype, seq, head, from, to, dim));
     };
     const auto add_keys = [&](const Rows &k, const Rows &v, std::int64_t seq, std::int64_t head, std::int64_t key0,
                               std::int64_t key1) {
-        const std::int64_t from = key0 + (key1 - key0) * turn / turns, to = key0 + (key1 - key0) * (turn + 1) / turns;
+        const std::int64_t from = key0 + (key1 - key0) * slice / slices;
+        const std::int64_t to = key0 + (key1 - key0) * (slice + 1) / slices;
         add(k, dim_qk, seq, head, from, to);
         add(v, dim_v, seq, head, from, to);
     };
     if (!state.job.streamed) add_keys(g.dk, g.dv, keys.seq, keys.head, keys.key0, keys.key1);
-    if (soon.keys) {
-        const PlannedUnit &unit = units_[soon.keys->unit];
-        const std::int64_t key0 = soon.keys->tile * kernels_.tile_keys;
+    if (upcoming.keys) {
+        const PlannedUnit &unit = units_[upcoming.keys->unit];
+        const std::int64_t key0 = upcoming.keys->tile * kernels_.tile_keys;
         const std::int64_t key1 = std::min(key0 + kernels_.tile_keys, sequences_[unit.seq].kv_len);
         add_keys(o.k, o.v, unit.seq, unit.head, key0, key1);
     }
-    for (std::int64_t i = 0; i < soon.count; ++i) {
-        const RowTile tile = row_tile(soon.rows[i]->unit, soon.rows[i]->tile, nullptr, 1);
-        // Of all tiles one after the other this turn's share, as far as it lies in this one.
-        const std::int64_t rows = tile.row1 - tile.row0, first = soon.count * turn - i * turns;
-        const std::int64_t from = tile.row0 + rows * std::clamp<std::int64_t>(first, 0, turns) / turns;
-        const std::int64_t to = tile.row0 + rows * std::clamp<std::int64_t>(first + soon.count, 0, turns) / turns;
+    for (std::int64_t i = 0; i < upcoming.count; ++i) {
+        const RowTile tile = row_tile(upcoming.rows[i]->unit, upcoming.rows[i]->tile, nullptr, 1);
+        // Of all tiles one after the other this slice, as far as it lies in this one.
+        const std::int64_t rows = tile.row1 - tile.row0, first = upcoming.count * slice - i * slices;
+        const std::int64_t from = tile.row0 + rows * std::clamp<std::int64_t>(first, 0, slices) / slices;
+        const std::int64_t to = tile.row0 + rows * std::clamp<std::int64_t>(first + upcoming.count, 0, slices) / slices;
         add(o.q, dim_qk, tile.seq, tile.head, from, to);
         add(g.dout, dim_v, tile.seq, tile.head, from, to);
         add(o.out, dim_v, tile.seq, tile.head, from, to);
@@ -388,16 +370,16 @@ void BackwardPlan::pack_rows(const Item &item, State &state, char *memory, std::
 }
 
 void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
-                             const Soon &soon) const {
+                             const Upcoming &upcoming) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
     const KeyTile keys = {unit.seq, unit.head, key0, std::min(key0 + kernels_.tile_keys, seq.kv_len), scratch};
     kernels_.load_keys(state.job, keys);
     if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
-    std::int64_t turn_at = 0, turns = 0, end;
+    std::int64_t slice = 0, slices = 0, end;
     for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
-        turns += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
+        slices += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
     }
     for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
         RowTile rows = row_tile(item.unit, i, memory, places);
@@ -409,7 +391,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::
         rows.fresh = item.tile == first;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
-        kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, turn_at++, turns));
+        kernels_.meet(state.job, rows, keys, ahead_of(state, upcoming, keys, slice++, slices));
         rows.fresh = false;
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);

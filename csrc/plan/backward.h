@@ -51,7 +51,7 @@ private:
         std::size_t unit;
         std::int64_t tile, rank;  // rank: how many units come before it at such a tile of keys
     };
-    struct Lot {  // items that one thread computes in a row: of a unit of its own, or a single one of a shared unit
+    struct Task {  // items that one thread computes in a row: of a unit of its own, or a single one of a shared unit
         std::size_t first, end;
         bool own;
     };
@@ -61,7 +61,7 @@ private:
         std::size_t slots;                     // the rows of the i-th shared unit lie in slot i % slots
         std::size_t slot_bytes, own_bytes;     // of a slot, of what a thread has for its own units
     };
-    struct Soon {  // what a thread packs after a tile of keys, as far as its cache holds it
+    struct Upcoming {  // what a thread packs after a tile of keys, as far as its cache holds it
         static constexpr std::int64_t most = 4;
         static constexpr std::size_t farthest = 64;  // items of a list that units share, up to which it looks
         const Item *rows[most], *keys;
@@ -81,14 +81,13 @@ private:
     void add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count,
                    std::vector<std::int64_t> &ranks, std::vector<std::int64_t> &packed) const;
     void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
-    int team_of(int threads) const;
     void work(State &state, char *own, void *scratch) const;
     void pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const;
     void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
-                   const Soon &soon) const;
-    Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
-    GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
-                           std::int64_t turns) const;
+                   const Upcoming &upcoming) const;
+    Upcoming upcoming_after(const State &state, std::size_t at, const Task &task, const Task *then) const;
+    GradientAhead ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
+                           std::int64_t slices) const;
     void clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const;
 
     const Variant &variant_;

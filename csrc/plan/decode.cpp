@@ -1,14 +1,12 @@
 #include "plan/decode.h"
 
 #include "plan/arena.h"
-#include "plan/denormals.h"
-
-#include <omp.h>
+#include "plan/schedule.h"
+#include "plan/team.h"
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
+#include <utility>
 
 namespace fusion {
 namespace {
@@ -16,17 +14,15 @@ namespace {
 // Elements of work below which a second thread costs more than it brings.
 constexpr std::int64_t work_per_thread = 1 << 16;
 
-void require(bool holds, const char *what) {
-    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native decode: ") + what);
-}
+constexpr Require require{"decode"};
 
 }  // namespace
 
 DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std::vector<Sequence> sequences)
     : variant_(variant), problem_(problem), sequences_(std::move(sequences)) {
     const DecodeProblem &p = problem_;
-    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
-    require(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0, "a head dim is not positive");
+    require.heads(p);
+    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.dropout == Dropout::none, "dropout is none of its features");
     row_floats_ = variant_.decode.partial_floats(problem_);
     scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + row_floats_ * decode_slots * sizeof(float);
@@ -49,7 +45,7 @@ void DecodePlan::cut_units() {
     partial_floats_ = 0;
     pairs_ = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        require(sequences_[b].q_len >= 0 && sequences_[b].kv_len >= 0, "a length is negative");
+        require.lengths(sequences_[b]);
         const std::int64_t rows = sequences_[b].q_len * group;
         for (std::int64_t row = 0; row < rows; row += decode_rows) {
             cut_rows(static_cast<std::int64_t>(b), row, std::min(row + decode_rows, rows));
@@ -65,7 +61,7 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
     const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, 0, seq.kv_len);
     const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, seq.kv_len) : begin;
     const std::int64_t chunk = decode_chunk(problem_), chunk0 = begin / chunk;
-    const std::int64_t count = std::max<std::int64_t>((end + chunk - 1) / chunk - chunk0, 1);
+    const std::int64_t count = std::max<std::int64_t>(ceil_div(end, chunk) - chunk0, 1);
     refuse_endless(count * heads);
     const auto size = static_cast<std::int64_t>(row_floats_) * (row1 - row0);
     pairs_ += (end - begin) * (row1 - row0) * heads;
@@ -88,16 +84,16 @@ int DecodePlan::team(int threads) const {
     const std::int64_t work = pairs_ * (problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
     const std::int64_t most =
         std::min<std::int64_t>(static_cast<std::int64_t>(units_.size()), 1 + work / work_per_thread);
-    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(most, 1)));
+    return team_size(threads, most);
 }
 
 std::size_t DecodePlan::workspace_bytes(int threads) const {
-    const std::size_t partials = (partial_floats_ * sizeof(float) + 63) / 64 * 64;
+    const std::size_t partials = round_up(partial_floats_ * sizeof(float), cache_line);
     return units_.empty() ? 0 : partials + scratch_bytes_ * static_cast<std::size_t>(team(threads));
 }
 
-// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that all threads
-// end together.
+// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that the last
+// pieces are short.
 DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const {
     std::size_t first = taken.load(std::memory_order_relaxed);
     DecodeUnit unit;
@@ -146,22 +142,12 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
     char *const scratch = memory.data();
     auto *const partials = reinterpret_cast<float *>(scratch + scratch_bytes_ * static_cast<std::size_t>(members));
     std::atomic<std::size_t> taken = 0;
-    std::int64_t empty = 0;
-    if (members == 1) {
-        const FlushDenormals flushed;
-        empty = attend_units(job, scratch, partials, taken, 1);
-        for (const DecodeRows &rows : merges_) empty += variant_.decode.finish(job, rows, partials);
-        return empty;
-    }
-#pragma omp parallel num_threads(members) reduction(+ : empty)
-    {
-        const FlushDenormals flushed;
-        char *const own = scratch + scratch_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
-        empty += attend_units(job, own, partials, taken, members);
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-        for (std::size_t i = 0; i < merges_.size(); ++i) empty += variant_.decode.finish(job, merges_[i], partials);
-    }
+    std::atomic<std::int64_t> empty = 0;
+    run_team(members, [&](const Team &team) {
+        empty += attend_units(job, scratch + scratch_bytes_ * team.thread, partials, taken, members);
+        team.barrier();
+        team.share(merges_.size(), [&](std::size_t i) { empty += variant_.decode.finish(job, merges_[i], partials); });
+    });
     return empty;
 }
 

@@ -32,7 +32,7 @@ public:
 
 private:
     void cut_units();
-    void cut_rows(std::int64_t seq, std::int64_t row0, std::int64_t row1);
+    void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1);
     int team(int threads) const;
     DecodeUnit take(std::atomic<std::size_t> &taken, int members) const;
     std::int64_t attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,

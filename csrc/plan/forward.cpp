@@ -1,15 +1,11 @@
 #include "plan/forward.h"
 
 #include "plan/arena.h"
-#include "plan/denormals.h"
-
-#include <omp.h>
+#include "plan/schedule.h"
+#include "plan/team.h"
 
 #include <algorithm>
 #include <new>
-#include <stdexcept>
-#include <string>
-#include <thread>
 #include <utility>
 
 namespace fusion {
@@ -25,10 +21,13 @@ constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
 constexpr std::size_t fair_share = 16;
 
-std::int64_t up_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr Require require{"forward"};
 
-void require(bool holds, const char *what) {
-    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native forward: ") + what);
+// Writes what has been given places to `to`, from `first` on, by place; what has the same stays in order.
+template <class Place, class T>
+void put_in_order(std::vector<std::pair<Place, T>> &placed, std::vector<T> &to, std::size_t first) {
+    std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
+    for (const auto &[place, thing] : placed) to[first++] = thing;
 }
 
 }  // namespace
@@ -45,10 +44,10 @@ ForwardPlan::ForwardPlan(const Variant &variant, const Problem &problem, std::ve
 
 void ForwardPlan::check() const {
     const Problem &p = problem_;
-    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
-    require(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0, "a head dim is not positive");
+    require.heads(p);
+    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
-    for (const Sequence &seq : sequences_) require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+    for (const Sequence &seq : sequences_) require.lengths(seq);
     const Tile *before = nullptr;
     for (const Tile &t : tiles_) {
         require(t.seq >= 0 && t.seq < static_cast<std::int64_t>(sequences_.size()), "a tile's sequence does not exist");
@@ -73,7 +72,7 @@ void ForwardPlan::cut_units() {
             Unit grown = piece.unit;
             const bool bare = grown.key_begin == grown.key_end;
             grown.key_begin = std::min(bare ? tile.begin : grown.key_begin, tile.begin) / panel * panel;
-            grown.key_end = std::max(grown.key_end, up_to(tile.end, panel));
+            grown.key_end = std::max(grown.key_end, round_up(tile.end, panel));
             const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
             const std::int64_t wider = std::max(widest, tile.end - tile.begin);
             const bool leaves = piece.bytes <= small_unit && bytes > small_unit;
@@ -95,9 +94,9 @@ void ForwardPlan::cut_units() {
     };
     // Long ones first: short work at the end keeps threads level.
     std::vector<std::pair<std::int64_t, PlannedUnit>> placed;
+    placed.reserve(units_.size());
     for (const PlannedUnit &u : units_) placed.emplace_back(-load(u), u);
-    std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
-    for (std::size_t i = 0; i < units_.size(); ++i) units_[i] = placed[i].second;
+    put_in_order(placed, units_, 0);
 }
 
 void ForwardPlan::list_items() {
@@ -125,14 +124,13 @@ void ForwardPlan::list_items() {
         std::vector<std::pair<std::size_t, Item>> placed;
         for (; first < end; ++first)
             placed.emplace_back(first + (items_[first].head == packs ? 0 : ahead), items_[first]);
-        std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
-        for (std::size_t i = 0; i < placed.size(); ++i) items_[end - placed.size() + i] = placed[i].second;
+        put_in_order(placed, items_, end - placed.size());
     }
 }
 
 std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
     const std::int64_t run_keys = run_panels * variant_.panel;
-    return up_to(u.unit.key_end - u.unit.key_begin, run_keys) / run_keys;
+    return ceil_div(u.unit.key_end - u.unit.key_begin, run_keys);
 }
 
 // The tiles of a unit, long ones first, and before each the packing that it needs and no tile before it needed.
@@ -149,7 +147,7 @@ void ForwardPlan::add_items(std::size_t unit) {
         const Tile &tile = tiles_[t];
         const bool bare = tile.begin == tile.end;
         const std::size_t first = bare ? 0 : (tile.begin - u.unit.key_begin) / run_keys;
-        const std::size_t end = bare ? 0 : (tile.end - u.unit.key_begin + run_keys - 1) / run_keys;
+        const std::size_t end = bare ? 0 : ceil_div(tile.end - u.unit.key_begin, run_keys);
         for (std::size_t r = first; r < end; ++r) {
             if (!listed[r]) items_.push_back({unit, packs, r * run_panels, runs_ + r, runs_ + r + 1});
             listed[r] = true;
@@ -161,7 +159,7 @@ void ForwardPlan::add_items(std::size_t unit) {
     runs_ += listed.size();
 }
 
-// Whether each unit belongs to one thread: all are small, and enough of them for threads to end together.
+// Whether each unit belongs to one thread: all are small, and there are many, or as many for one thread as for another.
 bool ForwardPlan::alone(int threads) const {
     const auto count = static_cast<std::size_t>(threads);
     return unit_bytes_ <= small_unit && (units_.size() >= fair_share * count || units_.size() % count == 0);
@@ -196,34 +194,19 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     const std::size_t count = team(threads);
     const bool own = alone(threads);
     char *const packed = memory.data(), *const scratch = packed + (own ? count * unit_bytes_ : wave_bytes_);
-    auto *const ready =
-        reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);  // of each run: is packed
+    // Of each run: is packed.
+    auto *const ready = reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);
     for (std::size_t r = 0; !own && r < runs_; ++r) new (ready + r) std::atomic<bool>(false);
     std::atomic<std::size_t> next = 0;  // the first unit or item that no thread has taken
     const std::size_t together = bundle(count);
-    std::int64_t empty = 0;
-#pragma omp parallel num_threads(static_cast<int>(count)) reduction(+ : empty)
-    {
-        const FlushDenormals flushed;
-        const auto thread = static_cast<std::size_t>(omp_get_thread_num());
-        char *const mine = scratch + thread * scratch_bytes_;
-        empty += own ? work_alone(job, next, together, packed + thread * unit_bytes_, mine)
-                     : work_together(job, next, ready, packed, mine);
-    }
+    std::atomic<std::int64_t> empty = 0;
+    run_team(static_cast<int>(count), [&](const Team &team) {
+        char *const mine = scratch + team.thread * scratch_bytes_;
+        empty += own ? work_alone(job, next, together, packed + team.thread * unit_bytes_, mine)
+                     : work_together(job, team, next, ready, packed, mine);
+    });
     return empty;
 }
-
-namespace {
-
-Ahead::Part part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from,
-                    std::int64_t to, std::int64_t dim) {
-    if (to <= from) return {};  // perhaps there is no memory at all
-    const std::int64_t size = p.dtype == Dtype::float32 ? 4 : 2;
-    const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
-    return {static_cast<const char *>(rows.base) + at * size, rows.stride_token * size, to - from, dim * size};
-}
-
-}  // namespace
 
 // Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
 // first keys during all tiles that need no more of this one's.
@@ -232,11 +215,11 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
     const Operands &o = *job.operands;
     const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
-        return tile.begin < tile.end ? up_to(tile.end - u.unit.key_begin, panel) / panel : 0;
+        return tile.begin < tile.end ? ceil_div(tile.end - u.unit.key_begin, panel) : 0;
     };
     const auto ask_keys = [&](Ahead &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
-        ahead.k = part_of(o.k, problem_, unit.seq, unit.head, from, to, problem_.dim_qk);
-        ahead.v = part_of(o.v, problem_, unit.seq, unit.head, from, to, problem_.dim_v);
+        ahead.k = part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk);
+        ahead.v = part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v);
     };
     std::size_t taken = 0, end = 0;  // what is left of a bundle
     const auto take = [&] {
@@ -250,34 +233,34 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
         Unit unit = u.unit;
         unit.packed = packed;
-        std::int64_t done = 0, turn = 0, turns = 0;  // panels; tiles since all are packed, and from then on
+        std::int64_t done = 0, slice = 0, slices = 0;  // panels; tiles since all are packed, and from then on
         for (std::size_t t = u.first; t < u.end; ++t) {
             const std::int64_t needed = panels_to(u, tiles_[t]);
             if (done < needed) {
                 kernels_.pack(job, unit, done, needed);
                 done = needed;
             }
-            if (done == all && turns == 0) turns = (u.end - t) * group;
+            if (done == all && slices == 0) slices = (u.end - t) * group;
             for (std::int64_t h = 0; h < group; ++h) {
                 Ahead ahead;
                 const bool last = h + 1 == group, ends = last && t + 1 == u.end;
                 if (!ends) {
                     const Tile &tile = tiles_[last ? t + 1 : t];
                     const std::int64_t head = unit.head * group + (last ? 0 : h + 1);
-                    ahead.q = part_of(o.q, problem_, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk);
+                    ahead.q = part_of(o.q, problem_.dtype, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk);
                     if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
                 } else if (then) {
                     const Tile &tile = tiles_[then->first];
-                    ahead.q = part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1,
+                    ahead.q = part_of(o.q, problem_.dtype, tile.seq, then->unit.head * group, tile.row0, tile.row1,
                                       problem_.dim_qk);
                 }
-                if (turns && then) {
+                if (slices && then) {
                     const Tile &tile = tiles_[then->first];
                     const std::int64_t keys = tile.begin < tile.end ? tile.end - then->unit.key_begin : 0;
-                    const std::int64_t from = then->unit.key_begin + keys * turn / turns;
-                    ask_keys(ahead, then->unit, from, then->unit.key_begin + keys * (turn + 1) / turns);
+                    const std::int64_t from = then->unit.key_begin + keys * slice / slices;
+                    ask_keys(ahead, then->unit, from, then->unit.key_begin + keys * (slice + 1) / slices);
                 }
-                turn += turns > 0;
+                slice += slices > 0;
                 empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
@@ -286,14 +269,13 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
 }
 
 // Called by every thread of a team. Items are taken in order and packing waits for nothing, so no tile waits for ever.
-std::int64_t ForwardPlan::work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready,
-                                        char *packed, void *scratch) const {
+std::int64_t ForwardPlan::work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
+                                        std::atomic<bool> *ready, char *packed, void *scratch) const {
     std::int64_t empty = 0;
     std::size_t i = next++;
     for (const std::size_t end : wave_ends_) {
         for (; i < end; i = next++) empty += do_item(items_[i], job, ready, packed, scratch);
-        if (end == items_.size()) break;
-#pragma omp barrier
+        if (end < items_.size()) team.barrier();
     }
     return empty;
 }
@@ -310,9 +292,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
         return 0;
     }
     for (std::size_t r = item.first; r < item.end; ++r) {
-        for (int turn = 0; !ready[r].load(std::memory_order_acquire); ++turn) {
-            if (turn > 1000) std::this_thread::yield();
-        }
+        wait_until([&] { return ready[r].load(std::memory_order_acquire); });
     }
     return kernels_.attend(job, unit, item.head, tiles_[item.at], Ahead{}, scratch);
 }

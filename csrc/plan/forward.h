@@ -11,6 +11,8 @@
 
 namespace fusion {
 
+struct Team;
+
 class ForwardPlan {
 public:
     // Throws std::invalid_argument where sizes or intervals do not fit together. tiles: by sequence, rows ascending.
@@ -54,8 +56,8 @@ private:
     std::size_t bundle(std::size_t team) const;
     std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, std::size_t bundle, char *packed,
                             void *scratch) const;
-    std::int64_t work_together(const Job &job, std::atomic<std::size_t> &next, std::atomic<bool> *ready, char *packed,
-                               void *scratch) const;
+    std::int64_t work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
+                               std::atomic<bool> *ready, char *packed, void *scratch) const;
     std::int64_t do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed, void *scratch) const;
 
     const Variant &variant_;

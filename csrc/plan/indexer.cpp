@@ -1,27 +1,21 @@
 #include "plan/indexer.h"
 
 #include "plan/arena.h"
-#include "plan/denormals.h"
-
-#include <omp.h>
+#include "plan/schedule.h"
+#include "plan/team.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+#include <utility>
 
 namespace fusion {
 namespace {
 
-constexpr std::size_t wave_bytes = std::size_t{64}
-                                   << 20;  // packed keys in memory at a time, unless one sequence has more
+// Packed keys in memory at a time, unless one sequence has more.
+constexpr std::size_t wave_bytes = std::size_t{64} << 20;
 constexpr std::int64_t panels_per_item = 16;
 constexpr std::int64_t keys_per_share = 1024;  // where threads share a row's keys; a multiple of every panel
 
-void require(bool holds, const char *what) {
-    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native indexer: ") + what);
-}
-
-std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+constexpr Require require{"indexer"};
 
 }  // namespace
 
@@ -33,7 +27,7 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
     std::size_t used = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
-        require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+        require.lengths(seq);
         require(seq.kv_len < std::int64_t{1} << 30 && problem_.select_count < std::int64_t{1} << 30, "too many keys");
         const std::size_t bytes = seq.q_len ? kernels_.index_packed_bytes(problem_, seq.kv_len) : 0;
         if (waves_.empty() || (used && used + bytes > wave_bytes)) {
@@ -63,7 +57,7 @@ std::size_t IndexerPlan::scores_bytes(int threads) const {
     std::size_t bytes = 0;
     for (const Wave &wave : waves_) {
         if (!shares_rows(wave, threads)) continue;
-        const std::int64_t row = pieces(wave.longest, keys_per_share) * keys_per_share;
+        const std::int64_t row = round_up(wave.longest, keys_per_share);
         bytes = std::max(bytes, static_cast<std::size_t>(wave.rows * row) * sizeof(float));
     }
     return bytes;
@@ -73,82 +67,70 @@ std::size_t IndexerPlan::workspace_bytes(int threads) const {
     return packed_bytes_ + scores_bytes(threads) + scratch_bytes_ * static_cast<std::size_t>(threads);
 }
 
-std::size_t IndexerPlan::sequence_of(std::int64_t row) const {
-    return static_cast<std::size_t>(std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) -
-                                    first_row_.begin() - 1);
-}
-
 void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     const SparseJob job = {&problem_, &operands, sequences_.data()};
     const Lease memory(workspace_bytes(threads));
     char *const packed = memory.data(), *const scores = packed + packed_bytes_,
                 *const scratch = scores + scores_bytes(threads);
-#pragma omp parallel num_threads(threads)
-    {
-        const FlushDenormals flushed;
-        char *const own = scratch + scratch_bytes_ * static_cast<std::size_t>(omp_get_thread_num());
+    run_team(threads, [&](const Team &team) {
+        char *const own = scratch + scratch_bytes_ * team.thread;
         for (const Wave &wave : waves_) {
-            pack(wave, job, packed);
+            pack(team, wave, job, packed);
             if (shares_rows(wave, threads)) {
-                share(wave, job, packed, reinterpret_cast<float *>(scores), own);
+                choose_together(team, wave, job, packed, reinterpret_cast<float *>(scores), own);
             } else {
-                choose(wave, job, packed, threads, own);
+                choose(team, wave, job, packed, own);
             }
         }
-    }
+    });
 }
 
 // The parts of a wave are called by every thread of a team.
 
-void IndexerPlan::pack(const Wave &wave, const SparseJob &job, char *packed) const {
-    const std::int64_t panels = pieces(wave.longest, panel_), blocks = pieces(panels, panels_per_item);
-    const auto count = static_cast<std::int64_t>(wave.end - wave.first);
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < count * blocks; ++i) {
+void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const {
+    const std::int64_t blocks = ceil_div(ceil_div(wave.longest, panel_), panels_per_item);
+    team.share(static_cast<std::int64_t>(wave.end - wave.first) * blocks, [&](std::int64_t i) {
         const std::size_t b = wave.first + static_cast<std::size_t>(i / blocks);
-        const std::int64_t first = i % blocks * panels_per_item, end = pieces(sequences_[b].kv_len, panel_);
-        if (sequences_[b].q_len == 0 || first >= end) continue;
+        const std::int64_t first = i % blocks * panels_per_item, end = ceil_div(sequences_[b].kv_len, panel_);
+        if (sequences_[b].q_len == 0 || first >= end) return;
         kernels_.index_pack(job, static_cast<std::int64_t>(b), first, std::min(first + panels_per_item, end),
                             packed + offset_[b]);
-    }
+    });
 }
 
-void IndexerPlan::choose(const Wave &wave, const SparseJob &job, const char *packed, int threads, char *scratch) const {
+void IndexerPlan::choose(const Team &team, const Wave &wave, const SparseJob &job, const char *packed,
+                         char *scratch) const {
     const auto compute = problem_.select_count ? kernels_.index_rows : kernels_.index_stats;
-    const std::int64_t tile = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
-    const std::int64_t tiles = pieces(wave.rows, tile), first = first_row_[wave.first];
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < tiles; ++i) {
+    const std::int64_t tile = std::clamp<std::int64_t>(wave.rows / (4 * team.size), 1, index_tile_rows);
+    const std::int64_t tiles = ceil_div(wave.rows, tile), first = first_row_[wave.first];
+    team.share(tiles, [&](std::int64_t i) {
         // Last rows first: under a causal band they take longest.
         std::int64_t row = first + (tiles - 1 - i) * tile;
         const std::int64_t end = std::min(row + tile, first + wave.rows);
         while (row < end) {
-            const std::size_t b = sequence_of(row);
-            const std::int64_t own = std::min(end, first_row_[b + 1]), start = first_row_[b];
-            compute(job, static_cast<std::int64_t>(b), row - start, own - start, packed + offset_[b], scratch);
+            const std::int64_t b = sequence_of(first_row_, row), start = first_row_[b];
+            const std::int64_t own = std::min(end, first_row_[b + 1]);
+            compute(job, b, row - start, own - start, packed + offset_[b], scratch);
             row = own;
         }
-    }
+    });
 }
 
-void IndexerPlan::share(const Wave &wave, const SparseJob &job, const char *packed, float *scores,
-                        char *scratch) const {
-    const std::int64_t parts = pieces(wave.longest, keys_per_share), first = first_row_[wave.first];
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < wave.rows * parts; ++i) {
+void IndexerPlan::choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed,
+                                  float *scores, char *scratch) const {
+    const std::int64_t parts = ceil_div(wave.longest, keys_per_share), first = first_row_[wave.first];
+    team.share(wave.rows * parts, [&](std::int64_t i) {
         const std::int64_t row = first + i / parts, begin = i % parts * keys_per_share;
-        const std::size_t b = sequence_of(row);
+        const std::int64_t b = sequence_of(first_row_, row);
         const std::int64_t end = std::min(begin + keys_per_share, sequences_[b].kv_len);
-        if (begin >= end) continue;
-        kernels_.index_scores(job, static_cast<std::int64_t>(b), row - first_row_[b], begin, end, packed + offset_[b],
+        if (begin >= end) return;
+        kernels_.index_scores(job, b, row - first_row_[b], begin, end, packed + offset_[b],
                               scores + i / parts * parts * keys_per_share, scratch);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (std::int64_t i = 0; i < wave.rows; ++i) {
-        const std::size_t b = sequence_of(first + i);
-        kernels_.index_choose(job, static_cast<std::int64_t>(b), first + i - first_row_[b],
-                              scores + i * parts * keys_per_share, scratch);
-    }
+    });
+    team.share(wave.rows, [&](std::int64_t i) {
+        const std::int64_t b = sequence_of(first_row_, first + i);
+        kernels_.index_choose(job, b, first + i - first_row_[b], scores + i * parts * keys_per_share, scratch);
+    });
 }
 
 }  // namespace fusion

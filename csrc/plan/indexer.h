@@ -11,6 +11,8 @@
 
 namespace fusion {
 
+struct Team;
+
 class IndexerPlan {
 public:
     // Throws std::invalid_argument where sizes do not fit together.
@@ -33,10 +35,10 @@ private:
     };
     bool shares_rows(const Wave &wave, int threads) const;
     std::size_t scores_bytes(int threads) const;
-    void pack(const Wave &wave, const SparseJob &job, char *packed) const;
-    void choose(const Wave &wave, const SparseJob &job, const char *packed, int threads, char *scratch) const;
-    void share(const Wave &wave, const SparseJob &job, const char *packed, float *scores, char *scratch) const;
-    std::size_t sequence_of(std::int64_t row) const;
+    void pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const;
+    void choose(const Team &team, const Wave &wave, const SparseJob &job, const char *packed, char *scratch) const;
+    void choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed, float *scores,
+                         char *scratch) const;
 
     const SparseKernels &kernels_;
     std::int64_t panel_;

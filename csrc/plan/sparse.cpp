@@ -1,18 +1,16 @@
 #include "plan/sparse.h"
 
 #include "plan/arena.h"
-#include "plan/denormals.h"
+#include "plan/schedule.h"
 #include "plan/sparse_batches.h"
-
-#include <omp.h>
+#include "plan/team.h"
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <limits>
-#include <stdexcept>
-#include <string>
-#include <thread>
+#include <new>
+#include <utility>
 
 namespace fusion {
 namespace {
@@ -24,13 +22,9 @@ constexpr std::int64_t batch_rows = 64;                     // of a loss over li
 constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
-void require(bool holds, const char *what) {
-    if (!holds) throw std::invalid_argument(std::string("fusion_attention: native selection: ") + what);
-}
+constexpr Require require{"selection"};
 
-std::int64_t pieces(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
-
-std::size_t lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+std::size_t lines(std::size_t bytes) { return round_up(bytes, cache_line); }
 
 // How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
 struct Progress {
@@ -41,23 +35,22 @@ struct Progress {
 
 struct SparsePlan::State {
     SparseJob job;
-    char *sums;
-    float *shares;   // [item][most_heads_], for dsink
-    double *losses;  // [item]
-    Progress *progress;
-    char *notes;
-    std::atomic<std::int64_t> taken, finished;  // items: begun, and the first that may be unfinished
+    char *sums, *notes;
+    float *shares = nullptr;   // [item][most_heads_], for dsink
+    double *losses = nullptr;  // [item]
+    Progress *progress = nullptr;
+    std::atomic<std::int64_t> taken = 0, finished = 0;  // items: begun, and the first that may be unfinished
 
     static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
-        static_cast<Line *>(self)->state->wait_for(static_cast<Line *>(self)->first_item, item, first, last);
+        static_cast<View *>(self)->state->wait_for(static_cast<View *>(self)->first_item, item, first, last);
     }
     static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
-        Progress &own = static_cast<Line *>(self)->state->progress[item];
+        Progress &own = static_cast<View *>(self)->state->progress[item];
         own.last.store(last, std::memory_order_relaxed);
         own.next.store(next > last ? never : next, std::memory_order_release);
     }
 
-    struct Line {  // one thread's view of the queue
+    struct View {  // one thread's view of the queue
         State *state;
         std::int64_t first_item;
     };
@@ -69,12 +62,11 @@ struct SparsePlan::State {
         while (known < from && !finished.compare_exchange_weak(known, from, std::memory_order_acq_rel)) {
         }
         for (std::int64_t other = std::max(from, unit_first); other < item; ++other) {
-            // Who waits lets others run, since cores may be fewer than threads.
-            for (int spins = 0;; ++spins) {
-                const std::int64_t next = progress[other].next.load(std::memory_order_acquire);
-                if (next > last || progress[other].last.load(std::memory_order_relaxed) < first) break;
-                if (spins > 64) std::this_thread::yield();
-            }
+            const Progress &its = progress[other];
+            wait_until([&] {
+                return its.next.load(std::memory_order_acquire) > last ||
+                       its.last.load(std::memory_order_relaxed) < first;
+            });
         }
     }
 };
@@ -92,16 +84,15 @@ SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &proble
     : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention),
       sequences_(std::move(sequences)), backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
     require(problem_.indexes && problem_.dtype == attention.dtype, "a loss is that of an indexer of the same dtype");
-    require(attention.heads_q > 0 && attention.heads_kv > 0 && attention.heads_q % attention.heads_kv == 0,
-            "heads_q is no multiple of heads_kv");
-    require(attention.dim_qk > 0 && attention.dim_rope >= 0, "a head dim is not positive");
+    require.heads(attention);
+    require.dims(attention.dim_qk > 0 && attention.dim_rope >= 0);
     divide();
 }
 
 void SparsePlan::divide() {
     const SparseProblem &p = problem_;
-    require(p.heads_q > 0 && p.heads_kv > 0 && p.heads_q % p.heads_kv == 0, "heads_q is no multiple of heads_kv");
-    require(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0, "a head dim is not positive");
+    require.heads(p);
+    require.dims(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0);
     require(p.select_count >= 0 && p.select_block > 0, "a size of the selection is negative");
     require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
     const std::int64_t group = p.heads_q / p.heads_kv;
@@ -109,7 +100,7 @@ void SparsePlan::divide() {
     std::size_t used = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         const Sequence &seq = sequences_[b];
-        require(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative");
+        require.lengths(seq);
         require(seq.kv_len < never >> 33 && p.select_block < never >> 33, "a sequence is longer than 2^30 keys");
         first_row_.push_back(rows_);
         rows_ += seq.q_len;
@@ -125,7 +116,7 @@ void SparsePlan::divide() {
             }
             Wave &wave = waves_.back();
             units_.push_back({static_cast<std::int64_t>(b), head, wave.items, tile, used});
-            wave.items += pieces(seq.q_len, tile_rows_) * pieces(group, tile);
+            wave.items += ceil_div(seq.q_len, tile_rows_) * ceil_div(group, tile);
             ++wave.end;
             used += bytes;
             sums_bytes_ = std::max(sums_bytes_, used);
@@ -139,32 +130,33 @@ void SparsePlan::divide() {
 std::int64_t SparsePlan::forward_tile(int threads) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, items = rows_ * problem_.heads_kv;
     if (items >= 8 * static_cast<std::int64_t>(threads) || items % threads == 0) return group;
-    return std::min(group, std::max<std::int64_t>(8, pieces(pieces(group, threads), 4) * 4));
+    return std::min(group, std::max<std::int64_t>(8, ceil_div(ceil_div(group, threads), 4) * 4));
 }
 
 SparsePlan::Layout SparsePlan::layout(int threads) const {
+    Layout at;
     if (!backward_) {
-        const std::int64_t tile = forward_tile(threads);
-        const std::int64_t items = rows_ * problem_.heads_kv * pieces(problem_.heads_q / problem_.heads_kv, tile);
-        const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(items, 1)));
-        return {0, 0, 0, kernels_.scratch_bytes(problem_, tile, longest_), team, 0, 0, 0};
+        const std::int64_t tile = forward_tile(threads), tiles = ceil_div(problem_.heads_q / problem_.heads_kv, tile);
+        at.scratch = kernels_.scratch_bytes(problem_, tile, longest_);
+        at.team = team_size(threads, rows_ * problem_.heads_kv * tiles);
+        return at;
     }
     const auto items = static_cast<std::size_t>(most_items_);
     const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
-    const std::size_t found = attention_ ? sizeof(double) : heads * sizeof(float);  // of an item
-    const std::int64_t most = std::max<std::int64_t>({most_items_, pieces(longest_, keys_per_item), 1});
-    const int team = static_cast<int>(std::clamp<std::int64_t>(threads, 1, most));
-    const std::size_t scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
-                                           : kernels_.gradient_bytes(problem_, most_heads_, longest_);
-    if (!over_lists())
-        return {sums_bytes_, lines(items * found), lines(items * sizeof(Progress)), scratch, team, 0, 0, 0};
-    const std::size_t notes = kernels_.list_notes_bytes(problem_, longest_);
-    const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / notes, 1));
-    const std::int64_t rows = std::min(std::max<std::int64_t>(batch_rows, 2 * team), most_rows);
-    return {sums_bytes_, lines(items * found),
-            0,           scratch,
-            team,        notes,
-            rows,        std::min<std::int64_t>(rows + team, most_items_)};
+    at.sums = sums_bytes_;
+    at.shares = lines(items * (attention_ ? sizeof(double) : heads * sizeof(float)));
+    at.scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
+                            : kernels_.gradient_bytes(problem_, most_heads_, longest_);
+    at.team = team_size(threads, std::max(most_items_, ceil_div(longest_, keys_per_item)));
+    if (over_lists()) {
+        at.notes = kernels_.list_notes_bytes(problem_, longest_);
+        const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / at.notes, 1));
+        at.batch_rows = std::min(std::max<std::int64_t>(batch_rows, 2 * at.team), most_rows);
+        at.noted = std::min<std::int64_t>(at.batch_rows + at.team, most_items_);
+    } else {
+        at.progress = lines(items * sizeof(Progress));
+    }
+    return at;
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
@@ -174,11 +166,11 @@ std::size_t SparsePlan::workspace_bytes(int threads) const {
 }
 
 SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, unit.tile);
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = ceil_div(group, unit.tile);
     const std::int64_t head = index % tiles * unit.tile;
     std::int64_t row = index / tiles;
     // Last tiles first: under a causal band they take longest.
-    if (tile_rows_ > 1) row = (pieces(sequences_[unit.seq].q_len, tile_rows_) - 1 - row) * tile_rows_;
+    if (tile_rows_ > 1) row = (ceil_div(sequences_[unit.seq].q_len, tile_rows_) - 1 - row) * tile_rows_;
     return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), row};
 }
 
@@ -196,7 +188,8 @@ void SparsePlan::run(const SparseOperands &operands, int threads) const {
 }
 
 void SparsePlan::run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const {
-    run_backward({&problem_, &operands, sequences_.data(), &*attention_, &attended}, threads, loss);
+    run_backward({&problem_, &operands, sequences_.data(), attention_ ? &*attention_ : nullptr, &attended}, threads,
+                 loss);
 }
 
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
@@ -204,14 +197,10 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     const Lease memory(workspace_bytes(threads));
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
     char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
-    State state{job,
-                memory.data(),
-                reinterpret_cast<float *>(found),
-                reinterpret_cast<double *>(found),
-                reinterpret_cast<Progress *>(progress),
-                notes,
-                {},
-                {}};
+    State state{.job = job, .sums = memory.data(), .notes = notes};
+    state.shares = reinterpret_cast<float *>(found);
+    state.losses = reinterpret_cast<double *>(found);
+    state.progress = reinterpret_cast<Progress *>(progress);
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
     std::deque<Batches> batches;  // of every wave
     for (const Wave &wave : waves_) {
@@ -221,16 +210,14 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     for (const Wave &wave : waves_) {
         state.taken = state.finished = 0;
         for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
-#pragma omp parallel num_threads(at.team)
-        {
-            const FlushDenormals flushed;
-            char *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
-            clear_sums(wave, state);
+        run_team(at.team, [&](const Team &team) {
+            char *const own = scratch + at.scratch * team.thread;
+            clear_sums(team, wave, state);
             if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], at, own);
             else descend(wave, state, own);
-#pragma omp barrier
-            store_keys(wave, state);
-        }
+            team.barrier();
+            store_keys(team, wave, state);
+        });
         for (std::int64_t i = 0; attention_ && i < wave.items; ++i) total += state.losses[i];
         for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
             const Unit &unit = unit_of(wave, i);
@@ -243,48 +230,41 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
 }
 
 void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = pieces(group, tile);
-    const std::int64_t items = rows_ * problem_.heads_kv * tiles;
-#pragma omp parallel num_threads(at.team)
-    {
-        const FlushDenormals flushed;
-        void *const own = scratch + at.scratch * static_cast<std::size_t>(omp_get_thread_num());
-#pragma omp for schedule(dynamic, 1)
-        for (std::int64_t i = 0; i < items; ++i) {
-            const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_;
-            const std::int64_t b =
-                std::upper_bound(first_row_.begin(), first_row_.end() - 1, row) - first_row_.begin() - 1;
-            const std::int64_t head = i % tiles * tile;
-            const SparseItem item = {b, head_kv, head_kv * group + head, std::min(tile, group - head),
-                                     row - first_row_[b]};
-            kernels_.attend(job, item, own);
-        }
-    }
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = ceil_div(group, tile);
+    run_team(at.team, [&](const Team &team) {
+        void *const own = scratch + at.scratch * team.thread;
+        team.share(rows_ * problem_.heads_kv * tiles, [&](std::int64_t i) {
+            const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_, head = i % tiles * tile;
+            const std::int64_t b = sequence_of(first_row_, row), heads = std::min(tile, group - head);
+            kernels_.attend(job, {b, head_kv, head_kv * group + head, heads, row - first_row_[b]}, own);
+        });
+    });
 }
 
 // What follows is called by every thread of a team.
 
-template <class Body> void SparsePlan::share_keys(const Wave &wave, const State &state, Body body) const {
+template <class Body>
+void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &state, Body body) const {
     const auto units = static_cast<std::int64_t>(wave.end - wave.first);
-    const std::int64_t blocks = pieces(longest_, keys_per_item);
-#pragma omp for schedule(dynamic, 4)
-    for (std::int64_t i = 0; i < units * blocks; ++i) {
+    const std::int64_t blocks = ceil_div(longest_, keys_per_item);
+    const auto share = [&](std::int64_t i) {
         const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
         const std::int64_t first = i % blocks * keys_per_item, kv_len = sequences_[unit.seq].kv_len;
         const std::int64_t end = std::min(first + keys_per_item, kv_len);
         if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
-    }
+    };
+    team.share(units * blocks, share, 4);
 }
 
-void SparsePlan::clear_sums(const Wave &wave, const State &state) const {
+void SparsePlan::clear_sums(const Team &team, const Wave &wave, const State &state) const {
     const std::int64_t columns = kernels_.sum_columns(problem_);
-    share_keys(wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
+    share_keys(team, wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
         std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
     });
 }
 
-void SparsePlan::store_keys(const Wave &wave, const State &state) const {
-    share_keys(wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
+void SparsePlan::store_keys(const Team &team, const Wave &wave, const State &state) const {
+    share_keys(team, wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
         kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
     });
 }
@@ -293,8 +273,8 @@ void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
     for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
-        State::Line line = {&state, unit.first_item};
-        const Turn turn = {&line, i, State::wait, State::done};
+        State::View view = {&state, unit.first_item};
+        const Turn turn = {&view, i, State::wait, State::done};
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         const SparseItem item = item_at(unit, i - unit.first_item);
         if (attention_) {
@@ -306,7 +286,7 @@ void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
 }
 
 std::int64_t SparsePlan::ranges_in(const Unit &unit) const {
-    return std::max<std::int64_t>(pieces(sequences_[unit.seq].kv_len, loss_range_keys), 1);
+    return std::max<std::int64_t>(ceil_div(sequences_[unit.seq].kv_len, loss_range_keys), 1);
 }
 
 // Ranges of keys of the units that each batch of rows has.
@@ -339,12 +319,9 @@ void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches,
         return state.notes + at.notes * static_cast<std::size_t>(i % at.noted);
     };
     for (;;) {
-        const Batches::Task task = batches.next();
+        Batches::Task task;
+        wait_until([&] { return (task = batches.next()).kind != Batches::Kind::wait; }, 0);  // asking takes a lock
         if (task.kind == Batches::Kind::end) return;
-        if (task.kind == Batches::Kind::wait) {
-            std::this_thread::yield();
-            continue;
-        }
         if (task.kind == Batches::Kind::row) {
             const Unit &unit = unit_of(wave, task.index);
             const SparseItem item = item_at(unit, task.index - unit.first_item);

@@ -18,6 +18,7 @@
 namespace fusion {
 
 class Batches;
+struct Team;
 
 class SparsePlan {
 public:
@@ -51,10 +52,10 @@ private:
         std::int64_t items;
     };
     struct Layout {  // of the workspace
-        std::size_t sums, shares, progress, scratch;
-        int team;
-        std::size_t notes;               // of a row of a loss over lists
-        std::int64_t batch_rows, noted;  // rows that come together, and that have notes
+        std::size_t sums = 0, shares = 0, progress = 0, scratch = 0;
+        int team = 1;
+        std::size_t notes = 0;                   // of a row of a loss over lists
+        std::int64_t batch_rows = 0, noted = 0;  // rows that come together, and that have notes
     };
     struct State;  // of a run
 
@@ -66,13 +67,13 @@ private:
     const Unit &unit_of(const Wave &wave, std::int64_t item) const;
     void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
     bool over_lists() const { return attention_ && problem_.select_count; }
-    void clear_sums(const Wave &wave, const State &state) const;
+    void clear_sums(const Team &team, const Wave &wave, const State &state) const;
     void descend(const Wave &wave, State &state, char *scratch) const;
     void descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const;
     std::int64_t ranges_in(const Unit &unit) const;
     std::vector<std::int64_t> ranges_of(const Wave &wave, std::int64_t batch) const;
-    void store_keys(const Wave &wave, const State &state) const;
-    template <class Body> void share_keys(const Wave &wave, const State &state, Body body) const;
+    void store_keys(const Team &team, const Wave &wave, const State &state) const;
+    template <class Body> void share_keys(const Team &team, const Wave &wave, const State &state, Body body) const;
     template <class Body> void by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const;
 
     const SparseKernels &kernels_;

@@ -63,6 +63,7 @@ const Case cases[] = {
 
 std::vector<Long> lengths_of(const Case &from, bool keys) {
     std::vector<Long> out;
+    out.reserve(from.lengths.size());
     for (const auto &[q_len, kv_len] : from.lengths) out.push_back(keys ? kv_len : q_len);
     return out;
 }

@@ -29,7 +29,7 @@ inline double unit(Dtype dtype) { return std::ldexp(1.0, -kind_of(dtype).precisi
 
 inline double rounded(Dtype dtype, double x) {
     const Kind kind = kind_of(dtype);
-    int exponent;
+    int exponent = 0;
     std::frexp(x, &exponent);
     const double ulp = std::ldexp(1.0, std::max(exponent, kind.least_exponent) - kind.precision);
     return std::nearbyint(x / ulp) * ulp;
@@ -42,7 +42,7 @@ inline std::uint32_t encode(Dtype dtype, double x) {
         if (!std::isfinite(x)) return sign | (std::isnan(x) ? 0x7e00 : 0x7c00);
         const double size = std::fabs(x);
         if (size < 0x1p-14) return sign | static_cast<std::uint32_t>(size * 0x1p24);
-        int exponent;
+        int exponent = 0;
         const double fraction = std::frexp(size, &exponent);
         const auto significand = static_cast<std::uint32_t>(fraction * 2048) & 1023;
         return sign | static_cast<std::uint32_t>((exponent + 14) << 10) | significand;

@@ -1,0 +1,72 @@
+// What selections of keys and the lightning indexer compute and where it lies in memory: plain data, as data/problem.h.
+
+#pragma once
+
+#include "data/problem.h"
+
+namespace fusion {
+
+// Rows of keys: where `table` is given, token t lies in slot t % page_size of page table[b * stride_table +
+// t / page_size], and addresses and strides count from that page.
+struct Keys {
+    Rows rows;
+    const std::int32_t *table = nullptr;
+    std::int64_t stride_table = 0, page_size = 0, stride_page = 0;
+};
+
+// Attention to selected keys, or (weights_dtype is used, dim_v is 0) the lightning indexer.
+struct SparseProblem {
+    std::int64_t heads_q, heads_kv, dim_qk, dim_v, dim_rope;
+    Dtype dtype;
+    double scale;
+    bool has_sink, shares_kv;
+    std::int64_t select_count;  // entries of a row's list; 0: no list
+    std::int64_t select_block;  // keys that an entry stands for
+    bool indexes;               // the lightning indexer
+    Dtype weights_dtype;        // of its weights
+};
+
+struct SparseOperands {
+    Rows q, q_rope, indices;
+    Keys k, k_rope, v;
+    Rows out, max, sum;
+    const float *sink = nullptr;              // [heads_q]
+    Rows weights, values;                     // of the indexer
+    Rows dout, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues
+    Rows dweights;
+    float *dsink = nullptr;  // [heads_q]
+};
+
+struct SparseJob {
+    const SparseProblem *problem;
+    const SparseOperands *operands;
+    const Sequence *sequences;
+    // Of a loss, whose problem is the indexer: the attention that the indexer learns from.
+    const SparseProblem *attention = nullptr;
+    const SparseOperands *attended = nullptr;
+};
+
+// Heads [head0, head0 + heads) of one row of a sequence; all of them read key head `head_kv`.
+struct SparseItem {
+    std::int64_t seq, head_kv, head0, heads, row;
+};
+
+// Items of the backward add to shared rows of key gradients in their order: an item says up to where it is done and
+// waits for earlier items that are not yet done with keys [first, last].
+struct Turn {
+    void *state;
+    std::int64_t item;
+    void (*wait)(void *state, std::int64_t item, std::int64_t first, std::int64_t last);
+    void (*done)(void *state, std::int64_t item, std::int64_t next, std::int64_t last);
+};
+
+// Gradients of the keys of one sequence and key head in float32, a row per key.
+struct KeySums {
+    float *memory;
+};
+
+constexpr std::int64_t loss_range_keys = 1024;  // keys of a loss over lists whose sums stay near a core meanwhile
+constexpr std::int64_t loss_tile_rows = 144;    // rows of a loss without selection that read a block of keys together
+constexpr std::int64_t index_tile_rows = 8;     // rows of the indexer that read a chunk of keys together
+
+}  // namespace fusion
