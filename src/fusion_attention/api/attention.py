@@ -132,8 +132,14 @@ def attention(
         >>> attention(q, k, k, band=Band.causal()).shape
         torch.Size([2, 5, 4, 64])
     """
-    # The signature's names are the record's; nobody asks for the two that are not.
-    out, max_, sum_ = _attention(locals(), backend, stats=return_lse)
+    args = {
+        "q": q, "k": k, "v": v, "layout": layout, "heads": heads, "q_len": q_len, "kv_len": kv_len, "q_rope": q_rope,
+        "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "blocked": blocked, "bias": bias, "alibi_slopes": alibi_slopes,
+        "alibi_start": alibi_start, "sink": sink, "keep_prob": keep_prob, "drop_bits": drop_bits, "seed": seed,
+        "offset": offset, "empty_rows": empty_rows,
+    }  # fmt: skip
+    out, max_, sum_ = _attention(args, backend, stats=return_lse)
     return (out, max_ + sum_.log()) if return_lse else out
 
 

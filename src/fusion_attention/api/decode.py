@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -126,9 +125,13 @@ def decode_attention(
         >>> decode_attention(q, (k, v), kv_len=[100, 31]).shape
         torch.Size([2, 1, 8, 64])
     """
-    # The record's parameters in the signature's order; the cache stands for k and v.
-    args = dict(zip(_NAMES, locals().values(), strict=False))
-    del args["cache"], args["sequences"]
+    # Without k and v, for which the cache stands.
+    args = {
+        "q": q, "layout": layout, "cache_layout": cache_layout, "q_len": q_len, "kv_len": kv_len,
+        "block_table": block_table, "k_scale": k_scale, "k_offset": k_offset, "v_scale": v_scale,
+        "v_offset": v_offset, "dim_v": dim_v, "scale": scale, "band": band, "blocked": blocked, "bias": bias,
+        "sink": sink, "out_scale": out_scale, "out_offset": out_offset,
+    }  # fmt: skip
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
@@ -159,7 +162,6 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 
 _OP = record.RECORD.name
 _BROUGHT = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
-_NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
 
 
 def _attended(

@@ -181,7 +181,15 @@ def npu_fusion_attention(
         >>> list(out.shape), list(smax.shape)
         ([1, 16, 2, 64], [1, 2, 16, 8])
     """
-    return _forward(training.TORCH_V1, training.TORCH_V1.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+        "drop_mask": dropout_mask, "seed": seed, "offset": offset,
+    }  # fmt: skip
+    return _forward(training.TORCH_V1, args)
 
 
 def npu_fusion_attention_v2(
@@ -242,7 +250,16 @@ def npu_fusion_attention_v2(
         >>> list(out.shape)
         [1, 16, 2, 64]
     """
-    return _forward(training.TORCH_V2, training.TORCH_V2.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "query_rope": query_rope, "key_rope": key_rope,
+        "scale": scale, "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "inner_precise": inner_precise, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
+        "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode, "gen_mask_parallel": gen_mask_parallel,
+        "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx,
+        "softmax_layout": softmax_layout, "sink": sink, "drop_mask": dropout_mask, "seed": seed, "offset": offset,
+    }  # fmt: skip
+    return _forward(training.TORCH_V2, args)
 
 
 def npu_fusion_attention_v3(
@@ -290,7 +307,14 @@ def npu_fusion_attention_v3(
         >>> list(out.shape)
         [16, 2, 64]
     """
-    *tensors, seed, offset, _ = _forward(training.TORCH_V3, training.TORCH_V3.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    *tensors, seed, offset, _ = _forward(training.TORCH_V3, args)
     drawn = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed])
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
@@ -358,7 +382,16 @@ def npu_fusion_attention_grad(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V1, training.TORCH_GRAD_V1.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "scale": scale_value,
+        "keep_prob": keep_prob, "pre_tokens": pre_tockens, "next_tokens": next_tockens,
+        "inner_precise": inner_precise, "seed": seed, "offset": offset, "numels": numels, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V1, args)
     return dq, dk, dv, dpse, dsink
 
 
@@ -423,7 +456,17 @@ def npu_fusion_attention_grad_v2(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    grads = _backward(training.TORCH_GRAD_V2, training.TORCH_GRAD_V2.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "query_rope": query_rope,
+        "key_rope": key_rope, "scale": scale_value, "keep_prob": keep_prob, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "inner_precise": inner_precise, "seed": seed, "offset": offset, "numels": numels,
+        "prefix": prefix, "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen,
+        "sparse_mode": sparse_mode, "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type,
+        "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    grads = _backward(training.TORCH_GRAD_V2, args)
     dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
@@ -483,5 +526,14 @@ def npu_fusion_attention_grad_v3(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V3, training.TORCH_GRAD_V3.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "scale": scale_value,
+        "keep_prob": keep_prob, "pre_tokens": pre_tockens, "next_tokens": next_tockens,
+        "inner_precise": inner_precise, "seed": seed, "offset": offset, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V3, args)
     return dq, dk, dv, dpse, dsink
