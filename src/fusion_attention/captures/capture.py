@@ -23,7 +23,7 @@ import torch
 from fusion_attention.api import attention as api
 from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
-from fusion_attention.npu import indexer_loss, inference, sparse, training
+from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import own as attention
 from fusion_attention.torch_ops import dense_traced, traced
@@ -222,7 +222,11 @@ def _end(recorder: capture) -> None:
 
 
 def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(module, attribute, what wraps it): everything that changes while calls are recorded."""
+    """(module, attribute, what wraps it): everything that changes while calls are recorded.
+
+    Every call passes one of these four functions. They are replaced, rather than ask for a recorder, because a call is
+    not slower then as long as nobody records, and because those of a real torch_npu can only be replaced.
+    """
 
     def forward(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any]) -> Any:
@@ -262,9 +266,9 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
         return recorded
 
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (training, "_forward", forward),
-        (training, "_backward", backward),
-        (api, "_attention", own),
+        (training_call, "forward", forward),
+        (training_call, "backward", backward),
+        (api, "forward", own),
         (traced, "results", lowered),
     ]
     real = sys.modules.get("torch_npu")
@@ -279,7 +283,6 @@ def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
-    names = [p.name for p in op.params]
     returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
 
     def wrap(function: Any) -> Any:
@@ -289,7 +292,7 @@ def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any
             given.apply_defaults()
             several = results if isinstance(results, tuple) else (results,)
             outputs = dict(zip(returns, several, strict=False))  # older releases return fewer
-            by_name = dict(zip(names, given.arguments.values(), strict=False))
+            by_name = {p.name: given.arguments[p.shown] for p in op.params if p.shown in given.arguments}
             recording.write(op, by_name, outputs, outputs.get("seed", by_name.get("seed")), "torch_npu")
             return results
 
