@@ -16,11 +16,8 @@ import torch
 
 import fusion_attention as fa
 from fusion_attention.api import attention as api
-from fusion_attention.npu import training, training_call
-from fusion_attention.torch_ops import traced
-
-# Everything that captures wrap.
-PLACES = ((training_call, "forward"), (training_call, "backward"), (api, "forward"), (traced, "results"))
+from fusion_attention.captures.capture import PLACES
+from fusion_attention.npu import training
 
 
 @pytest.fixture(autouse=True)

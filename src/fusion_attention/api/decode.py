@@ -126,7 +126,7 @@ def decode_attention(
         torch.Size([2, 1, 8, 64])
     """
     # Without k and v, for which the cache stands.
-    args = {
+    args: dict[str, Any] = {
         "q": q, "layout": layout, "cache_layout": cache_layout, "q_len": q_len, "kv_len": kv_len,
         "block_table": block_table, "k_scale": k_scale, "k_offset": k_offset, "v_scale": v_scale,
         "v_offset": v_offset, "dim_v": dim_v, "scale": scale, "band": band, "blocked": blocked, "bias": bias,

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention.api import attention as api
+from fusion_attention.api import attention
 from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
 from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training import own as attention
 from fusion_attention.torch_ops import dense_traced, traced
 from fusion_attention.waist.dropout import draw_seed
 
@@ -42,6 +41,9 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "npu_incre_flash_attention": ("attention_out",),
 }
 _FACES = (training, inference, sparse, indexer_loss)
+# Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
+# recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
+PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (traced, "results"))
 
 
 class capture(ContextDecorator):
@@ -222,11 +224,7 @@ def _end(recorder: capture) -> None:
 
 
 def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(module, attribute, what wraps it): everything that changes while calls are recorded.
-
-    Every call passes one of these four functions. They are replaced, rather than ask for a recorder, because a call is
-    not slower then as long as nobody records, and because those of a real torch_npu can only be replaced.
-    """
+    """(module, attribute, what wraps it): everything that changes while calls are recorded."""
 
     def forward(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any]) -> Any:
@@ -252,7 +250,7 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
             results = function(args, backend, stats=True)
-            recording.write(attention.RECORD, args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
+            recording.write(RECORDS["attention"], args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
             return results
 
         return recorded
@@ -265,12 +263,8 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
         return recorded
 
-    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (training_call, "forward", forward),
-        (training_call, "backward", backward),
-        (api, "forward", own),
-        (traced, "results", lowered),
-    ]
+    wrappers = (forward, backward, own, lowered)
+    places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
     real = sys.modules.get("torch_npu")
     if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
         functions = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
