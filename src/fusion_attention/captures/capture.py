@@ -1,4 +1,4 @@
-"""Calls recorded to files: capture() around any code; captured.py computes them again, on any machine.
+"""Calls recorded to files: capture() around any code; replay.py computes them again, on any machine.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
 Refuses to know what an operator computes.
@@ -265,11 +265,11 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
     wrappers = (forward, backward, own, lowered)
     places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
-    real = sys.modules.get("torch_npu")
-    if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        functions = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
-        here = [(name, function) for name, function in functions.items() if hasattr(real, name)]
-        places += [(real, name, _foreign(recording, name, function)) for name, function in here]
+    foreign = sys.modules.get("torch_npu")
+    if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:
+        ours = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
+        both = [(name, function) for name, function in ours.items() if hasattr(foreign, name)]
+        places += [(foreign, name, _foreign(recording, name, function)) for name, function in both]
     return places
 
 
