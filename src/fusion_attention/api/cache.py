@@ -44,6 +44,7 @@ class PagedKVCache:
         >>> b = cache.fork(a)
         >>> cache.lengths([a, b]), cache.free_pages
         ([20, 20], 6)
+        >>> from fusion_attention import decode_attention
         >>> decode_attention(torch.randn(2, 1, 8, 64), cache, sequences=[a, b]).shape
         torch.Size([2, 1, 8, 64])
     """
