@@ -72,8 +72,8 @@ def lightning_indexer(
         "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key"))
-    found = traced.results(indexer.OWN, args, backend)
-    return found["sparse_indices_out"], found["sparse_values_out"]
+    results = traced.results(indexer.OWN, args, backend)
+    return results["sparse_indices_out"], results["sparse_values_out"]
 
 
 # fmt: off
@@ -171,9 +171,9 @@ def sparse_attention(
         "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink, "block_table": page_table,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.OWN, args, backend, whole=return_lse)
-    out = found["attention_out"]
-    return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
+    results = traced.results(sparse.OWN, args, backend, whole=return_lse)
+    out = results["attention_out"]
+    return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
 
 def indexer_loss(

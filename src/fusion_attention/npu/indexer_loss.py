@@ -1,6 +1,6 @@
 """torch_npu's losses of the lightning indexer by their own names, signatures, defaults and returns.
 
-Each function binds its record, lowers and runs.
+Each function names its arguments as its record does; torch_ops computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Lengths = Sequence[int] | Tensor | None
 
 def _results(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a call by canonical name, in the record's order."""
-    found = traced.results(op, args)
-    return tuple(found[name] for name in op.results)
+    results = traced.results(op, args)
+    return tuple(results[name] for name in op.results)
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(

@@ -1,6 +1,6 @@
 """torch_npu's attention for inference by its own names, signatures, defaults and returns, on any device.
 
-Each function binds its record, lowers and runs; nothing is differentiable.
+The function names its arguments as its record does; torch_ops computes. Nothing is differentiable.
 """
 
 from __future__ import annotations

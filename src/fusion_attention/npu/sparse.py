@@ -1,6 +1,6 @@
 """torch_npu's sparse attention and lightning indexer by their own names, signatures, defaults and returns.
 
-Each function binds its record, lowers and runs; differentiable as there.
+Each function names its arguments as its record does; torch_ops computes. Differentiable as torch_npu's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Lengths = Sequence[int] | Tensor | None
 UNLIMITED = sparse.UNLIMITED
 
 
-def _every(found: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
+def _in_order(results: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
     """The results of these names, absent ones empty."""
-    return tuple(found[name] if name in found else query.new_empty(0) for name in names)
+    return tuple(results[name] if name in results else query.new_empty(0) for name in names)
 
 
 def npu_lightning_indexer(
@@ -86,7 +86,7 @@ def npu_lightning_indexer(
         "next_tokens": next_tokens, "return_values": return_value,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key"))
-    indices, values = _every(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    indices, values = _in_order(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
 
 
@@ -211,10 +211,10 @@ def npu_sparse_flash_attention(
         "attention_mode": attention_mode, "return_softmax_lse": return_softmax_lse, "sinks": sinks,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.TORCH, args)
-    out = found["attention_out"]
+    results = traced.results(sparse.TORCH, args)
+    out = results["attention_out"]
     if return_softmax_lse:
-        return out, found["softmax_max"], found["softmax_sum"]
+        return out, results["softmax_max"], results["softmax_sum"]
     return out, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
@@ -274,6 +274,6 @@ def npu_sparse_flash_attention_grad(
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "attention_mode": attention_mode,
     }  # fmt: skip
-    found = traced.results(sparse.TORCH_GRAD, args)
-    dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
+    results = traced.results(sparse.TORCH_GRAD, args)
+    dq, dk, dv, dq_rope, dk_rope = _in_order(results, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope
