@@ -1,4 +1,4 @@
-"""The rows of decode: what every case must reach, and how far it does.
+"""What `make bench` shows of decode: the cases, the goal of each, and how much of it is reached.
 
 A case is measured in turns with its peers, with other forms of itself and with reading memory and multiplying in
 registers, so that a drifting machine slows all alike. A share is our rate of reading the cache / the rate of reading.

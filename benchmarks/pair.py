@@ -1,4 +1,4 @@
-"""Two ways to compute one thing, timed in turns: A B A B ..., so that a drifting machine slows both alike."""
+"""How benchmarks time: two ways to compute one thing in turns, A B A B ...; a drifting machine slows both alike."""
 
 from __future__ import annotations
 

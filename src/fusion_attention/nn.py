@@ -32,13 +32,13 @@ Rope = tuple[Tensor, Tensor] | None
 
 
 def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which rotary embedding turns `dim` elements of a row.
+    """The cosines and sines by which rotary embedding rotates `dim` elements of a row.
 
         angle_i = position * base ** (-2 i / dim)
 
     Args:
         positions: of tokens, any shape; packed sequences count from 0 each.
-        dim: elements of a row that are turned; even.
+        dim: elements of a row that are rotated; even.
         base: ratio of the longest wave to the shortest.
 
     Returns:
@@ -57,7 +57,7 @@ def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tens
 
 
 def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rows whose first elements are turned by their positions; the elements behind the table's width stay.
+    """Rows whose first elements are rotated by their positions; the elements behind the table's width stay.
 
         (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -70,12 +70,12 @@ def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = Fa
     Raises:
         ValueError: the table is wider than the rows.
 
-    Source: this library; DeepSeek-V3.2 turns attention interleaved and its indexer halves apart.
+    Source: this library; DeepSeek-V3.2 rotates attention interleaved and its indexer halves apart.
 
     Example:
         >>> rows = torch.randn(2, 6, 4, 16)
-        >>> turned = apply_rope(rows, rope_table(torch.arange(6), 8))
-        >>> torch.equal(turned[:, 0], rows[:, 0]) and torch.equal(turned[..., 8:], rows[..., 8:])
+        >>> rotated = apply_rope(rows, rope_table(torch.arange(6), 8))
+        >>> torch.equal(rotated[:, 0], rows[:, 0]) and torch.equal(rotated[..., 8:], rows[..., 8:])
         True
     """
     cos, sin = (t.unsqueeze(-2) for t in rope)
@@ -85,8 +85,8 @@ def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = Fa
             f"apply_rope: rope: expected at most {rows.shape[-1] // 2} columns, got {cos.shape[-1]} "
             f"(rows have {rows.shape[-1]} elements; make a narrower rope_table)"
         )
-    turned = rows[..., :width]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    rotated = rows[..., :width]
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     parts = (a * cos - b * sin).to(rows.dtype), (b * cos + a * sin).to(rows.dtype), rows[..., width:]
     return torch.cat(parts, -1)
 
@@ -140,7 +140,7 @@ class LightningIndexer(nn.Module):
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             query: [B, S, query_dim], or packed [T, query_dim]; None: x.
-            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head turn.
+            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head rotate.
             lengths: tokens of every sequence; packed: needed.
             choose: False: indices are None.
         """
@@ -202,7 +202,7 @@ class SparseAttention(nn.Module):
 
     def __init__(self, indexer: LightningIndexer, stage: Stage = "sparse") -> None:
         super().__init__()
-        self.indexer, self.stage = indexer, _known(stage)
+        self.indexer, self.stage = indexer, _checked(stage)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As attend()."""
@@ -239,11 +239,11 @@ class SparseAttention(nn.Module):
             (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
             evaluation mode and in the dense stage; add it to the model's own loss (in warm-up it is all there is).
         """
-        given = {**_rows(x, lengths), "q_rope": q_rope, "k_rope": k_rope, "scale": scale}
+        common = {**_rows(x, lengths), "q_rope": q_rope, "k_rope": k_rope, "scale": scale}
         indices = None
         if self.stage != "sparse":
             values = k if v is None else v
-            out, lse = attention(q, k, values, band=Band.causal(), return_lse=True, **given)
+            out, lse = attention(q, k, values, band=Band.causal(), return_lse=True, **common)
             if self.stage == "dense" or not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
             index = self.indexer(x, query, rope=index_rope, lengths=lengths, choose=False)
@@ -252,10 +252,10 @@ class SparseAttention(nn.Module):
             indices = index.indices
             assert indices is not None
             lists = indices.expand(*k.shape[:-1], -1)  # One choice for all key heads.
-            out, lse = sparse_attention(q, k, v, lists, return_lse=True, **given)
+            out, lse = sparse_attention(q, k, v, lists, return_lse=True, **common)
             if not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
-        loss = indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **given)
+        loss = indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **common)
         return out, loss / _tokens(x, lengths)
 
     if TYPE_CHECKING:
@@ -413,22 +413,22 @@ class SparseLatentAttention(SparseAttention):
         Returns:
             (out, loss): out as x; loss as attend() says.
         """
-        nope, turned, v_dim = self.parts
+        nope, rotated, v_dim = self.parts
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        q, q_rope = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split((nope, turned), -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).unsqueeze(-2).split((self.kv_b_proj.in_features, turned), -1)
+        q, q_rope = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split((nope, rotated), -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).unsqueeze(-2).split((self.kv_b_proj.in_features, rotated), -1)
         latent = self.kv_a_layernorm(latent)
         q_rope, k_rope = apply_rope(q_rope, rope, True), apply_rope(k_rope, rope, True)
-        given: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope, "lengths": lengths}
+        common: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope, "lengths": lengths}
         if self.stage == "sparse":
             up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split((nope, v_dim), 1)
             absorbed = torch.einsum("...hd,hdr->...hr", q, up_k)
-            mixed, loss = self.attend(x, absorbed, latent, q_rope=q_rope, k_rope=k_rope, **given)
+            mixed, loss = self.attend(x, absorbed, latent, q_rope=q_rope, k_rope=k_rope, **common)
             out = torch.einsum("...hr,hdr->...hd", mixed, up_v)
         else:
             k, v = self.kv_b_proj(latent.squeeze(-2)).unflatten(-1, (self.heads, -1)).split((nope, v_dim), -1)
             k_rope = k_rope.expand(*k.shape[:-1], -1)
-            out, loss = self.attend(x, q, k, v, q_rope=q_rope, k_rope=k_rope, **given)
+            out, loss = self.attend(x, q, k, v, q_rope=q_rope, k_rope=k_rope, **common)
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
@@ -462,7 +462,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
         >>> sorted({name.split(".")[0] for name, p in layer.named_parameters() if p.requires_grad})
         ['indexer']
     """
-    _known(stage)
+    _checked(stage)
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
     if not layers:
         raise ValueError("set_stage: model: expected a SparseAttention among its modules, got none")
@@ -474,7 +474,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
         parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
 
 
-def _known(stage: Stage) -> Stage:
+def _checked(stage: Stage) -> Stage:
     if stage not in STAGES:
         raise ValueError(f"SparseAttention: stage: expected one of {', '.join(STAGES)}, got {stage!r}")
     return stage

@@ -30,7 +30,7 @@ class Settings:
 # Of every thread and task outside a block; npu.install(strict=True) changes it.
 PROCESS = Settings()
 _SET: ContextVar[Settings] = ContextVar("fusion_attention", default=PROCESS)
-# Bare, because every call asks.
+# The bare method, with no function around it: every call asks.
 current = _SET.get
 
 

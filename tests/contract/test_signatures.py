@@ -8,7 +8,8 @@ import pytest
 
 import fusion_attention
 from fusion_attention import npu
-from fusion_attention.contract import REQUIRED, Attr, Tensor
+from fusion_attention.captures.capture import PLACES
+from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
 from fusion_attention.ops import RECORDS
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
@@ -40,6 +41,42 @@ def test_a_signature_is_its_record(name: str) -> None:
         default = inspect.Parameter.empty if default is REQUIRED else default
         assert parameter.default == default, p.name
         assert type(parameter.default) is type(default), p.name
+
+
+class Passed(Exception):
+    """What a door hands on, instead of a result."""
+
+
+def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by canonical name of a call with these values."""
+
+    def stop(*args: Any, **how: Any) -> Any:
+        raise Passed(next(value for value in args if isinstance(value, dict)))
+
+    for owner, name in PLACES:
+        monkeypatch.setattr(owner, name, stop)
+    with pytest.raises(Passed) as found:
+        function(**given)
+    return found.value.args[0]
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_every_parameter_reaches_its_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the record's name for it, and nothing else does: bind() takes what it does not find as None."""
+    op: Op = RECORDS[name]
+    parameters = inspect.signature(FACES[name]).parameters
+    given = {shown: f"the value of {shown}" for shown in parameters}
+    inputs = {p.name: given[p.shown] for p in op.params if p.shown in given}
+    assert passed(monkeypatch, FACES[name], given) == inputs
+    assert len(inputs) == len(parameters) - len({"return_lse", "backend"} & parameters.keys())
+
+
+def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = fusion_attention.decode_attention
+    given = {name: f"the value of {name}" for name in inspect.signature(function).parameters}
+    given |= {"cache": ("the keys", "the values"), "sequences": None}  # type: ignore[dict-item]
+    inputs = {p.name: given.get(p.name) for p in RECORDS["decode_attention"].params}
+    assert passed(monkeypatch, function, given) == inputs | {"k": "the keys", "v": "the values"}
 
 
 KEYWORD_ONLY_FROM = {

@@ -22,20 +22,21 @@ ARGUMENTS = {
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }
 DOCUMENTED = (
-    "api",
-    "api_sparse",
-    "decode",
+    "api.attention",
+    "api.cache",
+    "api.decode",
+    "api.sparse",
     "nn",
     "npu.training",
     "npu.inference",
     "npu.sparse",
     "npu.indexer_loss",
     "npu.install",
-    "capture",
-    "captured",
-    "mask",
+    "captures.capture",
+    "captures.replay",
+    "waist.mask",
     "plan",
-    "sampling",
+    "contract.sampling",
     "settings",
 )
 

@@ -178,7 +178,7 @@ def random_mask(*shape: int) -> torch.Tensor:
 
 
 def is_legal(mode: int, pre: int, nxt: int, rows: int, keys: int) -> bool:
-    """The windows that a padded call takes (dense.md 1.5)."""
+    """The windows that a padded call takes: some block of keys is visible."""
     shift = keys - rows if mode == 4 else 0
     left, right = pre - shift, nxt + shift
     if left < 0 and right < 0:
@@ -231,7 +231,7 @@ def test_packed_calls(mode: int, items: Lengths) -> None:
 
 
 def test_the_cut_batches_of_the_page() -> None:
-    """One packed batch on two cards sees, row by row, what the whole batch sees (dense.md 1.8)."""
+    """One packed batch on two cards sees, row by row, what the whole batch sees: CANN's examples of modes 7 and 8."""
     # Mode 3 cut in the query direction: the front card in mode 7, the rear card in mode 3.
     whole = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
     front = probe("TND", [(3, 3), (2, 6)], TRIANGLE, sparse_mode=7, pre_tockens=6, next_tockens=-2)

@@ -1,1 +1,1 @@
-"""This library's own functions, which the package shows under their names."""
+"""This library's own functions, and the cache of decode_attention(). The package shows them under their names."""

@@ -132,20 +132,34 @@ def attention(
         >>> attention(q, k, k, band=Band.causal()).shape
         torch.Size([2, 5, 4, 64])
     """
-    # The signature's names are the record's; nobody asks for the two that are not.
-    out, max_, sum_ = _attention(locals(), backend, stats=return_lse)
+    args = {
+        "q": q, "k": k, "v": v, "layout": layout, "heads": heads, "q_len": q_len, "kv_len": kv_len, "q_rope": q_rope,
+        "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "blocked": blocked, "bias": bias, "alibi_slopes": alibi_slopes,
+        "alibi_start": alibi_start, "sink": sink, "keep_prob": keep_prob, "drop_bits": drop_bits, "seed": seed,
+        "offset": offset, "empty_rows": empty_rows,
+    }  # fmt: skip
+    out, max_, sum_ = forward(args, backend, stats=return_lse)
     return (out, max_ + sum_.log()) if return_lse else out
 
 
-def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
-    """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for."""
+def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
+    """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for.
+
+    Captures put their own in its place while they record.
+    """
     dense_traced.autocast(args, _CAST)
     if dense_traced.needed(args.values()):
-        drawn = dense_traced.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
-        return dense_traced.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
+        return _traced_forward(args, backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
         return dense_eager.attention(call, backend, stats=stats, guarded=stats)
+
+
+def _traced_forward(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """forward() in a trace: a seed is drawn when the trace runs."""
+    drawn = dense_traced.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
+    return dense_traced.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)

@@ -44,6 +44,7 @@ class PagedKVCache:
         >>> b = cache.fork(a)
         >>> cache.lengths([a, b]), cache.free_pages
         ([20, 20], 6)
+        >>> from fusion_attention import decode_attention
         >>> decode_attention(torch.randn(2, 1, 8, 64), cache, sequences=[a, b]).shape
         torch.Size([2, 1, 8, 64])
     """
@@ -70,8 +71,8 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: dtype: expected a floating point dtype, got {dtype!r}")
         if stored not in ("", *_LARGEST):
             raise ValueError(f'PagedKVCache: stored: expected "", "int8" or "int4", got {stored!r}')
-        said = dim_v == dim or (dim_v % 2 == 0 and dim_v // 2 != (dim + 1) // 2)
-        if stored == "int4" and not shares_kv and not said:
+        readable = dim_v == dim or (dim_v % 2 == 0 and dim_v // 2 != (dim + 1) // 2)  # dim_v from a row's bytes
+        if stored == "int4" and not shares_kv and not readable:
             expected = f"dim={dim}, or an even number that takes more or fewer bytes"
             raise ValueError(
                 f"PagedKVCache: dim_v: expected {expected}, got {dim_v} (two elements share a byte: pad v)"
@@ -180,8 +181,8 @@ class PagedKVCache:
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype or tensor.device != device:
                 got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
                 raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}")
-        held = (f"{name} {part}" for part in ("pool", "scales") for name in "kv"[: len(self._pools)])
-        intact("PagedKVCache", ("k", "v", *held), (k, v, *self._pools, *self._scales))
+        own = (f"{name} {part}" for part in ("pool", "scales") for name in "kv"[: len(self._pools)])
+        intact("PagedKVCache", ("k", "v", *own), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])
@@ -194,8 +195,9 @@ class PagedKVCache:
             _store(pool, rows, runs)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        whole = type(sequence) is int or isinstance(sequence, np.integer)
-        found = self._sequences.get(sequence) if whole else None
+        """The pages and tokens of a sequence."""
+        is_number = type(sequence) is int or isinstance(sequence, np.integer)
+        found = self._sequences.get(sequence) if is_number else None
         if found is None:
             raise ValueError(f"PagedKVCache: sequence: expected a living one, got {show(sequence)}")
         return found
@@ -214,12 +216,13 @@ class PagedKVCache:
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
         """Where the new tokens go; takes new pages, and copies a shared one that is written."""
-        size, held, needed, copies = self.page_size, dict[int, int](), 0, []
+        size, needed, copies = self.page_size, 0, []
+        left: dict[int, int] = {}  # how many hold a page, but for those that take a copy
         for sequence in sequences:
             pages, tokens = self._of(sequence)
             needed += -(-(tokens + count) // size) - len(pages)
-            if count and tokens % size and (holders := held.get(pages[-1], self._shared[pages[-1]])) > 1:
-                held[pages[-1]] = holders - 1  # The last one to write keeps it.
+            if count and tokens % size and (holders := left.get(pages[-1], self._shared[pages[-1]])) > 1:
+                left[pages[-1]] = holders - 1  # The last one to write keeps it.
                 copies.append(sequence)
         if needed + len(copies) > len(self._free):
             raise CacheFullError(
@@ -294,8 +297,8 @@ def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
     largest = _LARGEST[stored]
     wide = rows.float()
     scale = wide.abs().amax(-1) / largest
-    whole = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-largest, largest)
-    numbers = whole.to(torch.int8)
+    rounded = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-largest, largest)
+    numbers = rounded.to(torch.int8)
     if stored == "int8":
         return numbers, scale
     if numbers.shape[-1] % 2:

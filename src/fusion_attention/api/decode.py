@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -20,6 +19,9 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 Layout = Literal["BSND", "BNSD"]
 Cache = PagedKVCache | Tensor | Sequence[Tensor] | tuple[Any, Any]
+_OP = record.RECORD.name
+# What a PagedKVCache brings, so that a caller may not.
+_OF_CACHE = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
 
 
 # fmt: off
@@ -109,7 +111,7 @@ def decode_attention(
         sink: [N1], of any floating dtype; one more logit per row in the denominator.
         out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].
-        backend: "auto", "cpu" or "golden".
+        backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse). A row that sees nothing is zero (lse -inf).
@@ -126,9 +128,13 @@ def decode_attention(
         >>> decode_attention(q, (k, v), kv_len=[100, 31]).shape
         torch.Size([2, 1, 8, 64])
     """
-    # The record's parameters in the signature's order; the cache stands for k and v.
-    args = dict(zip(_NAMES, locals().values(), strict=False))
-    del args["cache"], args["sequences"]
+    # Without k and v, for which the cache stands.
+    args: dict[str, Any] = {
+        "q": q, "layout": layout, "cache_layout": cache_layout, "q_len": q_len, "kv_len": kv_len,
+        "block_table": block_table, "k_scale": k_scale, "k_offset": k_offset, "v_scale": v_scale,
+        "v_offset": v_offset, "dim_v": dim_v, "scale": scale, "band": band, "blocked": blocked, "bias": bias,
+        "sink": sink, "out_scale": out_scale, "out_offset": out_offset,
+    }  # fmt: skip
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
         if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
@@ -140,16 +146,16 @@ def decode_attention(
         args["k"], args["v"] = cache
     else:
         args["k"], args["v"] = cache, None
-    return _attended(args, return_lse, backend)
+    return _attend(args, return_lse, backend)
 
 
 def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) -> None:
     """Raises where the caller says what the cache knows, or asks for sequences of bare tensors."""
     failures = []
     if isinstance(cache, PagedKVCache):
-        said = [name for name in _BROUGHT if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
+        doubled = [name for name in _OF_CACHE if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
         advice = "it brings its own: sequences= chooses among its sequences"
-        failures = [Failure(_OP, name, "nothing beside a PagedKVCache", show(args[name]), advice) for name in said]
+        failures = [Failure(_OP, name, "nothing beside a PagedKVCache", show(args[name]), advice) for name in doubled]
     elif sequences is not None:
         advice = "tensors hold one sequence per row of q: index them"
         failures = [Failure(_OP, "sequences", "a PagedKVCache to choose from", show(sequences), advice)]
@@ -157,26 +163,20 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
         raise ContractError(failures)
 
 
-_OP = record.RECORD.name
-_BROUGHT = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
-_NAMES = tuple(inspect.signature(decode_attention).parameters)[:-2]
-
-
-def _attended(
-    args: dict[str, Any], return_lse: bool, backend: str, own: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """own: a cache of this module made the page table, whose pages there are."""
-    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=not own).values()
+def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
+    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=reads).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 
 def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    brought, q = cache.arguments(sequences), args["q"]
-    count = len(brought["kv_len"])
+    """The call over the tokens of a cache's sequences."""
+    of_cache, q = cache.arguments(sequences), args["q"]
+    count = len(of_cache["kv_len"])
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != count:
         got = f"{count} of {cache!r}" if sequences is None else show(sequences)
         advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
         raise ContractError([Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice)])
-    return _attended(args | brought, return_lse, backend, own=True)
+    return _attend(args | of_cache, return_lse, backend, reads=False)

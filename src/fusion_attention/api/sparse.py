@@ -67,10 +67,13 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()
         [0, -1, -1]
     """
-    args = indexer.OWN.named(locals().values())
+    args = {
+        "query": q, "key": k, "weights": weights, "sparse_count": top_k, "layout": layout, "actual_seq_qlen": q_len,
+        "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
+    }  # fmt: skip
     dense_traced.autocast(args, ("query", "key"))
-    found = traced.results(indexer.OWN, args, backend)
-    return found["sparse_indices_out"], found["sparse_values_out"]
+    results = traced.results(indexer.OWN, args, backend)
+    return results["sparse_indices_out"], results["sparse_values_out"]
 
 
 # fmt: off
@@ -162,11 +165,15 @@ def sparse_attention(
         >>> torch.allclose(out, dense.transpose(1, 2), atol=1e-5)
         True
     """
-    args = sparse.OWN.named(locals().values())
+    args = {
+        "query": q, "key": k, "value": v, "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len,
+        "actual_seq_kvlen": kv_len, "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale,
+        "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink, "block_table": page_table,
+    }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.OWN, args, backend, whole=return_lse)
-    out = found["attention_out"]
-    return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
+    results = traced.results(sparse.OWN, args, backend, whole=return_lse)
+    out = results["attention_out"]
+    return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
 
 def indexer_loss(
@@ -235,7 +242,11 @@ def indexer_loss(
         >>> index_q.grad.shape
         torch.Size([1, 6, 2, 8])
     """
-    args = loss_records.OWN.named(locals().values())
+    args = {
+        "query": q, "key": k, "lse": lse, "query_index": index_q, "key_index": index_k, "weights": weights,
+        "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len, "actual_seq_kvlen": kv_len,
+        "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale, "causal": causal, "sinks": sink,
+    }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
     return traced.results(loss_records.OWN, args, backend)["loss"].reshape(())
 

@@ -1,1 +1,1 @@
-"""Calls recorded to files, and computed again from them on any machine."""
+"""Calls recorded to files (capture.py), and computed again from them on any machine (replay.py)."""

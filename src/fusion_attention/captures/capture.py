@@ -1,4 +1,4 @@
-"""Calls recorded to files: capture() around any code; captured.py computes them again, on any machine.
+"""Calls recorded to files: capture() around any code; replay.py computes them again, on any machine.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
 Refuses to know what an operator computes.
@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention.api import attention as api
+from fusion_attention.api import attention
 from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
-from fusion_attention.npu import indexer_loss, inference, sparse, training
+from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training import own as attention
 from fusion_attention.torch_ops import dense_traced, traced
 from fusion_attention.waist.dropout import draw_seed
 
@@ -42,6 +41,9 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "npu_incre_flash_attention": ("attention_out",),
 }
 _FACES = (training, inference, sparse, indexer_loss)
+# Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
+# recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
+PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (traced, "results"))
 
 
 class capture(ContextDecorator):
@@ -248,7 +250,7 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
             results = function(args, backend, stats=True)
-            recording.write(attention.RECORD, args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
+            recording.write(RECORDS["attention"], args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
             return results
 
         return recorded
@@ -261,17 +263,13 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
         return recorded
 
-    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (training, "_forward", forward),
-        (training, "_backward", backward),
-        (api, "_attention", own),
-        (traced, "results", lowered),
-    ]
-    real = sys.modules.get("torch_npu")
-    if real is not None and vars(real).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        functions = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
-        here = [(name, function) for name, function in functions.items() if hasattr(real, name)]
-        places += [(real, name, _foreign(recording, name, function)) for name, function in here]
+    wrappers = (forward, backward, own, lowered)
+    places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
+    foreign = sys.modules.get("torch_npu")
+    if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:
+        ours = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
+        both = [(name, function) for name, function in ours.items() if hasattr(foreign, name)]
+        places += [(foreign, name, _foreign(recording, name, function)) for name, function in both]
     return places
 
 
@@ -279,7 +277,6 @@ def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
-    names = [p.name for p in op.params]
     returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
 
     def wrap(function: Any) -> Any:
@@ -289,7 +286,7 @@ def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any
             given.apply_defaults()
             several = results if isinstance(results, tuple) else (results,)
             outputs = dict(zip(returns, several, strict=False))  # older releases return fewer
-            by_name = dict(zip(names, given.arguments.values(), strict=False))
+            by_name = {p.name: given.arguments[p.shown] for p in op.params if p.shown in given.arguments}
             recording.write(op, by_name, outputs, outputs.get("seed", by_name.get("seed")), "torch_npu")
             return results
 

@@ -1,4 +1,4 @@
-"""Calls that were recorded: the files that capture.py writes, read and computed again.
+"""Recorded calls: the files that capture.py writes, read and computed again.
 
 Refuses to know what an operator computes; replay() goes the way that the faces go.
 """

@@ -282,8 +282,8 @@ class Op:
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Values in the order of the parameters by canonical name; the last parameters may lack theirs."""
-        return dict(zip(self.names, values, strict=False))
+        """Values in the order of the parameters, one for each, by canonical name."""
+        return dict(zip(self.names, values, strict=True))
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
         """The layout of a tensor in a call: the record's, or its own."""

@@ -69,18 +69,18 @@ def _npu_dropout_gen_mask(
 def _failures(self: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
     """(parameter, what was expected, what came) of everything that is wrong."""
 
-    def whole(value: Any, low: int, high: int) -> bool:
+    def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
 
     if not isinstance(self, torch.Tensor):
         yield "self", "a tensor", show(self)
-    if not isinstance(size, (list, tuple)) or not all(whole(n, 0, 1 << 63) for n in size):
+    if not isinstance(size, (list, tuple)) or not all(is_integer(n, 0, 1 << 63) for n in size):
         yield "size", "a list of sizes", show(size)
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
         yield "p", "a number from 0 to 1", show(p)
-    if not whole(seed, -(1 << 63), 1 << 64):
+    if not is_integer(seed, -(1 << 63), 1 << 64):
         yield "seed", "an int below 2**64", show(seed)
-    if not whole(offset, 0, 1 << 32):
+    if not is_integer(offset, 0, 1 << 32):
         yield "offset", "0 <= offset < 2**32", show(offset)
 
 

@@ -1,6 +1,6 @@
 """torch_npu's losses of the lightning indexer by their own names, signatures, defaults and returns.
 
-Each function binds its record, lowers and runs.
+Each function names its arguments as its record does; torch_ops computes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
-def _results(op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The results of a function with these arguments, in the record's order."""
-    found = traced.results(op, op.named(given.values()))
-    return tuple(found[name] for name in op.results)
+def _results(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of a call by canonical name, in the record's order."""
+    results = traced.results(op, args)
+    return tuple(results[name] for name in op.results)
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(
@@ -90,7 +90,14 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         >>> [list(gradient.shape) for gradient in gradients], list(loss.shape)
         ([[1, 6, 2, 16], [1, 6, 1, 16], [1, 6, 2]], [1])
     """
-    dq, dk, dweights, loss = _results(indexer_loss.TORCH, locals())
+    args = {
+        "query": query, "key": key, "query_index": query_index, "key_index": key_index, "weights": weights,
+        "sparse_indices": sparse_indices, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
+        "scale_value": scale_value, "query_rope": query_rope, "key_rope": key_rope,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_klen, "layout": layout,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens, "sinks": sinks,
+    }  # fmt: skip
+    dq, dk, dweights, loss = _results(indexer_loss.TORCH, args)
     return dq, dk, dweights, loss
 
 
@@ -133,7 +140,12 @@ def npu_dense_lightning_indexer_softmax_lse(
         >>> list(top.shape), float(total[0, 0, 0])
         ([1, 1, 6], 1.0)
     """
-    max_, sum_ = _results(indexer_loss.TORCH_LSE, locals())
+    args = {
+        "query_index": query_index, "key_index": key_index, "weights": weights, "actual_seq_qlen": actual_seq_qlen,
+        "actual_seq_kvlen": actual_seq_klen, "layout": layout, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens,
+    }  # fmt: skip
+    max_, sum_ = _results(indexer_loss.TORCH_LSE, args)
     return max_, sum_
 
 
@@ -185,5 +197,12 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         >>> list(loss.shape)
         [1]
     """
-    dq, dk, dweights, loss = _results(indexer_loss.TORCH_DENSE, locals())
+    args = {
+        "query": query, "key": key, "query_index": query_index, "key_index": key_index, "weights": weights,
+        "softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_max_index": softmax_max_index,
+        "softmax_sum_index": softmax_sum_index, "scale_value": scale_value, "query_rope": query_rope,
+        "key_rope": key_rope, "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_klen,
+        "layout": layout, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+    }  # fmt: skip
+    dq, dk, dweights, loss = _results(indexer_loss.TORCH_DENSE, args)
     return dq, dk, dweights, loss

@@ -1,6 +1,6 @@
 """torch_npu's attention for inference by its own names, signatures, defaults and returns, on any device.
 
-Each function binds its record, lowers and runs; nothing is differentiable.
+The function names its arguments as its record does; torch_ops computes. Nothing is differentiable.
 """
 
 from __future__ import annotations
@@ -85,4 +85,13 @@ def npu_incre_flash_attention(
         >>> list(out.shape)
         [2, 1, 256]
     """
-    return traced.results(inference.TORCH, inference.TORCH.named(locals().values()))["attention_out"]
+    args = {
+        "query": query, "key": key, "value": value, "padding_mask": padding_mask, "atten_mask": atten_mask,
+        "pse_shift": pse_shift, "actual_seq_lengths": actual_seq_lengths, "antiquant_scale": antiquant_scale,
+        "antiquant_offset": antiquant_offset, "block_table": block_table, "dequant_scale1": dequant_scale1,
+        "quant_scale1": quant_scale1, "dequant_scale2": dequant_scale2, "quant_scale2": quant_scale2,
+        "quant_offset2": quant_offset2, "kv_padding_size": kv_padding_size, "num_heads": num_heads,
+        "scale_value": scale_value, "input_layout": input_layout, "num_key_value_heads": num_key_value_heads,
+        "block_size": block_size, "inner_precise": inner_precise,
+    }  # fmt: skip
+    return traced.results(inference.TORCH, args)["attention_out"]

@@ -64,7 +64,7 @@ def made(base: torch.device) -> dict[str, ModuleType]:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = ModuleType(name, f"{name}, played by fusion_attention: the same calls on any machine.")
+    module = ModuleType(name, f"{name}, as fusion_attention stands in for it: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(module))
     return module
 

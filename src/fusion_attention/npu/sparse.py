@@ -1,6 +1,6 @@
 """torch_npu's sparse attention and lightning indexer by their own names, signatures, defaults and returns.
 
-Each function binds its record, lowers and runs; differentiable as there.
+Each function names its arguments as its record does; torch_ops computes. Differentiable as torch_npu's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Lengths = Sequence[int] | Tensor | None
 UNLIMITED = sparse.UNLIMITED
 
 
-def _every(found: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
+def _in_order(results: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
     """The results of these names, absent ones empty."""
-    return tuple(found[name] if name in found else query.new_empty(0) for name in names)
+    return tuple(results[name] if name in results else query.new_empty(0) for name in names)
 
 
 def npu_lightning_indexer(
@@ -79,9 +79,14 @@ def npu_lightning_indexer(
         >>> list(indices.shape), list(values.shape)
         ([1, 6, 1, 4], [1, 6, 1, 4])
     """
-    args = indexer.TORCH.named(locals().values())
+    args = {
+        "query": query, "key": key, "weights": weights, "actual_seq_qlen": actual_seq_lengths_query,
+        "actual_seq_kvlen": actual_seq_lengths_key, "block_table": block_table, "layout": layout_query,
+        "layout_kv": layout_key, "sparse_count": sparse_count, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "return_values": return_value,
+    }  # fmt: skip
     dense_traced.autocast(args, ("query", "key"))
-    indices, values = _every(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    indices, values = _in_order(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
 
 
@@ -124,7 +129,11 @@ def npu_lightning_indexer_grad(
         >>> list(dw.shape)
         [1, 6, 4]
     """
-    args = indexer.TORCH_GRAD.named(locals().values())
+    args = {
+        "query": query, "key": key, "dy": dy, "sparse_indices": sparse_indices, "weights": weights,
+        "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_key, "layout": layout,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+    }  # fmt: skip
     dq, dk, dweights = traced.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
@@ -193,12 +202,19 @@ def npu_sparse_flash_attention(
         >>> list(out.shape)
         [1, 6, 4, 16]
     """
-    args = sparse.TORCH.named(locals().values())
+    args = {
+        "query": query, "key": key, "value": value, "sparse_indices": sparse_indices, "scale_value": scale_value,
+        "block_table": block_table, "actual_seq_qlen": actual_seq_lengths_query,
+        "actual_seq_kvlen": actual_seq_lengths_kv, "query_rope": query_rope, "key_rope": key_rope,
+        "sparse_block_size": sparse_block_size, "layout": layout_query, "layout_kv": layout_kv,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "attention_mode": attention_mode, "return_softmax_lse": return_softmax_lse, "sinks": sinks,
+    }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.TORCH, args)
-    out = found["attention_out"]
+    results = traced.results(sparse.TORCH, args)
+    out = results["attention_out"]
     if return_softmax_lse:
-        return out, found["softmax_max"], found["softmax_sum"]
+        return out, results["softmax_max"], results["softmax_sum"]
     return out, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
@@ -250,7 +266,14 @@ def npu_sparse_flash_attention_grad(
         >>> list(dk.shape)
         [1, 9, 1, 16]
     """
-    args = sparse.TORCH_GRAD.named(locals().values())
-    found = traced.results(sparse.TORCH_GRAD, args)
-    dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
+    args = {
+        "query": query, "key": key, "value": value, "sparse_indices": sparse_indices, "dy": d_out,
+        "attention_in": out, "softmax_max": softmax_max, "softmax_sum": softmax_sum, "scale_value": scale_value,
+        "sparse_block_size": sparse_block_size, "query_rope": query_rope, "key_rope": key_rope,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "layout": layout,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "attention_mode": attention_mode,
+    }  # fmt: skip
+    results = traced.results(sparse.TORCH_GRAD, args)
+    dq, dk, dv, dq_rope, dk_rope = _in_order(results, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope

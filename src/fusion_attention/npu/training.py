@@ -1,23 +1,17 @@
 """torch_npu's training attention by its own names, signatures, defaults and returns, on any device.
 
-Each function binds its record, lowers and runs; differentiable in query, key, value, pse, rope tensors and sink.
+Each function names its arguments as its record does; training_call.py computes. Differentiable in query, key, value,
+pse, rope tensors and sink.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Op, bind
-from fusion_attention.contract.arguments import intact
-from fusion_attention.npu.dropout import glance_at_mask
-from fusion_attention.ops.shared.layouts import BIAS, LANES, from_lanes, to_lanes
+from fusion_attention.npu import training_call
 from fusion_attention.ops.training import records as training
-from fusion_attention.ops.training.lower import lower
-from fusion_attention.torch_ops import dense_eager, dense_traced
-from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
 __all__ = [
     "npu_fusion_attention",
@@ -31,85 +25,6 @@ __all__ = [
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 UNLIMITED = training.UNLIMITED
-
-
-_CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
-
-
-def _forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
-    kind = args.get("pse_type", 1)
-    dense_traced.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
-    if dense_traced.needed(args.values()):
-        return _traced_forward(op, args, args.get("seed") or 0, args.get("offset") or 0)
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        bound = bind(op, args)
-        seed, offset = bound["seed"], bound["offset"]
-        drops = bound["keep_prob"] < 1
-        drawn = drops and bound["drop_mask"] is None
-        if drawn and not seed and not offset:
-            seed = draw_seed()
-        call = lower(bound, seed=seed, offset=offset)
-        if drops and not drawn and (seed or offset):
-            glance_at_mask(op.name, call)
-        out, max_, sum_ = dense_eager.attention(call)
-        numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if drops else 0
-        lanes = to_lanes(call, max_, sum_)
-        return out, *lanes, out.new_empty(0), seed if drops else 0, offset if drops else 0, numels
-
-
-def _traced_forward(
-    op: Op, args: dict[str, Any], seed: Any, offset: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """_forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
-    drops = dense_traced.drops(args["keep_prob"])
-    tensor = draw_seed_tensor() if drops and args.get("drop_mask") is None and not seed and not offset else None
-    out, max_, sum_ = dense_traced.forward(op, args, seed=tensor)
-    top, total = (t.unsqueeze(-1).expand(*t.shape, LANES).contiguous() for t in (max_, sum_))
-    seed = seed if tensor is None else tensor
-    empty = torch.empty(0, dtype=out.dtype, device=out.device)
-    return out, top, total, empty, seed if drops else 0, offset if drops else 0, 0
-
-
-def _backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
-    if dense_traced.needed(args.values()):
-        return _traced_backward(op, args)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        seed = args["seed"]
-        if (
-            isinstance(op.by_name["seed"], Attr)
-            and isinstance(seed, Tensor)
-            and seed.dtype == torch.int64
-            and seed.dim() == 0
-        ):
-            intact(op.name, ("seed",), (seed,))
-            args["seed"] = seed.item()  # as a traced forward returned it
-        bound = bind(op, args)
-        call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
-        stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
-        dbias = call.extras[BIAS] is not None
-        grads = dense_eager.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)
-        return _with_slopes(grads, bound["pse"], dbias)
-
-
-def _number(value: int | Tensor | None) -> int:
-    """A seed or an offset, which npu_fusion_attention_v3 has as tensors; on the meta device they have no value."""
-    return 0 if value is None or (isinstance(value, Tensor) and value.is_meta) else int(value)
-
-
-def _traced_backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """_backward() in a trace."""
-    drawn = None
-    if isinstance(op.by_name["seed"], Attr) and isinstance(args["seed"], Tensor):
-        drawn, args["seed"] = args["seed"], 0
-    dbias = args["pse"] is not None and args.get("pse_type", 1) in (0, 1)
-    return _with_slopes(dense_traced.backward(op, args, seed=drawn, dbias=dbias), args["pse"], dbias)
-
-
-def _with_slopes(grads: tuple[Tensor, ...], pse: Tensor | None, dbias: bool) -> tuple[Tensor, ...]:
-    """Gradients with zeros for a pse that is slopes, which have none."""
-    return grads if pse is None or dbias else (*grads[:5], torch.zeros_like(pse), grads[6])
 
 
 def npu_fusion_attention(
@@ -181,7 +96,15 @@ def npu_fusion_attention(
         >>> list(out.shape), list(smax.shape)
         ([1, 16, 2, 64], [1, 2, 16, 8])
     """
-    return _forward(training.TORCH_V1, training.TORCH_V1.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+        "drop_mask": dropout_mask, "seed": seed, "offset": offset,
+    }  # fmt: skip
+    return training_call.forward(training.TORCH_V1, args)
 
 
 def npu_fusion_attention_v2(
@@ -242,7 +165,16 @@ def npu_fusion_attention_v2(
         >>> list(out.shape)
         [1, 16, 2, 64]
     """
-    return _forward(training.TORCH_V2, training.TORCH_V2.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "query_rope": query_rope, "key_rope": key_rope,
+        "scale": scale, "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "inner_precise": inner_precise, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
+        "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode, "gen_mask_parallel": gen_mask_parallel,
+        "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx,
+        "softmax_layout": softmax_layout, "sink": sink, "drop_mask": dropout_mask, "seed": seed, "offset": offset,
+    }  # fmt: skip
+    return training_call.forward(training.TORCH_V2, args)
 
 
 def npu_fusion_attention_v3(
@@ -290,7 +222,14 @@ def npu_fusion_attention_v3(
         >>> list(out.shape)
         [16, 2, 64]
     """
-    *tensors, seed, offset, _ = _forward(training.TORCH_V3, training.TORCH_V3.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    *tensors, seed, offset, _ = training_call.forward(training.TORCH_V3, args)
     drawn = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed])
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
@@ -358,7 +297,16 @@ def npu_fusion_attention_grad(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V1, training.TORCH_GRAD_V1.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "scale": scale_value,
+        "keep_prob": keep_prob, "pre_tokens": pre_tockens, "next_tokens": next_tockens,
+        "inner_precise": inner_precise, "seed": seed, "offset": offset, "numels": numels, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    dq, dk, dv, _, _, dpse, dsink = training_call.backward(training.TORCH_GRAD_V1, args)
     return dq, dk, dv, dpse, dsink
 
 
@@ -423,7 +371,17 @@ def npu_fusion_attention_grad_v2(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    grads = _backward(training.TORCH_GRAD_V2, training.TORCH_GRAD_V2.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "query_rope": query_rope,
+        "key_rope": key_rope, "scale": scale_value, "keep_prob": keep_prob, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "inner_precise": inner_precise, "seed": seed, "offset": offset, "numels": numels,
+        "prefix": prefix, "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen,
+        "sparse_mode": sparse_mode, "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type,
+        "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    grads = training_call.backward(training.TORCH_GRAD_V2, args)
     dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
@@ -483,5 +441,14 @@ def npu_fusion_attention_grad_v3(
         >>> list(dq.shape)
         [1, 16, 2, 64]
     """
-    dq, dk, dv, _, _, dpse, dsink = _backward(training.TORCH_GRAD_V3, training.TORCH_GRAD_V3.named(locals().values()))
+    args = {
+        "query": query, "key": key, "value": value, "dy": dy, "head_num": head_num, "input_layout": input_layout,
+        "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": attention_in, "scale": scale_value,
+        "keep_prob": keep_prob, "pre_tokens": pre_tockens, "next_tokens": next_tockens,
+        "inner_precise": inner_precise, "seed": seed, "offset": offset, "prefix": prefix,
+        "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+        "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
+    }  # fmt: skip
+    dq, dk, dv, _, _, dpse, dsink = training_call.backward(training.TORCH_GRAD_V3, args)
     return dq, dk, dv, dpse, dsink

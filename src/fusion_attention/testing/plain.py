@@ -24,7 +24,7 @@ from fusion_attention.testing.cases import (
     seen,
     stats_part,
 )
-from fusion_attention.waist import dropout
+from fusion_attention.waist.dropout import keep_from_philox
 
 FLT_MAX = float(np.finfo(np.float32).max)
 
@@ -70,7 +70,7 @@ def _kept(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
         return 1.0
     if case.dropout == "philox":
         drawn = (slice(0, rows), slice(0, keys))
-        return dropout.keep_from_philox(SEED, OFFSET, case.keep_prob, b * case.heads_q, case.heads_q, *drawn).int()
+        return keep_from_philox(SEED, OFFSET, case.keep_prob, b * case.heads_q, case.heads_q, *drawn).int()
     bits = np.unpackbits(args["drop_mask"].numpy(), bitorder="little")
     first, shape = sum(math.prod(drop_shape(case, c)) for c in range(b)), drop_shape(case, b)
     return torch.from_numpy(bits[first : first + math.prod(shape)].reshape(shape).astype(np.int32))[:, :rows, :keys]

@@ -14,7 +14,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from fusion_attention.waist import dropout
+from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys at a time: memory stays linear in a sequence's length.
@@ -115,9 +115,9 @@ def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice
         return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
     if p.dropout == "bits":
         assert operands.drop_bits is not None
-        return dropout.keep_from_bits(operands.drop_bits, b, p.heads_q, rows, keys)
+        return keep_from_bits(operands.drop_bits, b, p.heads_q, rows, keys)
     stream = b * p.heads_q
-    return dropout.keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
+    return keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
 
 
 def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

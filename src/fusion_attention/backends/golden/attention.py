@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.golden.selection import added_up, scanned
-from fusion_attention.waist import bias, dropout
+from fusion_attention.waist import bias
+from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
@@ -92,10 +93,10 @@ def _keep(
         return torch.ones(heads, rows.stop, keys.stop, dtype=torch.bool, device=device), 1.0
     if problem.dropout == "bits":
         assert operands.drop_bits is not None
-        keep = dropout.keep_from_bits(operands.drop_bits, b, heads, rows, keys)
+        keep = keep_from_bits(operands.drop_bits, b, heads, rows, keys)
     else:
         seed, offset = operands.seed, operands.offset
-        keep = dropout.keep_from_philox(seed, offset, problem.keep_prob, b * heads, heads, rows, keys)
+        keep = keep_from_philox(seed, offset, problem.keep_prob, b * heads, heads, rows, keys)
     return keep.to(device), 1.0 / problem.keep_prob
 
 
