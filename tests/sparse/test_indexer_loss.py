@@ -17,7 +17,7 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import own as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, RESULTS
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LEAST,

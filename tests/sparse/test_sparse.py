@@ -15,7 +15,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
 from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.lower import Backward, Forward
+from fusion_attention.ops.sparse.call import Backward, Forward
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,

@@ -16,12 +16,12 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer.lower import Backward as IndexerBackward
-from fusion_attention.ops.indexer.lower import Forward as IndexerForward
-from fusion_attention.ops.indexer.lower import Indexer, indexer_call
+from fusion_attention.ops.indexer.call import Backward as IndexerBackward
+from fusion_attention.ops.indexer.call import Forward as IndexerForward
+from fusion_attention.ops.indexer.call import Indexer, indexer_call
 from fusion_attention.ops.sparse import own as sparse_own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.torch_ops.eager import run
 

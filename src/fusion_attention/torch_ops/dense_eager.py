@@ -14,7 +14,7 @@ from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import lazy
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.shared.layouts import BIAS, EXTRAS, Call, clear_gradients, grads_of, operands_of, uncovered
-from fusion_attention.ops.training.call import fresh, over, pattern
+from fusion_attention.ops.training.run import fresh, over, pattern
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.derivative import constants, once

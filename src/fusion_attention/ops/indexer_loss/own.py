@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_attention.contract import Tensor
-from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
 from fusion_attention.ops.indexer_loss.records import (
     HEADS,
     INDICES,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
-from fusion_attention.ops.indexer_loss.lower import (
+from fusion_attention.ops.indexer_loss.call import (
     RESULTS,
     STATISTICS,
     fresh,

@@ -12,8 +12,8 @@ import numpy as np
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.ops.shared.layouts import Call, Form, band_empties_rows, mode_band
-from fusion_attention.ops.training.call import Backward, Forward
 from fusion_attention.ops.training.checks import prefix_fits
+from fusion_attention.ops.training.run import Backward, Forward
 from fusion_attention.waist.problem import Extents, Problem
 
 BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}

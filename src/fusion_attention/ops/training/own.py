@@ -31,9 +31,9 @@ from fusion_attention.ops.shared.rules import (
     rope_pair,
     untrained,
 )
-from fusion_attention.ops.training.call import Plain
 from fusion_attention.ops.training.checks import positions
 from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.ops.training.run import Plain
 from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.waist.problem import Extents, Problem
 

@@ -12,8 +12,8 @@ from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.sparse.call import OfCall, covered, extents_of, key_view, unpaged
 from fusion_attention.ops.sparse.checks import keys_in
-from fusion_attention.ops.sparse.lower import OfCall, covered, extents_of, key_view, unpaged
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.lowered import Filled, Lowered, room
 from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem

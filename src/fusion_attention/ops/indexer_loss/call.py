@@ -15,7 +15,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import row_view, wide
-from fusion_attention.ops.sparse.lower import covered, extents_of, grouped, statistics
+from fusion_attention.ops.sparse.call import covered, extents_of, grouped, statistics
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.lowered import Filled, Lowered, Staged, room
 from fusion_attention.waist.problem import (
