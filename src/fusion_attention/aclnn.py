@@ -80,7 +80,7 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
     bound = bind(op, args, strict=strict, reads=False)  # Tensor content is read in phase 2: it may come after phase 1.
     assert op.lower is not None
     call = op.lower(bound)
-    layouts = bound.memo.setdefault("two_phase", {})
+    layouts = bound.memo.two_phase
     layout = layouts.get((STATE.backend, STATE.device))
     if layout is None:
         layout = layouts[STATE.backend, STATE.device] = layout_of(bound, call, args, strict)

@@ -146,5 +146,5 @@ def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tens
         bound = bind(record.RECORD, args)
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
-        call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
+        call = record.dense_call(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
         return dense_eager.attention(call, backend, stats=stats, guarded=stats)

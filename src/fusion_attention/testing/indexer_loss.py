@@ -15,7 +15,8 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer_loss import own as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, Loss, lower
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, Loss
+from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.sparse.call import grouped
 from fusion_attention.testing.cases import Results, Tensor, hostile
 from fusion_attention.testing.sparse import Maker, SparseCase, keys_of, layouts_of, lengths_of, lists_of, part, selected

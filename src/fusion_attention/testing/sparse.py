@@ -16,12 +16,12 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer.call import Backward as IndexerBackward
-from fusion_attention.ops.indexer.call import Forward as IndexerForward
-from fusion_attention.ops.indexer.call import Indexer, indexer_call
+from fusion_attention.ops.indexer.call import Indexer, IndexerBackward, IndexerForward
+from fusion_attention.ops.indexer.lower import indexer_call
 from fusion_attention.ops.sparse import own as sparse_own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward, SparseForward
+from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.torch_ops.eager import run
 
@@ -276,9 +276,9 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
     """Every output: out, max, sum and (without pages) the gradients."""
-    results = run(Forward(call), backend)
+    results = run(SparseForward(call), backend)
     found = dict(zip(("out", "max", "sum"), results.values(), strict=True))
-    return found if case.page else found | run(Backward(call, dy, *results.values()), backend)
+    return found if case.page else found | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Sparse) -> Sparse:

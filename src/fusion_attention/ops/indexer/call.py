@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.sparse.call import OfCall, covered, extents_of, key_view, unpaged
-from fusion_attention.ops.sparse.checks import keys_in
+from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.sparse.call import OfCall, key_view, unpaged
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.lowered import Filled, Lowered, room
 from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
@@ -73,7 +70,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
 
 
-class Forward(OfCall):
+class IndexerForward(OfCall):
     """A forward call; its results are sparse_indices_out and, where they are wanted, sparse_values_out."""
 
     call: Indexer
@@ -85,12 +82,12 @@ class Forward(OfCall):
         c = self.call
         return dict(zip(INPUTS, (c.query, c.key, c.weights, c.table), strict=True))
 
-    def on(self, inputs: Mapping[str, Any]) -> Forward:
+    def on(self, inputs: Mapping[str, Any]) -> IndexerForward:
         """The same call on other tensors."""
         q, k, weights, table = (inputs[name] for name in INPUTS)
-        return Forward(replace(self.call, query=q, key=k, weights=weights, table=table))
+        return IndexerForward(replace(self.call, query=q, key=k, weights=weights, table=table))
 
-    def whole(self) -> Forward:
+    def whole(self) -> IndexerForward:
         """The call as it is: without values there is no derivative."""
         return self
 
@@ -102,7 +99,7 @@ class Forward(OfCall):
     ) -> dict[str, Tensor]:
         """The gradients of values."""
         unpaged(self.problem.page_size)
-        found = run(Backward(self.call, upstream[RESULTS[1]], results[RESULTS[0]]))
+        found = run(IndexerBackward(self.call, upstream[RESULTS[1]], results[RESULTS[0]]))
         return {name: found[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
@@ -121,7 +118,7 @@ class _ForwardRun(Filled):
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
         found = tuple(outputs[name] for name in RESULTS if name in outputs)
         rooms = tuple(room(tensor) for tensor in found)
-        clears = () if covered(call.extents.q_len, call.query, call.layout) else rooms
+        clears = () if covered(call.query, call.layout, call.extents, "q") else rooms
         super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), rooms, found, clears)
 
     def begin(self) -> None:
@@ -134,7 +131,7 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 
-class Backward(OfCall):
+class IndexerBackward(OfCall):
     """A gradient call: of the values, from the indices that the forward chose."""
 
     call: Indexer
@@ -158,40 +155,7 @@ class Backward(OfCall):
             dk=call.keys(dk),  # type: ignore[arg-type]  # a gradient's keys are not in pages
             dweights=call.rows(dweights.unsqueeze(-2)),
         )
-        e = call.extents
-        sides = ((dq, e.q_len, call.layout), (dk, e.kv_len, call.layout_kv), (dweights, e.q_len, call.layout))
-        clears = tuple(tensor for tensor, lengths, layout in sides if not covered(lengths, tensor, layout))
+        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
+        clears = tuple(tensor for tensor, side in sides if not covered(tensor, call.layout, call.extents, side))
         # Kernels read 32 bits; every entry was found to fit.
         return Filled((call.operands(self.indices.to(torch.int32), None), grads), rooms, found, clears)
-
-
-def indexer_call(bound: Bound) -> Indexer:
-    """The call of a bound record of the indexer."""
-    n = bound.names
-    known = bound.memo.get("lowered")
-    if known is None:
-        known = bound.memo["lowered"] = (_problem(n), extents_of(n))
-    problem, extents = known
-    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    q, k, weights, table = (n[name] for name in INPUTS)
-    return Indexer(problem, extents, n["layout"], form, q, k, weights, table)
-
-
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
-    """A bound record of the indexer, forward or gradient."""
-    call = indexer_call(bound)
-    if "dy" not in bound.op.by_name:
-        return Forward(call)
-    return Backward(call, bound["dy"], bound["sparse_indices"])
-
-
-def _problem(n: Mapping[str, Any]) -> IndexerProblem:
-    return IndexerProblem(
-        heads=n["N1"],
-        dim=n["D"],
-        dtype=dtype_text(n["query"]),
-        weights_dtype=dtype_text(n["weights"]),
-        top_k=n["K"],
-        has_values=n["return_values"],
-        page_size=n["Ps"] if n["block_table"] is not None else 0,
-    )

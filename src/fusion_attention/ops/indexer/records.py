@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
-from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
+from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths

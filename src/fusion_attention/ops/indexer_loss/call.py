@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import row_view, wide
-from fusion_attention.ops.sparse.call import covered, extents_of, grouped, statistics
+from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.sparse.call import grouped, statistics
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.lowered import Filled, Lowered, Staged, room
 from fusion_attention.waist.problem import (
@@ -120,7 +118,7 @@ class _StatisticsRun(Filled):
 
     def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
         rooms = tuple(outputs[name] for name in STATISTICS)
-        clears = () if covered(call.extents.q_len, call.given("query_index"), call.layout) else rooms
+        clears = () if covered(call.given("query_index"), call.layout, call.extents, "q") else rooms
         super().__init__((call.index(call.problem.heads, None, *rooms),), rooms, clears=clears)
 
     def finish(self) -> None:
@@ -206,8 +204,8 @@ class _LossRun(Filled):
         grads = IndexerGrads(
             dq=call.rows(dq, p.heads_index), dk=call.keys(dk), dweights=call.rows(dweights.unsqueeze(-2))
         )
-        sides = ((dq, call.extents.q_len), (dk, call.extents.kv_len), (dweights, call.extents.q_len))
-        clears = (tensor for tensor, lengths in sides if not covered(lengths, tensor, call.layout))
+        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
+        clears = (tensor for tensor, side in sides if not covered(tensor, call.layout, call.extents, side))
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
         super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing))
 
@@ -222,42 +220,3 @@ class _LossRun(Filled):
             max_.copy_(lse if call.layout == "TND" else lse.mT)
             sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys
         max_.masked_fill_(sum_ == 0, -torch.inf)
-
-
-# ------------------------------------------------------------------------------------------------------------ lowering
-
-
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Loss | Statistics:
-    """A bound record of the loss, or of the indexer's statistics."""
-    n = bound.names
-    alone = "query" not in bound.op.by_name
-    known: Any = bound.memo.get("lowered")
-    if known is None:
-        known = bound.memo["lowered"] = (_indexer(n) if alone else _loss(n)), extents_of(n)
-    problem, extents = known
-    if alone:
-        return Statistics(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, problem)
-    tensors = {name: n[name] for name in INPUTS} | {"sinks": wide(n["sinks"], n["query"])}
-    staged = n["sparse_indices"] is None and n[INDEX_STATISTICS[0]] is None
-    return (DenseLoss if staged else Loss)(extents, n["layout"], tensors, problem)
-
-
-def _indexer(n: Mapping[str, Any]) -> IndexerProblem:
-    return IndexerProblem(n["N1"], n["D"], dtype_text(n["query_index"]), dtype_text(n["weights"]), top_k=0)
-
-
-def _loss(n: Mapping[str, Any]) -> IndexerLossProblem:
-    rope = n["Dr"] or 0
-    return IndexerLossProblem(
-        heads_q=n["N1"],
-        heads_kv=n["N2"],
-        dim_qk=n["D"],
-        heads_index=n["Ni"],
-        dim_index=n["Di"],
-        dim_rope=rope if n["query_rope"] is not None else 0,
-        dtype=dtype_text(n["query"]),
-        weights_dtype=dtype_text(n["weights"]),
-        scale=(n["D"] + rope) ** -0.5 if n["scale_value"] is None else float(n["scale_value"]),
-        has_sink=n["sinks"] is not None,
-        select_count=n["K"] if n["sparse_indices"] is not None else 0,
-    )

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
-from fusion_attention.ops.indexer_loss.call import (
-    RESULTS,
-    STATISTICS,
-    fresh,
-    fresh_statistics,
-    lower,
-)
+from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
+from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths

@@ -102,7 +102,7 @@ def paged(
             spoil=too_long,
         ),
         Rule(
-            f"pages_known(block_table, kv_len, {size}, blocks)",
+            f"pages_exist(block_table, kv_len, {size}, blocks)",
             "block_table",
             f"entries behind {owner}'s last token are not read",
             text="ids of pages that exist",

@@ -1,6 +1,6 @@
 """Sparse attention below its interfaces' words: the Problem, the views, and what goes before and after a run.
 
-Statistics leave as CANN has them, and return as kernels keep them. Refuses to know any record's parameters but these.
+Statistics leave as CANN has them, and return as kernels keep them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import LAYOUTS, row_view, wide
-from fusion_attention.ops.sparse.checks import PAGED, keys_in
+from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.sparse.checks import PAGED
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.lowered import Filled, Lowered, room
-from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -112,15 +108,6 @@ def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: T
     return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
 
 
-def covered(lengths: np.ndarray, tensor: Tensor, layout: str) -> bool:
-    """Whether every token of a tensor belongs to a sequence: the rows of others are cleared."""
-    if layout == PAGED:
-        return True
-    batch, token, _ = LAYOUTS[layout]
-    held = tensor.shape[token]
-    return bool(lengths.sum() == held if batch is None else (lengths == held).all())
-
-
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
@@ -150,7 +137,7 @@ class OfCall:
         return self.call.query.device
 
 
-class Forward(OfCall):
+class SparseForward(OfCall):
     """A forward call; its results are attention_out and, where they are wanted, softmax_max and softmax_sum."""
 
     call: Sparse
@@ -161,13 +148,13 @@ class Forward(OfCall):
         """The tensors of the call."""
         return self.call.tensors
 
-    def on(self, inputs: Mapping[str, Tensor | None]) -> Forward:
+    def on(self, inputs: Mapping[str, Tensor | None]) -> SparseForward:
         """The same call on other tensors."""
-        return Forward(dataclasses.replace(self.call, tensors=inputs))
+        return SparseForward(dataclasses.replace(self.call, tensors=inputs))
 
-    def whole(self) -> Forward:
+    def whole(self) -> SparseForward:
         """The same call with statistics."""
-        return Forward(dataclasses.replace(self.call, stats=True))
+        return SparseForward(dataclasses.replace(self.call, stats=True))
 
     def gradients(
         self,
@@ -177,7 +164,7 @@ class Forward(OfCall):
     ) -> dict[str, Tensor]:
         """The gradients of a call with statistics."""
         unpaged(self.problem.page_size)
-        found = run(Backward(self.call, upstream["attention_out"], *(results[name] for name in RESULTS)))
+        found = run(SparseBackward(self.call, upstream["attention_out"], *(results[name] for name in RESULTS)))
         return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
 
     def results(self) -> dict[str, Tensor]:
@@ -198,7 +185,7 @@ class _ForwardRun(Filled):
         out, *self.stats = (outputs.get(name) for name in RESULTS)
         assert out is not None
         self.call, written = call, (room(out), *statistics(call.query))
-        clears = () if covered(call.extents.q_len, call.query, call.layout) else written
+        clears = () if covered(call.query, call.layout, call.extents, "q") else written
         super().__init__((call.operands(*written),), written, (out,), clears)
 
     def finish(self) -> None:
@@ -230,7 +217,7 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
-class Backward(OfCall):
+class SparseBackward(OfCall):
     """A gradient call, from the saved output and the saved statistics in CANN's order."""
 
     call: Sparse
@@ -269,9 +256,9 @@ class _BackwardRun(Filled):
             dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
         )
-        sides = {"dquery": (call.extents.q_len, call.layout), "dkey": (call.extents.kv_len, call.layout_kv)}
-        sides |= {"dquery_rope": sides["dquery"], "dvalue": sides["dkey"], "dkey_rope": sides["dkey"]}
-        clears = [g[name] for name, (n, layout) in sides.items() if name in g and not covered(n, g[name], layout)]
+        sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
+        of_rows = [(g[name], side) for name, side in sides.items() if name in g]
+        clears = [tensor for tensor, side in of_rows if not covered(tensor, call.layout, call.extents, side)]
         if "dsinks" in g and not len(call.extents):
             clears.append(g["dsinks"])  # No back end runs.
         operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
@@ -283,51 +270,3 @@ class _BackwardRun(Filled):
         for saved, stats in zip(self.saved, self.stats, strict=True):
             self.call.grouped(stats).copy_(saved)
         max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys
-
-
-# ------------------------------------------------------------------------------------------------------------ lowering
-
-
-def extents_of(n: Mapping[str, Any]) -> Extents:
-    """Lengths and bands of a bound call."""
-    band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
-    return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
-
-
-def sparse_call(bound: Bound) -> Sparse:
-    """The call of a bound record of sparse attention."""
-    n = bound.names
-    known = bound.memo.get("lowered")
-    if known is None:
-        known = bound.memo["lowered"] = (_problem(n), extents_of(n))
-    problem, extents = known
-    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
-    tensors["sinks"] = wide(n["sinks"], n["query"])
-    return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
-
-
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
-    """A bound record of sparse attention, forward or gradient."""
-    call = sparse_call(bound)
-    if "dy" not in bound.op.by_name:
-        return Forward(call)
-    return Backward(call, *(bound[name] for name in ("dy", "attention_in", *STATISTICS)))
-
-
-def _problem(n: Mapping[str, Any]) -> Problem:
-    rope = n["Dr"] or 0
-    return Problem(
-        heads_q=n["N1"],
-        heads_kv=n["N2"],
-        dim_qk=n["D"],
-        dim_v=n["Dv"],
-        dim_rope=rope if n["query_rope"] is not None else 0,
-        dtype=dtype_text(n["query"]),
-        scale=(n["D"] + rope) ** -0.5 if n["scale_value"] is None else float(n["scale_value"]),
-        has_sink=n["sinks"] is not None,
-        shares_kv=n["value"] is None,
-        page_size=n["Ps"] if n["block_table"] is not None else 0,
-        select_count=n["K"],
-        select_block=n["sparse_block_size"],
-    )

@@ -19,8 +19,9 @@ from fusion_attention.ops.shared.rules import (
     no_float32,
     only_dim,
 )
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
+from fusion_attention.ops.sparse.lower import lower
 from fusion_attention.ops.sparse.rules import (
     IN_PAGES,
     LENGTHS,

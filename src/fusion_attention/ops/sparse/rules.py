@@ -115,7 +115,7 @@ TABLES = group(
         spoil={"block_table": "3 M"},
     ),
     Rule(
-        "pages_fit(block_table, kv_len, Ps, P)",
+        "pages_exist(block_table, kv_len, Ps, P)",
         "block_table",
         "entries behind a sequence's last page are not read",
         text="numbers of pages",

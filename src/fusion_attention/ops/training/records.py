@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
-from fusion_attention.ops.shared.layouts import lengths_of
+from fusion_attention.ops.shared.lengths import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
-from fusion_attention.ops.training.lower import lowered
+from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 from fusion_attention.ops.training.rules import (
     ALIKE,
@@ -252,7 +252,7 @@ SCORE_V1 = Op(
     blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
-    lower=lowered,
+    lower=lower,
     sizes=SIZES,
     samples=SAMPLES,
 )

@@ -1,4 +1,4 @@
-"""Training attention as faces run it: a Call and its outputs, forward and backward.
+"""Training attention as faces run it: a DenseCall and its outputs, forward and backward.
 
 Knows in which form each record keeps statistics. Refuses to know its parameters.
 """
@@ -6,26 +6,23 @@ Knows in which form each record keeps statistics. Refuses to know its parameters
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from fusion_attention.memory import another, empty, template
-from fusion_attention.ops.shared.layouts import (
+from fusion_attention.ops.shared.layouts import stats_shape
+from fusion_attention.ops.training.call import (
     BIAS,
-    LANES,
-    Call,
+    DenseCall,
     clear_gradients,
-    from_lanes,
+    fresh,
     grads_of,
-    lay_lanes,
     operands_of,
-    row_shape,
-    stats_shape,
-    uncovered,
+    over,
+    pattern,
 )
-from fusion_attention.waist.lowered import Filled, room, tensors_in
-from fusion_attention.waist.problem import Operands, Stats
+from fusion_attention.ops.training.statistics import LANES, from_lanes, lay_lanes
+from fusion_attention.waist.lowered import Filled, room
 
 Tensor = torch.Tensor
 # The outputs of a gradient in the order of grads_of().
@@ -34,16 +31,16 @@ DPSE = GRADIENTS.index("dpse")
 
 
 class _OfCall:
-    """What a Call says to whoever plans it."""
+    """What a DenseCall says to whoever plans it."""
 
     verb = "attention_forward"
 
-    def __init__(self, call: Call, memo: dict[str, Any]) -> None:
-        self.call, self.memo = call, memo
+    def __init__(self, call: DenseCall) -> None:
+        self.call = call
         self.problem, self.extents, self.device = call.problem, call.extents, call.q.device
 
 
-class Forward(_OfCall):
+class DenseForward(_OfCall):
     """A forward call whose statistics are finite, in eight lanes."""
 
     def results(self) -> dict[str, Tensor]:
@@ -56,7 +53,7 @@ class Forward(_OfCall):
         return _ForwardRun(self, outputs)
 
 
-class Plain(_OfCall):
+class PlainForward(_OfCall):
     """A forward call whose results are the kernels' own."""
 
     def results(self) -> dict[str, Tensor]:
@@ -66,18 +63,16 @@ class Plain(_OfCall):
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and of fresh results."""
         given = outputs["out"], outputs["max"], outputs["sum"]
-        return Filled((operands_of(self.call, *given),), clears=given if uncovered(self.call, "q") else ())
+        return Filled((operands_of(self.call, *given),), clears=() if self.call.covers("q") else given)
 
 
-class Backward(_OfCall):
+class DenseBackward(_OfCall):
     """A gradient call, from saved statistics in eight lanes."""
 
     verb = "attention_backward"
 
-    def __init__(
-        self, call: Call, memo: dict[str, Any], saved: tuple[Tensor, Tensor, Tensor, Tensor], pse: Any
-    ) -> None:
-        super().__init__(call, memo)
+    def __init__(self, call: DenseCall, saved: tuple[Tensor, Tensor, Tensor, Tensor], pse: Tensor | None) -> None:
+        super().__init__(call)
         self.saved, self.pse = saved, pse
 
     def results(self) -> dict[str, Tensor]:
@@ -91,52 +86,23 @@ class Backward(_OfCall):
         return _BackwardRun(self, outputs)
 
 
-def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for out, max and sum."""
-    q, p = call.q, call.problem
-    shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v))
-    return out, empty(q, shape, dtype), empty(q, shape, dtype)
-
-
-def pattern(call: Call, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
-    """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all.
-
-    What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
-    """
-    given = (call.q, call.k, call.v, *results)
-    plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
-    own = {t.untyped_storage()._cdata for t in given}
-    if not plain or any(t.untyped_storage()._cdata not in own for t in tensors_in(views)):
-        return None
-    return over(views, (torch.empty(0, dtype=torch.float32),) * len(given))
-
-
-def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
-    """The same rows of other tensors: q, k, v, out, max and sum."""
-    q, k, v, out, max_, sum_ = tensors
-    stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
-    return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
-
-
 class _ForwardRun(Filled):
     __slots__ = ("call", "lanes")
 
-    def __init__(self, forward: Forward, outputs: Mapping[str, Tensor]) -> None:
-        call, memo = forward.call, forward.memo
-        known = memo.get("forward_run")
-        if known is None:
+    def __init__(self, forward: DenseForward, outputs: Mapping[str, Tensor]) -> None:
+        call, memo = forward.call, forward.call.memo
+        assert memo is not None
+        if memo.run is None:
             stats = template(call.q, stats_shape(call.q, call.form, call.problem.heads_q), torch.float32)
-            known = memo["forward_run"] = [stats, uncovered(call, "q"), None]
-        stats, clears, rows = known
+            memo.run = stats, not call.covers("q"), None
+        stats, clears, rows = memo.run
         target, out = outputs["attention_out"], room(outputs["attention_out"])
         self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
         rooms = out, another(stats), another(stats)
         if rows is None:
             operands = operands_of(call, *rooms)
             if out is target:
-                known[2] = pattern(call, operands, rooms)
+                memo.run = stats, clears, pattern(call, operands, rooms)
         else:
             operands = over(rows, (call.q, call.k, call.v, *rooms))
         super().__init__((operands,), rooms, (target,), rooms if clears else ())
@@ -150,7 +116,7 @@ class _ForwardRun(Filled):
 class _BackwardRun(Filled):
     __slots__ = ("call", "gradients", "saved", "slopes", "stats", "summed", "targets")
 
-    def __init__(self, backward: Backward, outputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
         call = self.call = backward.call
         dy, attention_in, *self.saved = backward.saved
         self.targets = [outputs.get(name) for name in GRADIENTS]

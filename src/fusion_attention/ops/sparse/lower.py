@@ -1,0 +1,59 @@
+"""From a bound call of sparse attention down to a Sparse: the last place that knows its words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fusion_attention.contract import Bound
+from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, SparseForward
+from fusion_attention.ops.sparse.checks import keys_in
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Problem
+
+
+def extents_of(n: Mapping[str, Any]) -> Extents:
+    """Lengths and bands of a bound call."""
+    band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
+    return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
+
+
+def sparse_call(bound: Bound) -> Sparse:
+    """The call of a bound record of sparse attention."""
+    n = bound.names
+    problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
+    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
+    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
+    tensors["sinks"] = wide(n["sinks"], n["query"])
+    return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
+
+
+def lower(bound: Bound) -> SparseForward | SparseBackward:
+    """A bound record of sparse attention, forward or gradient."""
+    call = sparse_call(bound)
+    if "dy" not in bound.op.by_name:
+        return SparseForward(call)
+    return SparseBackward(call, *(bound[name] for name in ("dy", "attention_in", *STATISTICS)))
+
+
+def _problem(n: Mapping[str, Any]) -> Problem:
+    rope = n["Dr"] or 0
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=rope if n["query_rope"] is not None else 0,
+        dtype=dtype_text(n["query"]),
+        scale=scale_of(n["scale_value"], n["D"], rope),
+        has_sink=n["sinks"] is not None,
+        shares_kv=n["value"] is None,
+        page_size=n["Ps"] if n["block_table"] is not None else 0,
+        select_count=n["K"],
+        select_block=n["sparse_block_size"],
+    )

@@ -1,0 +1,176 @@
+"""A dense call: training attention below its interfaces' words, and the views of its tensors, outputs and gradients.
+
+Refuses to know any record's parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Memo
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.layouts import (
+    LAYOUTS,
+    Form,
+    bits_view,
+    covered,
+    matrix_view,
+    row_shape,
+    row_view,
+    stats_shape,
+    stats_view,
+)
+from fusion_attention.waist.kv import MatrixView
+from fusion_attention.waist.lowered import tensors_in
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+
+Tensor = torch.Tensor
+EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+BIAS = EXTRAS.index("bias")
+
+
+@dataclass(eq=False, slots=True)
+class DenseCall:
+    """What is computed, how tensors lie, and the tensors; extras follow EXTRAS.
+
+    memo is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that; a
+    copy with other fields has none.
+    """
+
+    problem: Problem
+    form: Form
+    extents: Extents
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: tuple[Tensor | None, ...]
+    seed: int = 0
+    offset: int = 0
+    memo: Memo | None = field(default=None, init=False)
+
+    def covers(self, side: str) -> bool:
+        """Whether every token of the query ("q") or key ("kv") side belongs to a sequence."""
+        return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
+
+
+def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for out, max and sum."""
+    q, p = call.q, call.problem
+    shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v))
+    return out, empty(q, shape, dtype), empty(q, shape, dtype)
+
+
+def pattern(call: DenseCall, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
+    """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all.
+
+    What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
+    """
+    given = (call.q, call.k, call.v, *results)
+    plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
+    own = {t.untyped_storage()._cdata for t in given}
+    if not plain or any(t.untyped_storage()._cdata not in own for t in tensors_in(views)):
+        return None
+    return over(views, (torch.empty(0, dtype=torch.float32),) * len(given))
+
+
+def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
+    """The same rows of other tensors: q, k, v, out, max and sum."""
+    q, k, v, out, max_, sum_ = tensors
+    stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
+    return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
+
+
+def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+    """The views of a call's tensors, its output and its statistics."""
+    p, form, e = call.problem, call.form, call.extents
+    layout = form.layout
+    return Operands(
+        q=row_view(call.q, layout, p.heads_q, e, "q"),
+        k=row_view(call.k, layout, p.heads_kv, e, "kv"),
+        v=row_view(call.v, layout, p.heads_kv, e, "kv"),
+        out=row_view(out, layout, p.heads_q, e, "q"),
+        stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+        seed=call.seed,
+        offset=call.offset,
+        **(_extra_operands(call) if any(t is not None for t in call.extras) else {}),
+    )
+
+
+def _extra_operands(call: DenseCall) -> dict[str, Any]:
+    """The operands that a call may lack, as far as it has them."""
+    p, form, e = call.problem, call.form, call.extents
+    token = LAYOUTS[form.layout][1]
+    sizes = (call.q.shape[token], call.k.shape[token])
+    build: dict[str, Any] = {
+        "q_rope": lambda t: row_view(t, form.layout, p.heads_q, e, "q"),
+        "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
+        "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
+        "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
+        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
+        "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
+        "sink": lambda t: t,
+    }
+    given = zip(EXTRAS, call.extras, strict=True)
+    return {name: build[name](tensor) for name, tensor in given if tensor is not None}
+
+
+def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Grads, Tensor | None]:
+    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed if it must be.
+
+    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
+    """
+    p, form, e = call.problem, call.form, call.extents
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    bias, summed, owned = None, None, False
+    if call.extras[BIAS] is not None and dbias.numel():
+        if dbias.is_contiguous():
+            bias = matrix_view(dbias, form.bias, p.heads_q, e)
+            owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
+        if not owned:
+            # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+            wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            summed = empty(dbias, dbias.shape, wide)
+            bias = matrix_view(summed, form.bias, p.heads_q, e)
+    rope = p.dim_rope > 0
+    grads = Grads(
+        dout=row_view(dout, form.layout, p.heads_q, e, "q"),
+        dq=row_view(dq, form.layout, p.heads_q, e, "q"),
+        dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
+        dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
+        dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+        dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+        dbias=bias,
+        dsink=dsink if p.has_sink else None,
+        owns_dbias=owned,
+    )
+    return grads, summed
+
+
+def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
+    """Whether no element of a bias belongs to two pairs of a row and a key."""
+    some = (e.q_len > 0) & (e.kv_len > 0)
+    repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
+    starts = bias.address[some]
+    return bias.stride_key == 1 and not repeats.any() and len(np.unique(starts)) == len(starts)
+
+
+def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
+    """Zeroes what is added to, and the gradients of tokens, and of elements of a bias, that belong to no sequence."""
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
+        if not call.covers(side):
+            for tensor in tensors:
+                tensor.zero_()
+    if call.problem.has_sink and not len(call.extents):
+        dsink.zero_()  # No back end runs.
+    if summed is not None:
+        summed.zero_()
+    elif dbias.numel() and dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
+        dbias.zero_()
