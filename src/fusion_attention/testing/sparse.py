@@ -16,11 +16,11 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer.call import Indexer, IndexerBackward, IndexerForward
+from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
 from fusion_attention.ops.sparse import own as sparse_own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward, SparseForward
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.torch_ops.eager import run
@@ -276,7 +276,7 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
     """Every output: out, max, sum and (without pages) the gradients."""
-    results = run(SparseForward(call), backend)
+    results = run(call, backend)
     found = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return found if case.page else found | run(SparseBackward(call, dy, *results.values()), backend)
 
@@ -299,7 +299,7 @@ def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
     """(indices, values)."""
-    indices, values = run(IndexerForward(call), backend).values()
+    indices, values = run(call, backend).values()
     return indices, values
 
 

@@ -24,7 +24,7 @@ GRADIENTS = ("dquery", "dkey", "dweights")
 
 @dataclass(frozen=True, eq=False)
 class Indexer:
-    """A call: what is computed, how its tensors lie, and the tensors.
+    """A forward call: what is computed, how its tensors lie, and the tensors.
 
     Args:
         layout: of query rows; layout_kv: of key rows.
@@ -38,6 +38,7 @@ class Indexer:
     key: Tensor
     weights: Tensor
     table: Tensor | None
+    verb = "indexer_topk"
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
         """Rows of the query side."""
@@ -61,33 +62,22 @@ class Indexer:
             values=None if values is None else self.lists(values),
         )
 
-
-def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the results of a forward call with these arguments."""
-    q = n["query"]
-    shape = (*q.shape[:-2], 1, n["sparse_count"])
-    found = {RESULTS[0]: empty(q, shape, torch.int32)}
-    return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
-
-
-class IndexerForward(OfCall):
-    """A forward call; its results are sparse_indices_out and, where they are wanted, sparse_values_out."""
-
-    call: Indexer
-    verb = "indexer_topk"
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.query.device
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
         """The tensors of the call."""
-        c = self.call
-        return dict(zip(INPUTS, (c.query, c.key, c.weights, c.table), strict=True))
+        return dict(zip(INPUTS, (self.query, self.key, self.weights, self.table), strict=True))
 
-    def on(self, inputs: Mapping[str, Any]) -> IndexerForward:
+    def on(self, inputs: Mapping[str, Any]) -> Indexer:
         """The same call on other tensors."""
         q, k, weights, table = (inputs[name] for name in INPUTS)
-        return IndexerForward(replace(self.call, query=q, key=k, weights=weights, table=table))
+        return replace(self, query=q, key=k, weights=weights, table=table)
 
-    def whole(self) -> IndexerForward:
+    def whole(self) -> Indexer:
         """The call as it is: without values there is no derivative."""
         return self
 
@@ -99,17 +89,25 @@ class IndexerForward(OfCall):
     ) -> dict[str, Tensor]:
         """The gradients of values."""
         unpaged(self.problem.page_size)
-        found = run(IndexerBackward(self.call, upstream[RESULTS[1]], results[RESULTS[0]]))
+        found = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
         return {name: found[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
         p = self.problem
-        return fresh({"query": self.call.query, "sparse_count": p.top_k, "return_values": p.has_values})
+        return fresh({"query": self.query, "sparse_count": p.top_k, "return_values": p.has_values})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
-        return _ForwardRun(self.call, outputs)
+        return _ForwardRun(self, outputs)
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a forward call with these arguments."""
+    q = n["query"]
+    shape = (*q.shape[:-2], 1, n["sparse_count"])
+    found = {RESULTS[0]: empty(q, shape, torch.int32)}
+    return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
 
 
 class _ForwardRun(Filled):

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward, IndexerForward
+from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of
 from fusion_attention.waist.problem import IndexerProblem
@@ -22,11 +22,11 @@ def indexer_call(bound: Bound) -> Indexer:
     return Indexer(problem, extents, n["layout"], form, q, k, weights, table)
 
 
-def lower(bound: Bound) -> IndexerForward | IndexerBackward:
+def lower(bound: Bound) -> Indexer | IndexerBackward:
     """A bound record of the indexer, forward or gradient."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
-        return IndexerForward(call)
+        return call
     return IndexerBackward(call, bound["dy"], bound["sparse_indices"])
 
 

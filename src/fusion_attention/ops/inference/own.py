@@ -77,7 +77,7 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """ "channel" ([], [1], [N2] or [N2, dim]), "token" (as the cache without its last axis), "" otherwise."""
+    """Whether a scale is per "channel" ([], [1], [N2] or [N2, dim]) or "token" (k without its last axis); else ""."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):

@@ -5,9 +5,8 @@ Statistics leave as CANN has them, and return as kernels keep them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,15 +24,16 @@ DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
 GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
 OTHERS = ("sparse_indices", "block_table")
 STATISTICS = ("softmax_max", "softmax_sum")
+RESULTS = ("attention_out", *STATISTICS)
 
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A call: what is computed, how its tensors lie, and the tensors by canonical name.
+    """A forward call: what is computed, how its tensors lie, and the tensors by canonical name.
 
     Args:
         layout: of query rows; layout_kv: of key rows.
-        stats: statistics are returned.
+        stats: statistics are returned beside attention_out.
     """
 
     problem: Problem
@@ -42,6 +42,7 @@ class Sparse:
     layout_kv: str
     stats: bool
     tensors: Mapping[str, Tensor | None]
+    verb = "attention_forward"
 
     @property
     def query(self) -> Tensor:
@@ -57,7 +58,7 @@ class Sparse:
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
         """Rows of the key side; dim: fewer elements than there are."""
         view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
-        return dataclasses.replace(view, dim=dim) if dim else view
+        return replace(view, dim=dim) if dim else view
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of the call's tensors, its output, and its statistics [.., N1] as kernels keep them."""
@@ -81,6 +82,44 @@ class Sparse:
     def grouped(self, stats: Tensor) -> Tensor:
         """grouped() of the call's statistics."""
         return grouped(stats, self.problem.heads_kv, self.layout)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.query.device
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor | None]:
+        """The tensors of the call."""
+        return self.tensors
+
+    def on(self, inputs: Mapping[str, Tensor | None]) -> Sparse:
+        """The same call on other tensors."""
+        return replace(self, tensors=inputs)
+
+    def whole(self) -> Sparse:
+        """The same call with statistics."""
+        return replace(self, stats=True)
+
+    def gradients(
+        self,
+        results: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        run: Callable[[Lowered], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The gradients of a call with statistics."""
+        unpaged(self.problem.page_size)
+        found = run(SparseBackward(self, upstream["attention_out"], *(results[name] for name in RESULTS)))
+        return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        found = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
+        return found if self.stats else {RESULTS[0]: found[RESULTS[0]]}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors; kernels write statistics in their own order."""
+        return _ForwardRun(self, outputs)
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,9 +150,6 @@ def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: T
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
-RESULTS = ("attention_out", *STATISTICS)
-
-
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for every result of a forward call with these arguments."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
@@ -123,59 +159,6 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     stats = (empty(q, (*rows, q.shape[-2] // heads), dtype) for _ in STATISTICS)
     return dict(zip(RESULTS, (out, *stats), strict=True))
-
-
-class OfCall:
-    """What a call with query rows says to whoever plans it."""
-
-    def __init__(self, call: Any) -> None:
-        self.call, self.problem, self.extents = call, call.problem, call.extents
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.call.query.device
-
-
-class SparseForward(OfCall):
-    """A forward call; its results are attention_out and, where they are wanted, softmax_max and softmax_sum."""
-
-    call: Sparse
-    verb = "attention_forward"
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call."""
-        return self.call.tensors
-
-    def on(self, inputs: Mapping[str, Tensor | None]) -> SparseForward:
-        """The same call on other tensors."""
-        return SparseForward(dataclasses.replace(self.call, tensors=inputs))
-
-    def whole(self) -> SparseForward:
-        """The same call with statistics."""
-        return SparseForward(dataclasses.replace(self.call, stats=True))
-
-    def gradients(
-        self,
-        results: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
-        run: Callable[[Lowered], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
-        """The gradients of a call with statistics."""
-        unpaged(self.problem.page_size)
-        found = run(SparseBackward(self.call, upstream["attention_out"], *(results[name] for name in RESULTS)))
-        return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
-
-    def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
-        call = self.call
-        found = fresh({**call.tensors, "layout": call.layout, "dim_v": call.problem.dim_v})
-        return found if call.stats else {RESULTS[0]: found[RESULTS[0]]}
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors; kernels write statistics in their own order."""
-        return _ForwardRun(self.call, outputs)
 
 
 class _ForwardRun(Filled):
@@ -215,6 +198,18 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the gradients of all tensors that are given."""
     given = ((name, n[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
     return {name: empty(t, t.shape) for name, t in given if t is not None}
+
+
+class OfCall:
+    """What a gradient call has of the forward call that it belongs to."""
+
+    def __init__(self, call: Any) -> None:
+        self.call, self.problem, self.extents = call, call.problem, call.extents
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.call.query.device
 
 
 class SparseBackward(OfCall):

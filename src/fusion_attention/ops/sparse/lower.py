@@ -11,7 +11,7 @@ from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.scale import scale_of
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, SparseForward
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
@@ -33,11 +33,11 @@ def sparse_call(bound: Bound) -> Sparse:
     return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
 
 
-def lower(bound: Bound) -> SparseForward | SparseBackward:
+def lower(bound: Bound) -> Sparse | SparseBackward:
     """A bound record of sparse attention, forward or gradient."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
-        return SparseForward(call)
+        return call
     return SparseBackward(call, *(bound[name] for name in ("dy", "attention_in", *STATISTICS)))
 
 
