@@ -95,15 +95,15 @@ class Decode:
 
     def _templates(self) -> tuple[Tensor, Tensor]:
         """Of out and of one statistic."""
-        known: tuple[Tensor, Tensor] | None = self.memo.templates
-        if known is None:
+        made: tuple[Tensor, Tensor] | None = self.memo.templates
+        if made is None:
             p, q = self.problem, self.q
             _, token, _ = LAYOUTS[self.layout]
             shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
             out = template(q, shape, q.dtype if p.out_quant == "none" else torch.int8)
-            known = self.memo.templates = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
-        return known
+            made = self.memo.templates = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
+        return made
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of a call, its output and its statistics."""
@@ -210,14 +210,14 @@ class Decode:
 
 def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> Filled:
     rooms = room(out), *stats
-    known = call.memo.run
-    if known is None or known[0] != out.stride():
+    last = call.memo.run
+    if last is None or last[0] != out.stride():
         _, token, _ = LAYOUTS[call.layout]
         short = bool((call.extents.q_len != call.q.shape[token]).any())
         operands = call.operands(*rooms)
         call.memo.run = out.stride(), short, call.pattern(operands)
     else:
-        _, short, pattern = known
+        _, short, pattern = last
         operands = call.operands(*rooms) if pattern is None else call.over(pattern, *rooms)
     return Filled((operands,), rooms, (out,), rooms if short else ())
 
