@@ -311,9 +311,8 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
 def promoted(call: Indexer) -> Indexer:
     """The same call in float64."""
     problem = replace(call.problem, dtype="float64", weights_dtype="float64")
-    return replace(
-        call, problem=problem, query=call.query.double(), key=call.key.double(), weights=call.weights.double()
-    )
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
+    return replace(call, problem=problem, tensors=tensors)
 
 
 # --------------------------------------------------------------------------------------------- what rows see, and plain

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import covered, row_view
-from fusion_attention.ops.sparse.call import OfCall, key_view, unpaged
+from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.sparse.call import key_view, unpaged
 from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.lowered import Filled, Lowered, room
-from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+from fusion_attention.waist.lowered import Filled, room
+from fusion_attention.waist.problem import IndexerGrads, IndexerOperands, IndexerProblem
 
 Tensor = torch.Tensor
 DIFFERENTIABLE = ("query", "key", "weights")
@@ -23,70 +23,36 @@ GRADIENTS = ("dquery", "dkey", "dweights")
 
 
 @dataclass(frozen=True, eq=False)
-class Indexer:
-    """A forward call: what is computed, how its tensors lie, and the tensors.
+class Indexer(TensorCall):
+    """A forward call.
 
     Args:
-        layout: of query rows; layout_kv: of key rows.
+        layout_kv: of key rows.
     """
 
     problem: IndexerProblem
-    extents: Extents
-    layout: str
     layout_kv: str
-    query: Tensor
-    key: Tensor
-    weights: Tensor
-    table: Tensor | None
     verb = "indexer_topk"
-
-    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
-        return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def lists(self, tensor: Tensor) -> RowView:
         """Rows of one head, whose axis may be left out."""
-        return self.rows(tensor if tensor.dim() == self.query.dim() else tensor.unsqueeze(-2))
+        return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor) -> RowView | PagedView:
         """Rows of the key side."""
-        return key_view(tensor, self.layout_kv, 1, self.extents, self.table)
+        return key_view(tensor, self.layout_kv, 1, self.extents, self.tensors["block_table"])
 
     def operands(self, indices: Tensor, values: Tensor | None) -> IndexerOperands:
         """The views of the call's tensors and its lists."""
         return IndexerOperands(
-            q=self.rows(self.query, self.problem.heads),
-            k=self.keys(self.key),
-            weights=self.rows(self.weights.unsqueeze(-2)),
+            q=self.rows(self.given("query"), self.problem.heads),
+            k=self.keys(self.given("key")),
+            weights=self.rows(self.given("weights").unsqueeze(-2)),
             indices=self.lists(indices),
             values=None if values is None else self.lists(values),
         )
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.query.device
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call."""
-        return dict(zip(INPUTS, (self.query, self.key, self.weights, self.table), strict=True))
-
-    def on(self, inputs: Mapping[str, Any]) -> Indexer:
-        """The same call on other tensors."""
-        q, k, weights, table = (inputs[name] for name in INPUTS)
-        return replace(self, query=q, key=k, weights=weights, table=table)
-
-    def whole(self) -> Indexer:
-        """The call as it is: without values there is no derivative."""
-        return self
-
-    def gradients(
-        self,
-        results: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
-        run: Callable[[Lowered], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients of values."""
         unpaged(self.problem.page_size)
         found = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
@@ -95,7 +61,7 @@ class Indexer:
     def results(self) -> dict[str, Tensor]:
         """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
         p = self.problem
-        return fresh({"query": self.query, "sparse_count": p.top_k, "return_values": p.has_values})
+        return fresh({"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
@@ -116,7 +82,7 @@ class _ForwardRun(Filled):
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
         found = tuple(outputs[name] for name in RESULTS if name in outputs)
         rooms = tuple(room(tensor) for tensor in found)
-        clears = () if covered(call.query, call.layout, call.extents, "q") else rooms
+        clears = () if call.covers(call.given("query")) else rooms
         super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), rooms, found, clears)
 
     def begin(self) -> None:
@@ -141,7 +107,7 @@ class IndexerBackward(OfCall):
 
     def results(self) -> dict[str, Tensor]:
         """The gradients."""
-        return fresh_gradients({name: getattr(self.call, name) for name in DIFFERENTIABLE})
+        return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
@@ -154,6 +120,6 @@ class IndexerBackward(OfCall):
             dweights=call.rows(dweights.unsqueeze(-2)),
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
-        clears = tuple(tensor for tensor, side in sides if not covered(tensor, call.layout, call.extents, side))
+        clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
         # Kernels read 32 bits; every entry was found to fit.
         return Filled((call.operands(self.indices.to(torch.int32), None), grads), rooms, found, clears)

@@ -18,8 +18,7 @@ def indexer_call(bound: Bound) -> Indexer:
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    q, k, weights, table = (n[name] for name in INPUTS)
-    return Indexer(problem, extents, n["layout"], form, q, k, weights, table)
+    return Indexer(extents, n["layout"], {name: n[name] for name in INPUTS}, problem, form)
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:

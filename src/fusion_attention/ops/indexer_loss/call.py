@@ -5,19 +5,19 @@ Refuses to know any record's parameters but these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.shared.call import Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.sparse.call import grouped, statistics
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.lowered import Filled, Lowered, Staged, room
 from fusion_attention.waist.problem import (
-    Extents,
     IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
@@ -51,27 +51,8 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """What both calls are: how their tensors lie, and the tensors by canonical name."""
-
-    extents: Extents
-    layout: str
-    tensors: Mapping[str, Tensor | None]
-
-    def given(self, name: str) -> Tensor:
-        """A tensor that the call has."""
-        found = self.tensors[name]
-        assert found is not None
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.given("query_index").device
-
-    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
-        return row_view(tensor, self.layout, heads, self.extents, "q")
+class _Call(TensorCall):
+    """What both calls are."""
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
         """Rows of the key side."""
@@ -118,7 +99,7 @@ class _StatisticsRun(Filled):
 
     def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
         rooms = tuple(outputs[name] for name in STATISTICS)
-        clears = () if covered(call.given("query_index"), call.layout, call.extents, "q") else rooms
+        clears = () if call.covers(call.given("query_index")) else rooms
         super().__init__((call.index(call.problem.heads, None, *rooms),), rooms, clears=clears)
 
     def finish(self) -> None:
@@ -136,25 +117,7 @@ class Loss(_Call):
     problem: IndexerLossProblem
     verb = "indexer_loss"
 
-    @property
-    def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call."""
-        return self.tensors
-
-    def on(self, inputs: Mapping[str, Tensor | None]) -> Loss:
-        """The same call on other tensors."""
-        return replace(self, tensors=inputs)
-
-    def whole(self) -> Loss:
-        """The call as it is."""
-        return self
-
-    def gradients(
-        self,
-        results: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
-        run: Callable[[Lowered], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients that came with the loss, scaled."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
@@ -205,7 +168,7 @@ class _LossRun(Filled):
             dq=call.rows(dq, p.heads_index), dk=call.keys(dk), dweights=call.rows(dweights.unsqueeze(-2))
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
-        clears = (tensor for tensor, side in sides if not covered(tensor, call.layout, call.extents, side))
+        clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
         super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing))
 

@@ -5,17 +5,18 @@ Statistics leave as CANN has them, and return as kernels keep them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.sparse.checks import PAGED
 from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.lowered import Filled, Lowered, room
+from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -28,32 +29,18 @@ RESULTS = ("attention_out", *STATISTICS)
 
 
 @dataclass(frozen=True, eq=False)
-class Sparse:
-    """A forward call: what is computed, how its tensors lie, and the tensors by canonical name.
+class Sparse(TensorCall):
+    """A forward call.
 
     Args:
-        layout: of query rows; layout_kv: of key rows.
+        layout_kv: of key rows.
         stats: statistics are returned beside attention_out.
     """
 
     problem: Problem
-    extents: Extents
-    layout: str
     layout_kv: str
     stats: bool
-    tensors: Mapping[str, Tensor | None]
     verb = "attention_forward"
-
-    @property
-    def query(self) -> Tensor:
-        """The query rows."""
-        found = self.tensors["query"]
-        assert found is not None
-        return found
-
-    def rows(self, tensor: Tensor, heads: int) -> RowView:
-        """Rows of the query side."""
-        return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
         """Rows of the key side; dim: fewer elements than there are."""
@@ -67,7 +54,7 @@ class Sparse:
         assert k is not None
         assert indices is not None
         return Operands(
-            q=self.rows(self.query, p.heads_q),
+            q=self.rows(self.given("query"), p.heads_q),
             k=self.keys(k),
             v=self.keys(k, p.dim_v) if v is None else self.keys(v),
             out=self.rows(out, p.heads_q),
@@ -83,30 +70,11 @@ class Sparse:
         """grouped() of the call's statistics."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.query.device
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call."""
-        return self.tensors
-
-    def on(self, inputs: Mapping[str, Tensor | None]) -> Sparse:
-        """The same call on other tensors."""
-        return replace(self, tensors=inputs)
-
     def whole(self) -> Sparse:
         """The same call with statistics."""
         return replace(self, stats=True)
 
-    def gradients(
-        self,
-        results: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
-        run: Callable[[Lowered], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients of a call with statistics."""
         unpaged(self.problem.page_size)
         found = run(SparseBackward(self, upstream["attention_out"], *(results[name] for name in RESULTS)))
@@ -167,8 +135,8 @@ class _ForwardRun(Filled):
     def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
         out, *self.stats = (outputs.get(name) for name in RESULTS)
         assert out is not None
-        self.call, written = call, (room(out), *statistics(call.query))
-        clears = () if covered(call.query, call.layout, call.extents, "q") else written
+        self.call, written = call, (room(out), *statistics(call.given("query")))
+        clears = () if call.covers(call.given("query")) else written
         super().__init__((call.operands(*written),), written, (out,), clears)
 
     def finish(self) -> None:
@@ -200,18 +168,6 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
-class OfCall:
-    """What a gradient call has of the forward call that it belongs to."""
-
-    def __init__(self, call: Any) -> None:
-        self.call, self.problem, self.extents = call, call.problem, call.extents
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.call.query.device
-
-
 class SparseBackward(OfCall):
     """A gradient call, from the saved output and the saved statistics in CANN's order."""
 
@@ -236,7 +192,7 @@ class _BackwardRun(Filled):
 
     def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
         dout, out, *self.saved = saved
-        self.call, self.stats, heads = call, statistics(call.query), call.problem.heads_q
+        self.call, self.stats, heads = call, statistics(call.given("query")), call.problem.heads_q
         g = {name: room(tensor) for name, tensor in outputs.items()}
 
         def keys(name: str) -> Any:
@@ -253,7 +209,7 @@ class _BackwardRun(Filled):
         )
         sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
         of_rows = [(g[name], side) for name, side in sides.items() if name in g]
-        clears = [tensor for tensor, side in of_rows if not covered(tensor, call.layout, call.extents, side)]
+        clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
         if "dsinks" in g and not len(call.extents):
             clears.append(g["dsinks"])  # No back end runs.
         operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)

@@ -30,7 +30,7 @@ def sparse_call(bound: Bound) -> Sparse:
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
     tensors["sinks"] = wide(n["sinks"], n["query"])
-    return Sparse(problem, extents, n["layout"], form, n["return_softmax_lse"], tensors)
+    return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:

@@ -52,6 +52,11 @@ class DenseCall:
     offset: int = 0
     memo: Memo | None = field(default=None, init=False)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.q.device
+
     def covers(self, side: str) -> bool:
         """Whether every token of the query ("q") or key ("kv") side belongs to a sequence."""
         return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)

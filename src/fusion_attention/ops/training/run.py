@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fusion_attention.memory import another, empty, template
+from fusion_attention.ops.shared.call import OfCall
 from fusion_attention.ops.shared.layouts import stats_shape
 from fusion_attention.ops.training.call import (
     BIAS,
@@ -30,18 +31,10 @@ GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 DPSE = GRADIENTS.index("dpse")
 
 
-class _OfCall:
-    """What a DenseCall says to whoever plans it."""
+class DenseForward(OfCall):
+    """A forward call whose statistics are finite, in eight lanes."""
 
     verb = "attention_forward"
-
-    def __init__(self, call: DenseCall) -> None:
-        self.call = call
-        self.problem, self.extents, self.device = call.problem, call.extents, call.q.device
-
-
-class DenseForward(_OfCall):
-    """A forward call whose statistics are finite, in eight lanes."""
 
     def results(self) -> dict[str, Tensor]:
         """attention_out, softmax_max, softmax_sum."""
@@ -53,8 +46,10 @@ class DenseForward(_OfCall):
         return _ForwardRun(self, outputs)
 
 
-class PlainForward(_OfCall):
+class PlainForward(OfCall):
     """A forward call whose results are the kernels' own."""
+
+    verb = "attention_forward"
 
     def results(self) -> dict[str, Tensor]:
         """out, max, sum."""
@@ -66,7 +61,7 @@ class PlainForward(_OfCall):
         return Filled((operands_of(self.call, *given),), clears=() if self.call.covers("q") else given)
 
 
-class DenseBackward(_OfCall):
+class DenseBackward(OfCall):
     """A gradient call, from saved statistics in eight lanes."""
 
     verb = "attention_backward"
