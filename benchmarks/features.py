@@ -18,8 +18,9 @@ from fusion_attention import _native
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_v2
-from fusion_attention.ops.shared.layouts import mode_band, operands_of
+from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training import own as record
+from fusion_attention.ops.training.call import operands_of
 from fusion_attention.plan import Plan, plan
 
 BF16 = torch.bfloat16
@@ -132,7 +133,7 @@ def threads(quick: bool) -> Iterator[Pair]:
 
 def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Plan, Any]:
     """The plan of a plain call, and its operands."""
-    call = record.lower(bind(record.RECORD, {"q": q, "k": k, "v": v, "layout": "BNSD"}))
+    call = record.dense_call(bind(record.RECORD, {"q": q, "k": k, "v": v, "layout": "BNSD"}))
     stats = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)]
     return plan(call.problem, call.extents, q.device), operands_of(call, torch.empty_like(q), *stats)
 

@@ -80,7 +80,7 @@ def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
     bound = bind(op, args, strict=strict, reads=False)  # Tensor content is read in phase 2: it may come after phase 1.
     assert op.lower is not None
     call = op.lower(bound)
-    layouts = bound.memo.setdefault("two_phase", {})
+    layouts = bound.memo.two_phase
     layout = layouts.get((STATE.backend, STATE.device))
     if layout is None:
         layout = layouts[STATE.backend, STATE.device] = layout_of(bound, call, args, strict)
@@ -301,7 +301,7 @@ Args:
 Returns:
     (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
 
-Source: {op.source}.
+Source: {op.page}.
 """
     return function
 
@@ -324,7 +324,7 @@ Args:
 Returns:
     ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
 
-Source: {op.source}.
+Source: {op.page}.
 """
     return run
 

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.ops.training import checks
 from fusion_attention.ops.training.checks import (
     dense_window,
     is_compressed_mask,
-    last_end,
     packed_window,
     prefix_fits,
-    rising,
     table_reaches,
     window_holds_mask,
 )

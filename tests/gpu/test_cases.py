@@ -13,7 +13,7 @@ from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
-from fusion_attention.ops.shared.layouts import Call
+from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
 from fusion_attention.waist.problem import Problem
@@ -44,7 +44,7 @@ def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return everything.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def moved(call: Call) -> Call:
+def moved(call: DenseCall) -> DenseCall:
     tensors = {name: on_gpu(getattr(call, name)) for name in ("q", "k", "v")}
     return dataclasses.replace(call, **tensors, extras=tuple(map(on_gpu, call.extras)))
 

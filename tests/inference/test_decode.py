@@ -13,7 +13,7 @@ from support.decode_cases import CASES, STORES, Args, Case, answer, arguments, l
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import bind
+from fusion_attention.contract import Memo, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import Decode
@@ -35,7 +35,7 @@ def wide(call: Decode) -> Decode:
 
     k, v = (tuple(promote(t) for t in side) for side in (call.k, call.v))
     problem = replace(call.problem, dtype="float64")
-    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), memo={})
+    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), memo=Memo())
 
 
 def run(call: Decode, backend: str) -> torch.Tensor:

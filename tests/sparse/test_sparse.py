@@ -13,8 +13,9 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
+from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.lower import Backward, Forward
+from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,
@@ -286,10 +287,10 @@ def test_statistics_may_span_more_than_the_list() -> None:
     case = SparseCase(lists="all", count=8, mode=0, kv_len=(8, 8), heads_kv=2, dtype="float32")
     args = operands(case)
     call, dy = in_float64(lowered(args)), args["dy"].double()
-    whole = run(Forward(call), "golden")
-    want = run(Backward(call, dy, *whole.values()), "golden")
+    whole = run(call, "golden")
+    want = run(SparseBackward(call, dy, *whole.values()), "golden")
     halves = [in_float64(lowered({**args, "sparse_indices": half})) for half in args["sparse_indices"].chunk(2, -1)]
-    first, second = (run(Backward(half, dy, *whole.values()), "golden") for half in halves)
+    first, second = (run(SparseBackward(half, dy, *whole.values()), "golden") for half in halves)
     close({name: first[name] + second[name] for name in want}, want, 1e-11)
 
 
@@ -310,7 +311,7 @@ def by_npu(op: Op, args: Args) -> Args:
 
 def by_python(case: SparseCase, args: Args) -> Args:
     """Arguments of sparse_attention()."""
-    given = {p.shown: args[p.name] for p in sparse.OWN.params if p.name in args}
+    given = {p.shown: args[p.name] for p in own.RECORD.params if p.name in args}
     return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_grad
-from fusion_attention.ops.shared.layouts import mode_band
+from fusion_attention.ops.shared.sparse_modes import mode_band
 
 FLT_MAX = torch.finfo(torch.float32).max
 UNLIMITED = 2**31 - 1

@@ -9,11 +9,10 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
-from fusion_attention.ops.training.records import UNLIMITED
 from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
-from fusion_attention.waist.mask import Band
+from fusion_attention.waist.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
@@ -155,7 +154,7 @@ def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor,
         bound = bind(record.RECORD, args)
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
-        call = record.lower(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
+        call = record.dense_call(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
         return dense_eager.attention(call, backend, stats=stats, guarded=stats)
 
 

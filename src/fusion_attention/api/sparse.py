@@ -8,9 +8,9 @@ from typing import Literal, overload
 
 import torch
 
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import records as loss_records
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.indexer import own as indexer
+from fusion_attention.ops.indexer_loss import own as indexer_loss_record
+from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_traced, traced
 
@@ -72,7 +72,7 @@ def lightning_indexer(
         "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key"))
-    results = traced.results(indexer.OWN, args, backend)
+    results = traced.results(indexer.RECORD, args, backend)
     return results["sparse_indices_out"], results["sparse_values_out"]
 
 
@@ -171,7 +171,7 @@ def sparse_attention(
         "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink, "block_table": page_table,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    results = traced.results(sparse.OWN, args, backend, whole=return_lse)
+    results = traced.results(sparse.RECORD, args, backend, whole=return_lse)
     out = results["attention_out"]
     return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
@@ -248,7 +248,7 @@ def indexer_loss(
         "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale, "causal": causal, "sinks": sink,
     }  # fmt: skip
     dense_traced.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
-    return traced.results(loss_records.OWN, args, backend)["loss"].reshape(())
+    return traced.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -99,7 +99,8 @@ def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str,
     """Every output of a call, by name."""
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # It ran: it is not for this process to refuse.
-    call = op.lower(bound, seed=seed, offset=int(args.get("offset") or 0))
+    drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
+    call = op.lower(bound, **drawn)
     if op.trains:
         call = call.whole()  # A call that trains gives more than it asks for.
     results: dict[str, torch.Tensor] = call.results()

@@ -1,7 +1,7 @@
 """What a call may say: records as data, and bind(), which checks a call against its record."""
 
 from fusion_attention.contract.arguments import members, to_array
-from fusion_attention.contract.binding import Bound, bind, outside
+from fusion_attention.contract.binding import Bound, Memo, bind, outside
 from fusion_attention.contract.record import (
     INVALID,
     LEVELS,
@@ -41,6 +41,7 @@ __all__ = [
     "ContractError",
     "ContractWarning",
     "Failure",
+    "Memo",
     "Op",
     "Param",
     "Rule",

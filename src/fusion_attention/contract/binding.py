@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,25 @@ from fusion_attention.settings import current
 
 # How many signatures of one operator are remembered.
 SIGNATURES_KEPT = 1024
+Made = TypeVar("Made")
+
+
+@dataclass(eq=False, slots=True)
+class Memo:
+    """What all calls of one signature with the same arrays share: everything but tensors and their content.
+
+    Attributes:
+        lowered: what the record's lowering made of names (Bound.once).
+        run: how a forward call was laid on its outputs; templates: of a decoding call's results.
+        laid: by back end, a dense call's plan with its views.
+        two_phase: how the tensors of a two-phase call were found to lie.
+    """
+
+    lowered: Any = None
+    run: Any = None
+    templates: Any = None
+    laid: dict[str, Any] = field(default_factory=dict)
+    two_phase: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -56,13 +75,19 @@ class Bound:
 
     Attributes:
         names: axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
-        memo: a dictionary shared by all calls of one signature with the same arrays, for what follows from these:
-            everything but tensors and their content.
+        memo: shared by all calls of one signature with the same arrays.
     """
 
     op: Op
     names: dict[str, Any]
-    memo: dict[str, Any]
+    memo: Memo
+
+    def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
+        """What a lowering makes of names that are no tensors: made by the first of the calls that share a memo."""
+        made: Made | None = self.memo.lowered
+        if made is None:
+            made = self.memo.lowered = make(self.names)
+        return made
 
     def __getitem__(self, name: str) -> Any:
         return self.names[name]
@@ -92,7 +117,7 @@ class _Settled:
     arrays: tuple[bytes | None, ...]
     names: dict[str, Any]
     notes: list[str]
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
 
 
 def bind(

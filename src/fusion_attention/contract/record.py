@@ -203,8 +203,9 @@ class Op:
     Args:
         name: as the interface names it.
         summary: one sentence; formula: what is computed.
-        source: the page it follows; rulings: numbers of docs/rulings.md that decide where the page is silent.
         params: in the interface's order.
+        source: who documents it; "" of this library's own. rulings: numbers of docs/rulings.md that decide where that
+            page is silent.
         rules: asked in stages; one about a parameter or a layout that the record lacks is left out.
         layouts: the layout strings, first one sampled; layout_attr: the attribute that chooses.
         neutral: canonical names that rules and lowering may mention, with the value they have where the record
@@ -212,19 +213,19 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements was not given.
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
-        lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to its calls.Lowered.
+        lower: from a bound call (and, of what drops, seed and offset) to its waist.lowered.Lowered.
         results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
-            lower gives a calls.Differentiable).
+            lower gives a Differentiable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
     """
 
     name: str
     summary: str
-    source: str
     params: tuple[Param, ...]
     rules: tuple[Rule, ...] = ()
     formula: str = ""
+    source: str = ""
     rulings: tuple[int, ...] = ()
     layouts: tuple[str, ...] = ()
     layout_attr: str = "input_layout"
@@ -265,25 +266,19 @@ class Op:
         needed = {rule.param, *rule.needs}
         return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
-    def version(
-        self,
-        name: str,
-        summary: str,
-        *,
-        after: Mapping[str, tuple[Param, ...]] | None = None,
-        without: tuple[str, ...] = (),
-        **changes: Any,
-    ) -> Op:
-        """This record with parameters inserted after others or left out, and further fields changed."""
-        params: list[Param] = []
-        for p in self.params:
-            params += [] if p.name in without else [p]
-            params += (after or {}).get(p.name, ())
+    def version(self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]], **changes: Any) -> Op:
+        """This record with parameters inserted after others, and further fields changed."""
+        params = [found for p in self.params for found in (p, *after.get(p.name, ()))]
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
         """Values in the order of the parameters, one for each, by canonical name."""
         return dict(zip(self.names, values, strict=True))
+
+    @property
+    def page(self) -> str:
+        """The page that the record follows."""
+        return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
         """The layout of a tensor in a call: the record's, or its own."""

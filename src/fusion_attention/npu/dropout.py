@@ -11,7 +11,8 @@ import torch
 
 from fusion_attention.contract import ContractError, ContractWarning, Failure, outside
 from fusion_attention.contract.expressions import show
-from fusion_attention.ops.shared.layouts import EXTRAS, LAYOUTS, Call, bits_view
+from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
+from fusion_attention.ops.training.call import EXTRAS, DenseCall
 from fusion_attention.settings import current
 from fusion_attention.waist.dropout import drawn_bits, keep_from_bits, keep_from_philox
 
@@ -84,7 +85,7 @@ def _failures(self: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[
         yield "offset", "0 <= offset < 2**32", show(offset)
 
 
-def glance_at_mask(op: str, call: Call) -> None:
+def glance_at_mask(op: str, call: DenseCall) -> None:
     """Warns (strict: raises) where a mask is not what the seed beside it draws: one row of each head is compared.
 
     Autograd keeps the mask, but the gradient functions draw again from the seed that the forward hands back.

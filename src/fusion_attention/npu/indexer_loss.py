@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.sparse.records import UNLIMITED
+from fusion_attention.ops.sparse.records import LARGEST_INT64
 from fusion_attention.torch_ops import traced
 
 __all__ = [
@@ -48,8 +48,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     actual_seq_klen: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's loss over the selected keys, and its gradients.
@@ -110,8 +110,8 @@ def npu_dense_lightning_indexer_softmax_lse(
     actual_seq_klen: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor]:
     """The softmax statistics of the indexer's scores over all keys of a row.
 
@@ -167,8 +167,8 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     actual_seq_klen: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's loss over all keys that a row sees, and its gradients.
 

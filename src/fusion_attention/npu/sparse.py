@@ -11,6 +11,7 @@ import torch
 
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.records import LARGEST_INT64
 from fusion_attention.torch_ops import dense_traced, traced
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-UNLIMITED = sparse.UNLIMITED
 
 
 def _in_order(results: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
@@ -42,8 +42,8 @@ def npu_lightning_indexer(
     layout_key: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The keys that score highest for every row, by ReLU-weighted heads.
@@ -100,8 +100,8 @@ def npu_lightning_indexer_grad(
     actual_seq_lengths_key: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of npu_lightning_indexer's values.
 
@@ -154,8 +154,8 @@ def npu_sparse_flash_attention(
     layout_query: str = "BSND",
     layout_kv: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
     attention_mode: int = 0,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
@@ -235,8 +235,8 @@ def npu_sparse_flash_attention_grad(
     actual_seq_kvlen: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
+    pre_tokens: int = LARGEST_INT64,
+    next_tokens: int = LARGEST_INT64,
     attention_mode: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of npu_sparse_flash_attention, from its statistics and its output.

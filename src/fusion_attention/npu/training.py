@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention.npu import training_call
 from fusion_attention.ops.training import records as training
+from fusion_attention.waist.mask import UNLIMITED
 
 __all__ = [
     "npu_fusion_attention",
@@ -24,7 +25,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-UNLIMITED = training.UNLIMITED
 
 
 def npu_fusion_attention(

@@ -12,8 +12,9 @@ import torch
 from fusion_attention.contract import Attr, Op, bind
 from fusion_attention.contract.arguments import intact
 from fusion_attention.npu.dropout import glance_at_mask
-from fusion_attention.ops.shared.layouts import BIAS, LANES, from_lanes, to_lanes
-from fusion_attention.ops.training.lower import lower
+from fusion_attention.ops.training.call import BIAS
+from fusion_attention.ops.training.lower import dense_call
+from fusion_attention.ops.training.statistics import LANES, from_lanes, to_lanes
 from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
@@ -34,7 +35,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
         drawn = drops and bound["drop_mask"] is None
         if drawn and not seed and not offset:
             seed = draw_seed()
-        call = lower(bound, seed=seed, offset=offset)
+        call = dense_call(bound, seed=seed, offset=offset)
         if drops and not drawn and (seed or offset):
             glance_at_mask(op.name, call)
         out, max_, sum_ = dense_eager.attention(call)
@@ -72,7 +73,7 @@ def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
             intact(op.name, ("seed",), (seed,))
             args["seed"] = seed.item()  # as a traced forward returned it
         bound = bind(op, args)
-        call = lower(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
+        call = dense_call(bound, **{name: _number(bound[name]) for name in ("seed", "offset")})
         stats = from_lanes(call, bound["softmax_max"], bound["softmax_sum"])
         dbias = call.extras[BIAS] is not None
         grads = dense_eager.attention_backward(call, bound["dy"], bound["attention_in"], stats, dbias=dbias)

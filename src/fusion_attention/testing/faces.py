@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Op, bind
-from fusion_attention.ops.shared.layouts import Call, from_lanes, to_lanes
 from fusion_attention.ops.training import lower, own
 from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.statistics import from_lanes, to_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefix_fits, seen
 from fusion_attention.torch_ops.dense_eager import attention, attention_backward
 from fusion_attention.waist.mask import Band
@@ -66,16 +67,16 @@ def call_face(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> 
     return function(**given)
 
 
-def lowered(case: Case, args: Mapping[str, Any]) -> Call:
-    """The Call that a face makes of a case."""
+def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
+    """The call that a face makes of a case."""
     if case.npu:
-        return lower.lower(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
+        return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
     assert given is not None, f"{case.id}: no face can express it"
-    return own.lower(bind(own.RECORD, given), seed=args.get("seed", 0))
+    return own.dense_call(bind(own.RECORD, given), seed=args.get("seed", 0))
 
 
-def run(call: Call, dy: Tensor, backend: str) -> Results:
+def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
     """Every output of the two verbs: out, max and sum (eight lanes), dq, dk, dv, dq_rope, dk_rope, dpse, dsink."""
     dbias = call.extras[2] is not None
     with torch.no_grad():

@@ -16,11 +16,12 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer.lower import Backward as IndexerBackward
-from fusion_attention.ops.indexer.lower import Forward as IndexerForward
-from fusion_attention.ops.indexer.lower import Indexer, indexer_call
+from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
+from fusion_attention.ops.indexer.lower import indexer_call
+from fusion_attention.ops.sparse import own as sparse_own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.torch_ops.eager import run
 
@@ -268,16 +269,16 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
         return sparse_call(bind(sparse.TORCH, args))
     own = {
         "causal": args["sparse_mode"] == 3,
-        **{p.name: args.get(p.name) for p in sparse.OWN.params if p.name in args},
+        **{p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args},
     }
-    return replace(sparse_call(bind(sparse.OWN, own)), stats=True)
+    return replace(sparse_call(bind(sparse_own.RECORD, own)), stats=True)
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
     """Every output: out, max, sum and (without pages) the gradients."""
-    results = run(Forward(call), backend)
+    results = run(call, backend)
     found = dict(zip(("out", "max", "sum"), results.values(), strict=True))
-    return found if case.page else found | run(Backward(call, dy, *results.values()), backend)
+    return found if case.page else found | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Sparse) -> Sparse:
@@ -298,7 +299,7 @@ def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
     """(indices, values)."""
-    indices, values = run(IndexerForward(call), backend).values()
+    indices, values = run(call, backend).values()
     return indices, values
 
 
@@ -310,9 +311,8 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
 def promoted(call: Indexer) -> Indexer:
     """The same call in float64."""
     problem = replace(call.problem, dtype="float64", weights_dtype="float64")
-    return replace(
-        call, problem=problem, query=call.query.double(), key=call.key.double(), weights=call.weights.double()
-    )
+    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
+    return replace(call, problem=problem, tensors=tensors)
 
 
 # --------------------------------------------------------------------------------------------- what rows see, and plain

@@ -13,8 +13,17 @@ import torch
 from fusion_attention.contract.arguments import intact
 from fusion_attention.contract.expressions import lazy
 from fusion_attention.memory import another, empty, template
-from fusion_attention.ops.shared.layouts import BIAS, EXTRAS, Call, clear_gradients, grads_of, operands_of, uncovered
-from fusion_attention.ops.training.call import fresh, over, pattern
+from fusion_attention.ops.training.call import (
+    BIAS,
+    EXTRAS,
+    DenseCall,
+    clear_gradients,
+    fresh,
+    grads_of,
+    operands_of,
+    over,
+    pattern,
+)
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.derivative import constants, once
@@ -26,7 +35,7 @@ _DBIAS = 5  # the place of the bias among gradients
 _SAVED = ("dout", "out", "max", "sum", "q", "k", "v", *EXTRAS)
 
 
-def attention(call: Call, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
+def attention(call: DenseCall, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
     """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink.
 
     Without stats the last two may be None: memory for them takes longer than writing them. Guarded, a loss through
@@ -42,7 +51,7 @@ def attention(call: Call, backend: str = "auto", *, stats: bool = True, guarded:
 
 
 def attention_backward(
-    call: Call,
+    call: DenseCall,
     dout: torch.Tensor,
     out: torch.Tensor,
     stats: tuple[torch.Tensor, torch.Tensor],
@@ -63,16 +72,16 @@ def attention_backward(
     return gradients
 
 
-def run_forward(call: Call, results: Tensors, backend: str) -> None:
+def run_forward(call: DenseCall, results: Tensors, backend: str) -> None:
     """Computes into results = (out, max, sum): out in q's layout, statistics as stats_shape() and contiguous."""
-    if uncovered(call, "q"):
+    if not call.covers("q"):
         for tensor in results:
             tensor.zero_()
     if len(call.extents):
         plan(call.problem, call.extents, call.q.device, backend).run(operands_of(call, *results))
 
 
-def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tensors, backend: str) -> None:
+def run_backward(call: DenseCall, dout: torch.Tensor, saved: Tensors, gradients: Tensors, backend: str) -> None:
     """Computes into gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink) from saved = (out, max, sum).
 
     A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
@@ -86,17 +95,16 @@ def run_backward(call: Call, dout: torch.Tensor, saved: Tensors, gradients: Tens
         gradients[_DBIAS].copy_(summed)
 
 
-def _forward(call: Call, backend: str, *, stats: bool = True) -> Results:
-    key = ("laid", backend)
-    laid: _Laid | None = None if call.memo is None else call.memo.get(key)
+def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
+    laid: _Laid | None = None if call.memo is None else call.memo.laid.get(backend)
     if laid is not None:
         return laid.run(call.q, call.k, call.v, stats=stats)
     results = fresh(call)
     run_forward(call, results, backend)
-    if call.memo is not None and len(call.extents) and not uncovered(call, "q"):
+    if call.memo is not None and len(call.extents) and call.covers("q"):
         views = operands_of(call, *results)
         if (rows := pattern(call, views, results)) is not None:
-            call.memo[key] = _Laid(call, results, views, rows, backend)
+            call.memo.laid[backend] = _Laid(call, results, views, rows, backend)
     return results
 
 
@@ -105,7 +113,7 @@ class _Laid:
 
     __slots__ = ("_core", "_plan", "_rows", "_templates")
 
-    def __init__(self, call: Call, results: Tensors, views: Operands, rows: Operands, backend: str) -> None:
+    def __init__(self, call: DenseCall, results: Tensors, views: Operands, rows: Operands, backend: str) -> None:
         self._templates = [template(call.q, t.shape, t.dtype) for t in results]
         self._plan = plan(call.problem, call.extents, call.q.device, backend)
         self._rows = rows
@@ -133,7 +141,7 @@ class _Attention(torch.autograd.Function):
     """_forward() with attention_backward() as its derivative; statistics are returned, not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, backend: str, guarded: bool, *tensors: Any) -> Tensors:
+    def forward(ctx: Any, call: DenseCall, backend: str, guarded: bool, *tensors: Any) -> Tensors:
         results = _forward(call, backend)
         ctx.save_for_backward(*results, *tensors)
         # The tensors are torch's to keep, and to notice when they change; the rest of the call is plain values.
@@ -154,7 +162,7 @@ class _Attention(torch.autograd.Function):
         intact("attention, backward", _SAVED, (dout, *saved))
         out, max_, sum_, q, k, v, *extras = saved
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
-        call = Call(problem, form, extents, q, k, v, tuple(extras), seed, offset)
+        call = DenseCall(problem, form, extents, q, k, v, tuple(extras), seed, offset)
         grads = once(
             lambda: attention_backward(call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend),
             (dout, q, k, v, *extras),

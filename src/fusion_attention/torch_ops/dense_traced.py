@@ -25,9 +25,11 @@ from fusion_attention.contract.arguments import NESTED, intact
 from fusion_attention.contract.expressions import show
 from fusion_attention.memory import empty
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.shared.layouts import LANES, LAYOUTS, Call, finite, from_finite, row_shape
+from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
 from fusion_attention.ops.training import lower
 from fusion_attention.ops.training import own as attention
+from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.statistics import LANES, finite, from_finite
 from fusion_attention.settings import chosen, current
 from fusion_attention.torch_ops import dense_eager
 from fusion_attention.torch_ops.derivative import below, forward_mode, no_tangents, once
@@ -243,15 +245,15 @@ def bound(text: Text, args: dict[str, Any]) -> Bound:
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 
-def _lowered(text: Text, args: dict[str, Any], seed: torch.Tensor | None) -> Call:
+def _lowered(text: Text, args: dict[str, Any], seed: torch.Tensor | None) -> DenseCall:
     """The checked and lowered call; a seed that was drawn for it comes as a tensor."""
     op = text.op
     if op is attention.RECORD:
         drawn = args.get("seed") if seed is None else int(seed)
-        return attention.lower(bound(text, args), seed=int(drawn or 0))
+        return attention.dense_call(bound(text, args), seed=int(drawn or 0))
     if seed is not None:
         args = {**args, "seed": int(seed)}
-    return lower.lower(bound(text, args), **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
+    return lower.dense_call(bound(text, args), **{name: int(args.get(name) or 0) for name in ("seed", "offset")})
 
 
 # ----------------------------------------------------------------------------------------------------------- operators

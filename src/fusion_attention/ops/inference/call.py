@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from fusion_attention.contract import Memo
 from fusion_attention.memory import another, template
-from fusion_attention.ops.shared.layouts import LAYOUTS, Form, matrix_view, row_shape, row_view, stats_view
+from fusion_attention.ops.shared.layouts import LAYOUTS, Form, keep, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.waist.lowered import Filled, room, tensors_in
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
@@ -37,7 +37,7 @@ class Cache:
 
 @dataclass(eq=False)
 class Decode:
-    """A lowered decoding call (calls.Lowered).
+    """A lowered decoding call (waist.lowered.Lowered).
 
     Args:
         layout: of q and out; cache: of k and v.
@@ -67,7 +67,7 @@ class Decode:
     sink: Tensor | None = None
     out_quant: Scales = (None, None)
     names: tuple[str, ...] = ("attention_out",)
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
 
     verb = "attention_forward"
 
@@ -95,15 +95,15 @@ class Decode:
 
     def _templates(self) -> tuple[Tensor, Tensor]:
         """Of out and of one statistic."""
-        known: tuple[Tensor, Tensor] | None = self.memo.get("templates")
-        if known is None:
+        made: tuple[Tensor, Tensor] | None = self.memo.templates
+        if made is None:
             p, q = self.problem, self.q
             _, token, _ = LAYOUTS[self.layout]
             shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
             out = template(q, shape, q.dtype if p.out_quant == "none" else torch.int8)
-            known = self.memo["templates"] = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
-        return known
+            made = self.memo.templates = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
+        return made
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of a call, its output and its statistics."""
@@ -186,7 +186,7 @@ class Decode:
                 address = address + self.first * one.stride(token)
             strides = [bytes_ if head is None else t.stride(head) for t in tensors]
             heads = np.array(strides if listed else strides * len(e), np.int64)
-            view = e.memo[key] = RowView((), address.astype(np.int64), one.stride(token), heads, dim)
+            view = keep(e, key, RowView((), address.astype(np.int64), one.stride(token), heads, dim))
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
     def _dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
@@ -210,14 +210,14 @@ class Decode:
 
 def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> Filled:
     rooms = room(out), *stats
-    known = call.memo.get("run")
-    if known is None or known[0] != out.stride():
+    last = call.memo.run
+    if last is None or last[0] != out.stride():
         _, token, _ = LAYOUTS[call.layout]
         short = bool((call.extents.q_len != call.q.shape[token]).any())
         operands = call.operands(*rooms)
-        call.memo["run"] = out.stride(), short, call.pattern(operands)
+        call.memo.run = out.stride(), short, call.pattern(operands)
     else:
-        _, short, pattern = known
+        _, short, pattern = last
         operands = call.operands(*rooms) if pattern is None else call.over(pattern, *rooms)
     return Filled((operands,), rooms, (out,), rooms if short else ())
 

@@ -1,6 +1,6 @@
 """The questions that the rules of decoding ask of a call; each answers True, or says what came instead.
 
-Pure functions of shapes, lengths and page tables. Refuses to know levels, codes and wording (infer_rules.py).
+Pure functions of shapes, lengths and page tables. Refuses to know levels, codes and wording (rules.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention.contract.arguments import trained
 from fusion_attention.contract.expressions import dtype_text, show
+from fusion_attention.ops.shared.checks import int32, pages_exist
 
 Tensor = torch.Tensor
 
@@ -82,23 +83,6 @@ def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | st
     return f"{table.shape[1]} pages of {block_size} for the {kv_len[item]} tokens of item {item}"
 
 
-def pages_known(table: Tensor, kv_len: np.ndarray, block_size: int, blocks: int) -> bool | str:
-    """Whether every page that some token lies in exists; reads the table."""
-    if table.is_meta or block_size < 1:
-        return True
-    ids = table.detach().cpu().numpy()
-    if not ids.size:
-        return True
-    bad = (ids < 0) | (ids >= blocks)
-    if not bad.any():
-        return True  # the usual case needs no lengths
-    bad &= np.arange(ids.shape[1]) * block_size < kv_len[:, None]
-    if not bad.any():
-        return True
-    item, page = (int(n) for n in np.argwhere(bad)[0])
-    return f"{ids[item, page]} at [{item}, {page}], outside [0, {blocks})"
-
-
 def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int, shapes: tuple[str, ...]) -> bool | str:
     """Whether a mask or bias has one of the shapes, each a line of b, B, N and s for the axes before the columns.
 
@@ -147,7 +131,8 @@ FUNCTIONS = {
         same_shapes,
         lengths_within,
         table_holds,
-        pages_known,
+        pages_exist,
+        int32,
         columns_fit,
         scale_fits,
         beside,
@@ -155,4 +140,4 @@ FUNCTIONS = {
         dtype_of,
         trained,
     )
-} | {"int32": lambda t: t.dtype == torch.int32}
+}

@@ -16,11 +16,10 @@ from fusion_attention.contract.expressions import dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import page_layout, sizes
-from fusion_attention.waist.mask import Band
+from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents, Problem
 
 RESULTS = ("attention_out",)
-_EVERYTHING = 1 << 40
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
     found = [sizes(t, layout, heads) or (0, 0, 0) for t in n["key"]]
     tokens = np.array([size[1] for size in found], np.int64)
-    capacity = np.full(batch, _EVERYTHING, np.int64) if paged else np.broadcast_to(tokens, batch)
+    capacity = np.full(batch, INFINITE, np.int64) if paged else np.broadcast_to(tokens, batch)
     given = n["actual_seq_lengths"]
     kv_len = capacity if given is None else np.broadcast_to(given[0], batch) if len(given) == 1 else given[:batch]
     kv_len = np.array(kv_len, np.int64)
@@ -62,15 +61,10 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {RESULTS[0]: empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:
-    """The Decode of a bound record; nothing is drawn."""
+def lower(bound: Bound) -> Decode:
+    """The Decode of a bound record."""
     n = bound.names
-    known = bound.memo.get("lowered")
-    if known is None:
-        cache = Cache(n["cache_layout"], n["block_size"] if n["block_table"] is not None else 0)
-        first = np.maximum(n["first"], 0) if n["pads_left"] else None
-        known = bound.memo["lowered"] = (_problem(n), _extents(n), cache, first)
-    problem, extents, cache, first = known
+    problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
     call = Decode(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
     if problem.dequant_k != "none":
@@ -82,6 +76,11 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Decode:
     if problem.out_quant != "none":
         call.out_quant = n["quant_scale2"], n["quant_offset2"]
     return call
+
+
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache, np.ndarray | None]:
+    cache = Cache(n["cache_layout"], n["block_size"] if n["block_table"] is not None else 0)
+    return _problem(n), _extents(n), cache, np.maximum(n["first"], 0) if n["pads_left"] else None
 
 
 def _blocked(mask: torch.Tensor) -> torch.Tensor:

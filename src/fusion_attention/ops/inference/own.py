@@ -16,16 +16,16 @@ from fusion_attention.contract.expressions import dtype_text, show
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
+from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
 from fusion_attention.ops.shared.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
-from fusion_attention.ops.training.own import band_fits, broadcasts
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.waist.problem import Extents, Problem
 
 RESULTS = ("out", "max", "sum")
 
-_EVERYTHING = 1 << 40
 PAGES: dict[str, Any] = {"block_table": "B 2", "kv_len": [5, 8], "k": "8 4 N2 D", "v": "8 4 N2 D"}
 STORED: dict[str, Any] = {
     **dict.fromkeys(("k", "v"), ("B S2 N2 D", "int8")),
@@ -77,7 +77,7 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """ "channel" ([], [1], [N2] or [N2, dim]), "token" (as the cache without its last axis), "" otherwise."""
+    """Whether a scale is per "channel" ([], [1], [N2] or [N2, dim]) or "token" (k without its last axis); else ""."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
@@ -236,8 +236,9 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
     found = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
     tokens = np.array([size[1] for size in found], np.int64)
     paged = names["block_table"] is not None
-    whole = np.full(batch, _EVERYTHING, np.int64)
-    capacity = whole if paged else whole * 0 + (tokens if len(tokens) in (1, batch) else 0)
+    capacity = np.full(batch, INFINITE, np.int64)
+    if not paged:
+        capacity[:] = tokens if len(tokens) in (1, batch) else 0
     kv_len = capacity if names["kv_len"] is None else names["kv_len"]
     q_len = np.full(batch, names["S1"], np.int64) if names["q_len"] is None else names["q_len"]
     values = names["v"]
@@ -282,10 +283,61 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(zip(RESULTS, (out, max_, sum_), strict=True))
 
 
+def lower(bound: Bound) -> Decode:
+    """The Decode of a bound decode_attention."""
+    n = bound.names
+    problem, extents, cache = bound.once(_without_tensors)
+    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
+    call.names = RESULTS
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
+    call.out_quant = n["out_scale"], n["out_offset"]
+    call.k_dequant = _scales(n, "k", n["D"])
+    call.v_dequant = _scales(n, "v", n["Dv"])
+    return call
+
+
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
+    band = (n["band"] or Band.causal()).resolve(n["q_len"], n["kv_len"])
+    return _problem(n), extents_of(n["q_len"], n["kv_len"], band), Cache(n["cache_layout"], n["page_size"])
+
+
+def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
+    """Per channel as [N2, dim]; per token as they are."""
+    heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
+
+    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or kind == "token":
+            return tensor
+        return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
+
+    return own(n[f"{side}_scale"]), own(n[f"{side}_offset"])
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    heads, scales = n["N2"], n["out_scale"]
+    of_keys = scale_kind(n["k_scale"], n["k"], heads, n["D"])
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=heads,
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dtype=dtype_text(n["q"]),
+        scale=scale_of(n["scale"], n["D"]),
+        bias="none" if n["bias"] is None else "matrix",
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        shares_kv=n["v"] is None,
+        page_size=n["page_size"],
+        kv_dtype=stored_as(n["k"][0], n["q"].dtype),
+        dequant_k=of_keys,
+        dequant_v=of_keys if n["v"] is None else scale_kind(n["v_scale"], n["v"], heads, n["Dv"]),
+        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+    )
+
+
 RECORD = Op(
     "decode_attention",
     "Attention of the newest tokens of each sequence over its cache.",
-    "this library",
     (
         Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
         Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
@@ -324,62 +376,10 @@ out  = softmax(scale * q k^T + bias, keys seen) @ v""",
     derive=geometry,
     functions=FUNCTIONS
     | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, rows_within, broadcasts, band_fits)},
-    lower=lambda bound, **_: lower(bound),
+    lower=lower,
     results=RESULTS,
     fresh=fresh,
     sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
     samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
 )
 RECORDS = (RECORD,)
-
-
-def lower(bound: Bound) -> Decode:
-    """The Decode of a bound decode_attention."""
-    n = bound.names
-    known = bound.memo.get("lowered")
-    if known is None:
-        band = (n["band"] or Band.causal()).resolve(n["q_len"], n["kv_len"])
-        extents = extents_of(n["q_len"], n["kv_len"], band)
-        known = bound.memo["lowered"] = (_problem(n), extents, Cache(n["cache_layout"], n["page_size"]))
-    problem, extents, cache = known
-    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
-    call.names = RESULTS
-    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
-    call.out_quant = n["out_scale"], n["out_offset"]
-    call.k_dequant = _scales(n, "k", n["D"])
-    call.v_dequant = _scales(n, "v", n["Dv"])
-    return call
-
-
-def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
-    """Per channel as [N2, dim]; per token as they are."""
-    heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
-
-    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or kind == "token":
-            return tensor
-        return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
-
-    return own(n[f"{side}_scale"]), own(n[f"{side}_offset"])
-
-
-def _problem(n: dict[str, Any]) -> Problem:
-    heads, scales = n["N2"], n["out_scale"]
-    of_keys = scale_kind(n["k_scale"], n["k"], heads, n["D"])
-    return Problem(
-        heads_q=n["N1"],
-        heads_kv=heads,
-        dim_qk=n["D"],
-        dim_v=n["Dv"],
-        dtype=dtype_text(n["q"]),
-        scale=n["D"] ** -0.5 if n["scale"] is None else float(n["scale"]),
-        bias="none" if n["bias"] is None else "matrix",
-        has_blocked=n["blocked"] is not None,
-        has_sink=n["sink"] is not None,
-        shares_kv=n["v"] is None,
-        page_size=n["page_size"],
-        kv_dtype=stored_as(n["k"][0], n["q"].dtype),
-        dequant_k=of_keys,
-        dequant_v=of_keys if n["v"] is None else scale_kind(n["v_scale"], n["v"], heads, n["Dv"]),
-        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
-    )

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 
-PACKED = ("TND",)
+PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 ROPE = {"query_rope": True, "key_rope": True}
 
 # What a call must have, how lengths must be, and what the chip alone demands.
@@ -102,7 +102,7 @@ def paged(
             spoil=too_long,
         ),
         Rule(
-            f"pages_known(block_table, kv_len, {size}, blocks)",
+            f"pages_exist(block_table, kv_len, {size}, blocks)",
             "block_table",
             f"entries behind {owner}'s last token are not read",
             text="ids of pages that exist",

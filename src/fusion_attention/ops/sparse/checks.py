@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ops.shared.layouts import lengths_of
-from fusion_attention.ops.training.checks import last_end, rising
+from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist
+from fusion_attention.ops.shared.lengths import last_end, lengths_of
 
 PAGED = "PA_BSND"
-Outcome = bool | str
 
 
 def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None) -> str:
@@ -23,32 +22,6 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
     if layout_kv is not None:
         return layout_kv
     return layout if block_table is None else PAGED
-
-
-def lengths_fit(
-    given: np.ndarray | None, ends: bool, count: int | None, longest: int | None, tokens: int | None
-) -> Outcome:
-    """Whether lengths, or cumulative ends, lie in their ranges.
-
-    Args:
-        given: None is legal: what is not needed is not asked.
-        ends: they are cumulative.
-        count: sequences, where tensors show them; longest: the most tokens of one; tokens: of all together.
-    """
-    if given is None:
-        return True
-    if ends:
-        risen = rising(given) if len(given) else "no sequence"
-        last = last_end(given)
-        return risen if risen is not True else last <= (tokens or 0) or f"{last} tokens in all, {tokens} in the tensor"
-    if count is not None and len(given) != count:
-        return f"{len(given)} lengths for {count} sequences"
-    most = tokens if longest is None else longest
-    bad = np.flatnonzero((given < 0) | (given > (most or 0)))
-    if len(bad):
-        return f"length {given[bad[0]]} of sequence {bad[0]}, outside [0, {most}]"
-    total = int(given.sum())
-    return longest is not None or total <= (tokens or 0) or f"{total} tokens in all, {tokens} in the tensor"
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
@@ -87,22 +60,6 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
     if form != "BSND":
         found["S2"] = int(kv_len.max(initial=0))
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ page tables
-
-
-def pages_fit(table: torch.Tensor, kv_len: np.ndarray, page: int, pages: int) -> Outcome:
-    """Whether every entry that a sequence reads names a page."""
-    if table.is_meta:
-        return True
-    for b, used in enumerate(-(-kv_len // max(page, 1))):
-        own = table[b, :used]
-        bad = ((own < 0) | (own >= pages)).nonzero()
-        if len(bad):
-            slot = int(bad[0])
-            return f"{int(own[slot])} at batch {b}, slot {slot}, outside [0, {pages})"
-    return True
 
 
 # ---------------------------------------------------------------------------------------------------- selected blocks
@@ -170,11 +127,13 @@ def in_the_past(
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (keys_in, queries_fit, keys_fit, pages_fit, entries_fit, at_the_front, in_the_past, last_end)
+    f.__name__: f
+    for f in (
+        *(keys_in, queries_fit, keys_fit, pages_exist, entries_fit, at_the_front, in_the_past),
+        *(last_end, float32, int32),
+    )
 } | {
     "same_dtype": lambda a, b: a.dtype == b.dtype,
-    "float32": lambda t: t.dtype == torch.float32,
-    "int32": lambda t: t.dtype == torch.int32,
     "floating": lambda t: t.dtype.is_floating_point,
     "power_of_two": lambda n: n > 0 and n & (n - 1) == 0,
 }

@@ -1,97 +1,68 @@
-"""Training attention as faces run it: a Call and its outputs, forward and backward.
+"""A dense call: training attention below its interfaces' words, and the views of its tensors, outputs and gradients.
 
-Knows in which form each record keeps statistics. Refuses to know its parameters.
+Refuses to know any record's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from fusion_attention.memory import another, empty, template
+from fusion_attention.contract import Memo
+from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import (
-    BIAS,
-    LANES,
-    Call,
-    clear_gradients,
-    from_lanes,
-    grads_of,
-    lay_lanes,
-    operands_of,
+    LAYOUTS,
+    Form,
+    bits_view,
+    covered,
+    matrix_view,
     row_shape,
+    row_view,
     stats_shape,
-    uncovered,
+    stats_view,
 )
-from fusion_attention.waist.lowered import Filled, room, tensors_in
-from fusion_attention.waist.problem import Operands, Stats
+from fusion_attention.waist.kv import MatrixView
+from fusion_attention.waist.lowered import tensors_in
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
-# The outputs of a gradient in the order of grads_of().
-GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-DPSE = GRADIENTS.index("dpse")
+EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+BIAS = EXTRAS.index("bias")
 
 
-class _OfCall:
-    """What a Call says to whoever plans it."""
+@dataclass(eq=False, slots=True)
+class DenseCall:
+    """What is computed, how tensors lie, and the tensors; extras follow EXTRAS.
 
-    verb = "attention_forward"
+    memo is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that; a
+    copy with other fields has none.
+    """
 
-    def __init__(self, call: Call, memo: dict[str, Any]) -> None:
-        self.call, self.memo = call, memo
-        self.problem, self.extents, self.device = call.problem, call.extents, call.q.device
+    problem: Problem
+    form: Form
+    extents: Extents
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: tuple[Tensor | None, ...]
+    seed: int = 0
+    offset: int = 0
+    memo: Memo | None = field(default=None, init=False)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.q.device
 
-class Forward(_OfCall):
-    """A forward call whose statistics are finite, in eight lanes."""
-
-    def results(self) -> dict[str, Tensor]:
-        """attention_out, softmax_max, softmax_sum."""
-        out, max_, sum_ = fresh(self.call, LANES)
-        return {"attention_out": out, "softmax_max": max_, "softmax_sum": sum_}
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors; kernels write statistics without lanes, which are copied after a run."""
-        return _ForwardRun(self, outputs)
-
-
-class Plain(_OfCall):
-    """A forward call whose results are the kernels' own."""
-
-    def results(self) -> dict[str, Tensor]:
-        """out, max, sum."""
-        return dict(zip(("out", "max", "sum"), fresh(self.call), strict=True))
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and of fresh results."""
-        given = outputs["out"], outputs["max"], outputs["sum"]
-        return Filled((operands_of(self.call, *given),), clears=given if uncovered(self.call, "q") else ())
+    def covers(self, side: str) -> bool:
+        """Whether every token of the query ("q") or key ("kv") side belongs to a sequence."""
+        return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
 
 
-class Backward(_OfCall):
-    """A gradient call, from saved statistics in eight lanes."""
-
-    verb = "attention_backward"
-
-    def __init__(
-        self, call: Call, memo: dict[str, Any], saved: tuple[Tensor, Tensor, Tensor, Tensor], pse: Any
-    ) -> None:
-        super().__init__(call, memo)
-        self.saved, self.pse = saved, pse
-
-    def results(self) -> dict[str, Tensor]:
-        """The gradients of all that the call has."""
-        q_rope, k_rope, _, _, _, _, sink = self.call.extras
-        given = (self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink)
-        return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors, its saved results and its gradients."""
-        return _BackwardRun(self, outputs)
-
-
-def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for out, max and sum."""
     q, p = call.q, call.problem
     shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
@@ -100,7 +71,7 @@ def fresh(call: Call, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, empty(q, shape, dtype), empty(q, shape, dtype)
 
 
-def pattern(call: Call, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
+def pattern(call: DenseCall, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
     """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all.
 
     What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
@@ -120,63 +91,91 @@ def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
     return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
 
 
-class _ForwardRun(Filled):
-    __slots__ = ("call", "lanes")
-
-    def __init__(self, forward: Forward, outputs: Mapping[str, Tensor]) -> None:
-        call, memo = forward.call, forward.memo
-        known = memo.get("forward_run")
-        if known is None:
-            stats = template(call.q, stats_shape(call.q, call.form, call.problem.heads_q), torch.float32)
-            known = memo["forward_run"] = [stats, uncovered(call, "q"), None]
-        stats, clears, rows = known
-        target, out = outputs["attention_out"], room(outputs["attention_out"])
-        self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
-        rooms = out, another(stats), another(stats)
-        if rows is None:
-            operands = operands_of(call, *rooms)
-            if out is target:
-                known[2] = pattern(call, operands, rooms)
-        else:
-            operands = over(rows, (call.q, call.k, call.v, *rooms))
-        super().__init__((operands,), rooms, (target,), rooms if clears else ())
-
-    def finish(self) -> None:
-        super().finish()
-        _, max_, sum_ = self.rooms
-        lay_lanes(self.call, max_, sum_, *self.lanes)
+def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+    """The views of a call's tensors, its output and its statistics."""
+    p, form, e = call.problem, call.form, call.extents
+    layout = form.layout
+    return Operands(
+        q=row_view(call.q, layout, p.heads_q, e, "q"),
+        k=row_view(call.k, layout, p.heads_kv, e, "kv"),
+        v=row_view(call.v, layout, p.heads_kv, e, "kv"),
+        out=row_view(out, layout, p.heads_q, e, "q"),
+        stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+        seed=call.seed,
+        offset=call.offset,
+        **(_extra_operands(call) if any(t is not None for t in call.extras) else {}),
+    )
 
 
-class _BackwardRun(Filled):
-    __slots__ = ("call", "gradients", "saved", "slopes", "stats", "summed", "targets")
+def _extra_operands(call: DenseCall) -> dict[str, Any]:
+    """The operands that a call may lack, as far as it has them."""
+    p, form, e = call.problem, call.form, call.extents
+    token = LAYOUTS[form.layout][1]
+    sizes = (call.q.shape[token], call.k.shape[token])
+    build: dict[str, Any] = {
+        "q_rope": lambda t: row_view(t, form.layout, p.heads_q, e, "q"),
+        "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
+        "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
+        "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
+        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
+        "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
+        "sink": lambda t: t,
+    }
+    given = zip(EXTRAS, call.extras, strict=True)
+    return {name: build[name](tensor) for name, tensor in given if tensor is not None}
 
-    def __init__(self, backward: Backward, outputs: Mapping[str, Tensor]) -> None:
-        call = self.call = backward.call
-        dy, attention_in, *self.saved = backward.saved
-        self.targets = [outputs.get(name) for name in GRADIENTS]
-        self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
-        none = call.q.new_empty(0)
-        self.gradients = tuple(none if t is None else room(t) for t in self.targets)
-        if self.slopes:
-            self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
-        self.stats = fresh(call)[1:]
-        grads, self.summed = grads_of(call, dy, self.gradients)
-        rooms = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
-        rooms += [*self.stats, *([] if self.summed is None else [self.summed])]
-        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(rooms))
 
-    def begin(self) -> None:
-        for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):
-            tensor.copy_(value)
-        clear_gradients(self.call, self.gradients, self.summed)
+def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Grads, Tensor | None]:
+    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed if it must be.
 
-    def finish(self) -> None:
-        if self.summed is not None:
-            self.gradients[DPSE].copy_(self.summed)
-        for target, gradient in zip(self.targets, self.gradients, strict=True):
-            if target is not None and gradient.numel() and gradient is not target:
-                target.copy_(gradient)  # As for a forward call's output.
-        if self.slopes:
-            target = self.targets[DPSE]
-            assert target is not None
-            target.zero_()  # Slopes have no gradient.
+    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
+    """
+    p, form, e = call.problem, call.form, call.extents
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    bias, summed, owned = None, None, False
+    if call.extras[BIAS] is not None and dbias.numel():
+        if dbias.is_contiguous():
+            bias = matrix_view(dbias, form.bias, p.heads_q, e)
+            owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
+        if not owned:
+            # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+            wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            summed = empty(dbias, dbias.shape, wide)
+            bias = matrix_view(summed, form.bias, p.heads_q, e)
+    rope = p.dim_rope > 0
+    grads = Grads(
+        dout=row_view(dout, form.layout, p.heads_q, e, "q"),
+        dq=row_view(dq, form.layout, p.heads_q, e, "q"),
+        dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
+        dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
+        dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+        dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+        dbias=bias,
+        dsink=dsink if p.has_sink else None,
+        owns_dbias=owned,
+    )
+    return grads, summed
+
+
+def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
+    """Whether no element of a bias belongs to two pairs of a row and a key."""
+    some = (e.q_len > 0) & (e.kv_len > 0)
+    repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
+    starts = bias.address[some]
+    return bias.stride_key == 1 and not repeats.any() and len(np.unique(starts)) == len(starts)
+
+
+def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
+    """Zeroes what is added to, and the gradients of tokens, and of elements of a bias, that belong to no sequence."""
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
+        if not call.covers(side):
+            for tensor in tensors:
+                tensor.zero_()
+    if call.problem.has_sink and not len(call.extents):
+        dsink.zero_()  # No back end runs.
+    if summed is not None:
+        summed.zero_()
+    elif dbias.numel() and dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
+        dbias.zero_()

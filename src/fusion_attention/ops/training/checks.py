@@ -1,6 +1,6 @@
 """The questions that the rules of training attention ask of a call; each answers True, or says what came instead.
 
-Pure functions of lengths, windows and masks. Refuses to know levels, codes and wording (flash_rules.py).
+Pure functions of lengths, windows and masks. Refuses to know levels, codes and wording (rules.py).
 """
 
 from __future__ import annotations
@@ -12,25 +12,14 @@ import torch
 
 from fusion_attention.contract.arguments import trained
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.ops.shared.layouts import broken_end, mode_band
+from fusion_attention.ops.shared.checks import float32
+from fusion_attention.ops.shared.lengths import last_end, rising
+from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
 from fusion_attention.waist.bias import TABLE_ROWS
 from fusion_attention.waist.mask import INFINITE, tokens
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
-
-
-def rising(ends: np.ndarray) -> bool | str:
-    """Whether cumulative ends never fall, but for a tail of zeros."""
-    if len(ends) and ends[0] >= 0 and (ends[1:] >= ends[:-1]).all():
-        return True
-    item = broken_end(ends)
-    return item < 0 or f"item {item}: {ends[item]} after {ends[item - 1] if item else 0}"
-
-
-def last_end(ends: np.ndarray) -> int:
-    """The number of tokens that cumulative ends cover; a tail of zeros adds none."""
-    return int(ends.max(initial=0))
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
@@ -183,8 +172,8 @@ FUNCTIONS = {
         is_shifted,
         trained,
         statistics_in_order,
+        float32,
     )
 } | {
-    "float32": lambda t: t.dtype == torch.float32,
     "has_dtype": lambda t, words: dtype_text(t) in words.split(),
 }

@@ -1,4 +1,4 @@
-"""From a bound call of training attention down to a Call: the last place that knows its words.
+"""From a bound call of training attention down to a DenseCall: the last place that knows its words.
 
 Forward and gradient records lower alike; what a record lacks has its neutral value.
 """
@@ -11,38 +11,36 @@ import numpy as np
 
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.ops.shared.layouts import Call, Form, band_empties_rows, mode_band
-from fusion_attention.ops.training.call import Backward, Forward
+from fusion_attention.ops.shared.layouts import Form
+from fusion_attention.ops.shared.sparse_modes import band_empties_rows, mode_band
+from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import prefix_fits
+from fusion_attention.ops.training.run import DenseBackward, DenseForward
 from fusion_attention.waist.problem import Extents, Problem
 
 BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> Call:
-    """The Call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset)."""
+def dense_call(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseCall:
+    """The call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset)."""
     n = bound.names
-    lowered = bound.memo.get("lowered")
-    if lowered is None:
-        lowered = bound.memo["lowered"] = _lowered(n)
-    problem, form, extents, names = lowered
+    problem, form, extents, names = bound.once(_without_tensors)
     extras = tuple([n[name] if name else None for name in names])
-    call = Call(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
+    call = DenseCall(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
     call.memo = bound.memo
     return call
 
 
-def lowered(bound: Bound, *, seed: int = 0, offset: int = 0) -> Forward | Backward:
-    """A bound forward or gradient record as faces run it."""
-    call, n = lower(bound, seed=seed, offset=offset), bound.names
+def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseForward | DenseBackward:
+    """A bound forward or gradient record."""
+    call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
-        return Forward(call, bound.memo)
-    saved = n["dy"], n["attention_in"], n["softmax_max"], n["softmax_sum"]
-    return Backward(call, bound.memo, saved, n["pse"])
+        return DenseForward(call)
+    return DenseBackward(call, (n["dy"], n["attention_in"], n["softmax_max"], n["softmax_sum"]), n["pse"])
 
 
-def _lowered(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """What a signature and its lengths decide: everything but tensors, and which of them are the Call's extras."""
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
+    """What a signature and its lengths decide, and the names of the tensors that are the call's extras."""
     extents, form = _extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""

@@ -12,11 +12,13 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor
 from fusion_attention.contract.arguments import trained
-from fusion_attention.contract.expressions import dtype_text, show
-from fusion_attention.ops.shared.layouts import Call, Form, mode_band, wide
+from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
+from fusion_attention.ops.shared.layouts import Form, wide
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
 from fusion_attention.ops.shared.rules import (
     PACKED,
+    PADDED,
     WHOLE,
     broadcasting,
     covered,
@@ -30,44 +32,16 @@ from fusion_attention.ops.shared.rules import (
     rope_pair,
     untrained,
 )
-from fusion_attention.ops.training.call import Plain
+from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.ops.shared.sparse_modes import mode_band
+from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions
-from fusion_attention.ops.training.records import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
-from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.ops.training.run import PlainForward
+from fusion_attention.waist.mask import UNLIMITED, Band
 from fusion_attention.waist.problem import Extents, Problem
 
-ROPE = {"q_rope": True, "k_rope": True}
-
-
-def lengths_fit(lengths: np.ndarray, count: int | None, capacity: int) -> bool | str:
-    """Whether lengths lie in their range: each at most the padded axis (count = batch size), or, packed (count =
-    None), together at most the tensor's tokens."""
-    if count is not None and len(lengths) != count:
-        return f"{len(lengths)} lengths for {count} sequences"
-    bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
-    if len(bad):
-        return f"length {lengths[bad[0]]} of sequence {bad[0]}, outside [0, {capacity}]"
-    return (
-        count is not None
-        or int(lengths.sum()) <= capacity
-        or f"{int(lengths.sum())} tokens in all, {capacity} in the tensor"
-    )
-
-
-def broadcasts(tensor: torch.Tensor, *whole: int) -> bool | str:
-    """Whether a tensor broadcasts to [B, N1, S1, S2]."""
-    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, whole, strict=True))
-    return fits or f"{list(tensor.shape)} for {list(whole)}"
-
-
-def band_fits(band: Band | None, count: int) -> bool | str:
-    """Whether a band has whole edges, and no prefix or one per sequence."""
-    if band is None:
-        return True
-    if not all(isinstance(n, int) and abs(n) <= INFINITE for n in (band.lo, band.hi, *band.prefix)):
-        return f"edges {show((band.lo, band.hi))} and prefixes {show(band.prefix)}"
-    return len(band.prefix) in (0, count) or f"{len(band.prefix)} prefixes for {count} sequences"
+OWN_ROPE = {"q_rope": True, "k_rope": True}
 
 
 RULES = (
@@ -86,10 +60,10 @@ RULES = (
         only=PACKED,
         spoil={"q_len": None, "kv_len": None},
     ),
-    rope_pair("q_rope", "k_rope", ROPE),
+    rope_pair("q_rope", "k_rope", OWN_ROPE),
     *(
         of_lengths(
-            f"{name} is None or lengths_fit({name}, B, S{axis} if T{axis} is None else T{axis})",
+            f"lengths_fit({name}, False, B, S{axis}, T{axis})",
             name,
             "tokens of every sequence, not cumulative ends",
             text=f"lengths of the sequences that the {side} tensor holds",
@@ -112,7 +86,7 @@ RULES = (
     groups_of_heads("k"),
     elements("D", "q"),
     elements("Dv", "v"),
-    elements("Dr", "q_rope", optional=True, given=ROPE),
+    elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
     Rule(
         "band is None or sparse_mode is None",
         "band",
@@ -219,10 +193,58 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
     return {"q_len": q_len, "kv_len": kv_len, "drop_rows": names["B"] * names["S1"] * names["S2"]}
 
 
+def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
+    """The call of a bound `attention`; seed is the one drawn where the caller gave none."""
+    n = bound.names
+    problem, form, extents = bound.once(_without_tensors)
+    slopes, sink = n["alibi_slopes"], n["sink"]
+    if slopes is not None or sink is not None:
+        slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
+    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
+    call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
+    call.memo = bound.memo
+    return call
+
+
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents]:
+    matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
+    return _problem(n), Form(n["layout"], *matrices), _extents(n)
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    drops = n["keep_prob"] < 1
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=n["Dr"] or 0,
+        dtype=dtype_text(n["q"]),
+        scale=scale_of(n["scale"], n["D"], n["Dr"] or 0),
+        bias="slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix",
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
+        keep_prob=float(n["keep_prob"]) if drops else 1.0,
+        empty_rows=n["empty_rows"],
+    )
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
+    if mode is not None:
+        band = mode_band(mode, True, n["pre_tokens"], n["next_tokens"], None, q_len, kv_len)
+    else:
+        band = (n["band"] or Band.full()).resolve(q_len, kv_len)
+    start = n["alibi_start"]
+    shift = q_len - kv_len if start is None else np.full_like(q_len, start[1] - start[0])
+    # The shift means nothing without slopes; one value for all such calls lets them share a plan.
+    return Extents(q_len, kv_len, *band, shift if n["alibi_slopes"] is not None else np.zeros_like(q_len))
+
+
 RECORD = Op(
     "attention",
     "Softmax attention over the keys that a band, a matrix and lengths leave to each query row.",
-    "this library",
     (
         Tensor("q", "Query rows.", dtypes=OWN_FLOATS, shape=rows("1", "D")),
         Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
@@ -272,61 +294,13 @@ RECORD = Op(
     RULES,
     formula="out = softmax(scale * (q k^T + q_rope k_rope^T) + bias, keys seen) * keep / keep_prob @ v",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
-    layouts=(*DENSE_LAYOUTS, "TND"),
+    layouts=(*PADDED, *PACKED),
     layout_attr="layout",
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
     derive=lengths,
     functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, trained)},
-    lower=lambda bound, *, seed=0, offset=0: Plain(lower(bound, seed=seed), bound.memo),
+    lower=lambda bound, *, seed=0, offset=0: PlainForward(dense_call(bound, seed=seed)),
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
 )
 RECORDS = (RECORD,)
-
-
-def lower(bound: Bound, *, seed: int = 0) -> Call:
-    """The Call of a bound `attention`; seed is the one drawn where the caller gave none."""
-    n = bound.names
-    lowered = bound.memo.get("lowered")
-    if lowered is None:
-        matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
-        lowered = bound.memo["lowered"] = (_problem(n), Form(n["layout"], *matrices), _extents(n))
-    problem, form, extents = lowered
-    slopes, sink = n["alibi_slopes"], n["sink"]
-    if slopes is not None or sink is not None:
-        slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
-    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
-    call = Call(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
-    call.memo = bound.memo
-    return call
-
-
-def _problem(n: dict[str, Any]) -> Problem:
-    drops = n["keep_prob"] < 1
-    return Problem(
-        heads_q=n["N1"],
-        heads_kv=n["N2"],
-        dim_qk=n["D"],
-        dim_v=n["Dv"],
-        dim_rope=n["Dr"] or 0,
-        dtype=dtype_text(n["q"]),
-        scale=(n["D"] + (n["Dr"] or 0)) ** -0.5 if n["scale"] is None else float(n["scale"]),
-        bias="slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix",
-        has_blocked=n["blocked"] is not None,
-        has_sink=n["sink"] is not None,
-        dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
-        keep_prob=float(n["keep_prob"]) if drops else 1.0,
-        empty_rows=n["empty_rows"],
-    )
-
-
-def _extents(n: dict[str, Any]) -> Extents:
-    q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
-    if mode is not None:
-        band = mode_band(mode, True, n["pre_tokens"], n["next_tokens"], None, q_len, kv_len)
-    else:
-        band = (n["band"] or Band.full()).resolve(q_len, kv_len)
-    start = n["alibi_start"]
-    shift = q_len - kv_len if start is None else np.full_like(q_len, start[1] - start[0])
-    # The shift means nothing without slopes; one value for all such calls lets them share a plan.
-    return Extents(q_len, kv_len, *band, shift if n["alibi_slopes"] is not None else np.zeros_like(q_len))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ops.shared.layouts import mode_band
+from fusion_attention.ops.shared.sparse_modes import mode_band
 
 Tensor = torch.Tensor
 # Looked at: so many sequences, so many rows of each, so many keys of each row.

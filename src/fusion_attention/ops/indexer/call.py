@@ -1,0 +1,125 @@
+"""The lightning indexer below its interfaces' words: the IndexerProblem, the views, and what goes before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.sparse.call import key_view, unpaged
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.lowered import Filled, room
+from fusion_attention.waist.problem import IndexerGrads, IndexerOperands, IndexerProblem
+
+Tensor = torch.Tensor
+DIFFERENTIABLE = ("query", "key", "weights")
+INPUTS = (*DIFFERENTIABLE, "block_table")
+RESULTS = ("sparse_indices_out", "sparse_values_out")
+GRADIENTS = ("dquery", "dkey", "dweights")
+
+
+@dataclass(frozen=True, eq=False)
+class Indexer(TensorCall):
+    """A forward call.
+
+    Args:
+        layout_kv: of key rows.
+    """
+
+    problem: IndexerProblem
+    layout_kv: str
+    verb = "indexer_topk"
+
+    def lists(self, tensor: Tensor) -> RowView:
+        """Rows of one head, whose axis may be left out."""
+        return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
+
+    def keys(self, tensor: Tensor) -> RowView | PagedView:
+        """Rows of the key side."""
+        return key_view(tensor, self.layout_kv, 1, self.extents, self.tensors["block_table"])
+
+    def operands(self, indices: Tensor, values: Tensor | None) -> IndexerOperands:
+        """The views of the call's tensors and its lists."""
+        return IndexerOperands(
+            q=self.rows(self.given("query"), self.problem.heads),
+            k=self.keys(self.given("key")),
+            weights=self.rows(self.given("weights").unsqueeze(-2)),
+            indices=self.lists(indices),
+            values=None if values is None else self.lists(values),
+        )
+
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
+        """The gradients of values."""
+        unpaged(self.problem.page_size)
+        found = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
+        return {name: found[f"d{name}"] for name in DIFFERENTIABLE}
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
+        p = self.problem
+        return fresh({"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        return _ForwardRun(self, outputs)
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a forward call with these arguments."""
+    q = n["query"]
+    shape = (*q.shape[:-2], 1, n["sparse_count"])
+    found = {RESULTS[0]: empty(q, shape, torch.int32)}
+    return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
+
+
+class _ForwardRun(Filled):
+    __slots__ = ()
+
+    def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
+        found = tuple(outputs[name] for name in RESULTS if name in outputs)
+        rooms = tuple(room(tensor) for tensor in found)
+        clears = () if call.covers(call.given("query")) else rooms
+        super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), rooms, found, clears)
+
+    def begin(self) -> None:
+        for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
+            tensor.fill_(nothing)  # Rows of no sequence choose nothing.
+
+
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the gradients."""
+    return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
+
+
+class IndexerBackward(OfCall):
+    """A gradient call: of the values, from the indices that the forward chose."""
+
+    call: Indexer
+    verb = "indexer_backward"
+
+    def __init__(self, call: Indexer, dvalues: Tensor, indices: Tensor) -> None:
+        super().__init__(call)
+        self.dvalues, self.indices = dvalues, indices
+
+    def results(self) -> dict[str, Tensor]:
+        """The gradients."""
+        return fresh_gradients(self.call.tensors)
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its gradients."""
+        call, found = self.call, tuple(outputs[name] for name in GRADIENTS)
+        dq, dk, dweights = rooms = tuple(room(tensor) for tensor in found)
+        grads = IndexerGrads(
+            dvalues=call.lists(self.dvalues),
+            dq=call.rows(dq, call.problem.heads),
+            dk=call.keys(dk),  # type: ignore[arg-type]  # a gradient's keys are not in pages
+            dweights=call.rows(dweights.unsqueeze(-2)),
+        )
+        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
+        clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
+        # Kernels read 32 bits; every entry was found to fit.
+        return Filled((call.operands(self.indices.to(torch.int32), None), grads), rooms, found, clears)

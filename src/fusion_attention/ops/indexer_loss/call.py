@@ -1,0 +1,185 @@
+"""The indexer's loss and its statistics below their interfaces' words: the problem, the views, what goes before a run.
+
+Refuses to know any record's parameters but these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.sparse.call import grouped, statistics
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.lowered import Filled, Lowered, Staged, room
+from fusion_attention.waist.problem import (
+    IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
+    IndexerOperands,
+    IndexerProblem,
+    Stats,
+)
+
+Tensor = torch.Tensor
+DIFFERENTIABLE = ("query_index", "key_index", "weights")
+ATTENTION = ("query", "key", "query_rope", "key_rope", "sinks")
+STATISTICS = ("softmax_max", "softmax_sum")
+INDEX_STATISTICS = ("softmax_max_index", "softmax_sum_index")
+INPUTS = (*DIFFERENTIABLE, *ATTENTION, "sparse_indices", *STATISTICS, *INDEX_STATISTICS, "lse")
+RESULTS = ("dquery_index", "dkey_index", "dweights", "loss")
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a loss with these arguments."""
+    gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
+    loss = empty(n["query"], (1,), torch.float32)
+    return dict(zip(RESULTS, (*gradients, loss), strict=True))
+
+
+def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the statistics of an indexer with these arguments."""
+    q = n["query_index"]
+    shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return {name: empty(q, shape, dtype) for name in STATISTICS}
+
+
+@dataclass(frozen=True, eq=False)
+class _Call(TensorCall):
+    """What both calls are."""
+
+    def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
+        """Rows of the key side."""
+        return row_view(tensor, self.layout, heads, self.extents, "kv")
+
+    def statistic(self, tensor: Tensor) -> RowView:
+        """Statistics of the indexer's one head, [B, 1, S1] or [1, T1]."""
+        return self.rows(tensor.transpose(-1, -2).unsqueeze(-1))
+
+    def index(self, heads: int, indices: Tensor | None, max_: Tensor | None, sum_: Tensor | None) -> IndexerOperands:
+        """The views of what is the indexer's."""
+        stats = None if max_ is None or sum_ is None else Stats(self.statistic(max_), self.statistic(sum_))
+        return IndexerOperands(
+            q=self.rows(self.given("query_index"), heads),
+            k=self.keys(self.given("key_index")),
+            weights=self.rows(self.given("weights").unsqueeze(-2)),
+            # Kernels read 32 bits; every entry was found to fit.
+            indices=None if indices is None else self.rows(indices.to(torch.int32)),
+            stats=stats,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics(_Call):
+    """The softmax statistics of the indexer's scores over all keys that a row sees."""
+
+    problem: IndexerProblem
+    verb = "indexer_lse"
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        return fresh_statistics({**self.tensors, "layout": self.layout})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        return _StatisticsRun(self, outputs)
+
+
+class _StatisticsRun(Filled):
+    __slots__ = ()
+
+    def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
+        rooms = tuple(outputs[name] for name in STATISTICS)
+        clears = () if call.covers(call.given("query_index")) else rooms
+        super().__init__((call.index(call.problem.heads, None, *rooms),), rooms, clears=clears)
+
+    def finish(self) -> None:
+        max_, _ = self.rooms
+        max_.masked_fill_(max_ == -torch.inf, 0)  # A row without keys has 0 and 0.
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+
+
+@dataclass(frozen=True, eq=False)
+class Loss(_Call):
+    """The loss with its gradients, which a derivative only scales."""
+
+    problem: IndexerLossProblem
+    verb = "indexer_loss"
+
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
+        """The gradients that came with the loss, scaled."""
+        factor = upstream["loss"].reshape(())
+        return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        return fresh(self.tensors)
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        return _LossRun(self, outputs)
+
+
+class DenseLoss(Loss, Staged):
+    """A loss without selection that has yet to find the indexer's statistics."""
+
+    def first(self) -> Lowered:
+        """The call that finds them."""
+        p = self.problem
+        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0)
+        return Statistics(self.extents, self.layout, {name: self.tensors[name] for name in DIFFERENTIABLE}, problem)
+
+    def after(self, results: Mapping[str, Tensor]) -> Lowered:
+        """The loss with its statistics."""
+        found = {name: results[source] for name, source in zip(INDEX_STATISTICS, STATISTICS, strict=True)}
+        return Loss(self.extents, self.layout, {**self.tensors, **found}, self.problem)
+
+
+class _LossRun(Filled):
+    __slots__ = ("call", "stats")
+
+    def __init__(self, call: Loss, outputs: Mapping[str, Tensor]) -> None:
+        p, t, q = call.problem, call.tensors, call.given("query")
+        self.call, self.stats, found = call, statistics(q), tuple(outputs[name] for name in RESULTS)
+        dq, dk, dweights, loss = rooms = tuple(room(tensor) for tensor in found)
+        query_rope, key_rope = t["query_rope"], t["key_rope"]
+        operands = IndexerLossOperands(
+            q=call.rows(q, p.heads_q),
+            k=call.keys(call.given("key"), p.heads_kv),
+            stats=Stats(*(call.rows(s.unsqueeze(-1), p.heads_q) for s in self.stats)),
+            index=call.index(p.heads_index, t["sparse_indices"], *(t[name] for name in INDEX_STATISTICS)),
+            loss=loss,
+            q_rope=None if query_rope is None else call.rows(query_rope, p.heads_q),
+            k_rope=None if key_rope is None else call.keys(key_rope, p.heads_kv),
+            sink=t["sinks"],
+        )
+        grads = IndexerGrads(
+            dq=call.rows(dq, p.heads_index), dk=call.keys(dk), dweights=call.rows(dweights.unsqueeze(-2))
+        )
+        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
+        clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
+        nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
+        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing))
+
+    def begin(self) -> None:
+        super().begin()
+        call, (max_, sum_) = self.call, self.stats
+        lse = call.tensors["lse"]
+        if lse is None:
+            for name, stats in zip(STATISTICS, self.stats, strict=True):
+                grouped(stats, call.problem.heads_kv, call.layout).copy_(call.given(name))
+        else:
+            max_.copy_(lse if call.layout == "TND" else lse.mT)
+            sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys
+        max_.masked_fill_(sum_ == 0, -torch.inf)

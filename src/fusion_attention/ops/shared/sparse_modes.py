@@ -1,0 +1,56 @@
+"""What a sparse_mode means: the interval of keys that each row sees. docs/sparse_modes.md shows all nine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fusion_attention.waist.mask import INFINITE, Band, tokens
+from fusion_attention.waist.problem import Extents
+
+
+def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
+    """The band of a sparse mode of the training operators, given that a mask came with it.
+
+    0 window from the upper left corner (beside the mask), 1 the mask alone, 2 causal from the upper left, 3 causal to
+    the lower right, 4 window to the lower right, 5 and 6 prefix, 7 as 3 and 8 as 2 (their cut sequence: mode_band).
+    """
+    match mode:
+        case 0:
+            return Band.window(pre, next_, "start")
+        case 2 | 8:
+            return Band.causal("start")
+        case 3 | 7:
+            return Band.causal("end")
+        case 4:
+            return Band.window(pre, next_, "end")
+        case 5 | 6 if prefix is not None:
+            return Band.prefix_causal(prefix.tolist())
+        case _:
+            return Band.full()
+
+
+def mode_band(
+    mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(lo, hi, prefix) per sequence. Without a mask the training operators ignore the mode: everything is visible.
+
+    Modes 7 and 8 shift the diagonal of the one sequence that was cut between two devices: the last (7) or the first
+    (8) with query rows.
+    """
+    if not has_mask:
+        return Band.full().resolve(q_len, kv_len)
+    lo, hi, prefixes = sparse_band(mode, pre, next_, prefix).resolve(q_len, kv_len)
+    rows = np.flatnonzero(q_len)
+    if mode in (7, 8) and len(rows):
+        cut = rows[-1] if mode == 7 else rows[0]
+        hi[cut] = np.clip(kv_len[cut] - q_len[cut] + tokens(next_) + 1, -INFINITE, INFINITE)
+    return lo, hi, prefixes
+
+
+def band_empties_rows(extents: Extents) -> bool:
+    """Whether some row of a sequence with keys sees none of them by the band alone."""
+    e = extents
+    past_the_end = e.q_len - 1 + e.lo >= e.kv_len
+    before_the_start = (e.hi <= 0) & (e.prefix <= 0)
+    inside_out = (e.lo >= e.hi) & (e.prefix <= 0)
+    return bool(((e.q_len > 0) & (e.kv_len > 0) & (past_the_end | before_the_start | inside_out)).any())

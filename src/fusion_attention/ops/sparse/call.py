@@ -1,0 +1,223 @@
+"""Sparse attention below its interfaces' words: the Problem, the views, and what goes before and after a run.
+
+Statistics leave as CANN has them, and return as kernels keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.sparse.checks import PAGED
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.lowered import Filled, room
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+
+Tensor = torch.Tensor
+# Inputs with a gradient, in the order of their gradients, and those without.
+DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
+OTHERS = ("sparse_indices", "block_table")
+STATISTICS = ("softmax_max", "softmax_sum")
+RESULTS = ("attention_out", *STATISTICS)
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse(TensorCall):
+    """A forward call.
+
+    Args:
+        layout_kv: of key rows.
+        stats: statistics are returned beside attention_out.
+    """
+
+    problem: Problem
+    layout_kv: str
+    stats: bool
+    verb = "attention_forward"
+
+    def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
+        """Rows of the key side; dim: fewer elements than there are."""
+        view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
+        return replace(view, dim=dim) if dim else view
+
+    def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+        """The views of the call's tensors, its output, and its statistics [.., N1] as kernels keep them."""
+        p, t = self.problem, self.tensors
+        k, v, indices, q_rope, k_rope = (t[n] for n in ("key", "value", "sparse_indices", "query_rope", "key_rope"))
+        assert k is not None
+        assert indices is not None
+        return Operands(
+            q=self.rows(self.given("query"), p.heads_q),
+            k=self.keys(k),
+            v=self.keys(k, p.dim_v) if v is None else self.keys(v),
+            out=self.rows(out, p.heads_q),
+            stats=Stats(*(self.rows(s.unsqueeze(-1), p.heads_q) for s in (max_, sum_))),
+            q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
+            k_rope=None if k_rope is None else self.keys(k_rope),
+            sink=t["sinks"],
+            # Kernels read 32 bits; every entry was found to fit.
+            indices=self.rows(indices.to(torch.int32), p.heads_kv),
+        )
+
+    def grouped(self, stats: Tensor) -> Tensor:
+        """grouped() of the call's statistics."""
+        return grouped(stats, self.problem.heads_kv, self.layout)
+
+    def whole(self) -> Sparse:
+        """The same call with statistics."""
+        return replace(self, stats=True)
+
+    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
+        """The gradients of a call with statistics."""
+        unpaged(self.problem.page_size)
+        found = run(SparseBackward(self, upstream["attention_out"], *(results[name] for name in RESULTS)))
+        return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        found = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
+        return found if self.stats else {RESULTS[0]: found[RESULTS[0]]}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors; kernels write statistics in their own order."""
+        return _ForwardRun(self, outputs)
+
+
+def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for statistics of query rows as kernels keep them: [B, S1, N1] or [T1, N1]."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty(query, query.shape[:-1], dtype), empty(query, query.shape[:-1], dtype)
+
+
+def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
+    """A view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
+    return stats.unflatten(-1, (heads_kv, stats.shape[-1] // heads_kv)).movedim(-2, 0 if layout == "TND" else 1)
+
+
+def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
+    """Rows of keys, packed, padded or in pages."""
+    if layout != PAGED:
+        return row_view(tensor, layout, heads, extents, "kv")
+    assert table is not None
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()  # As row_view() does: kernels read rows of neighbouring elements.
+    table = table.to(torch.int32)
+    if table.stride(-1) != 1:
+        table = table.contiguous()  # Kernels read a sequence's pages one by one.
+    page, token, head, _ = tensor.stride()
+    return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for every result of a forward call with these arguments."""
+    q, k, v = (n[name] for name in ("query", "key", "value"))
+    heads = k.shape[-2]
+    out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
+    rows = (heads, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], heads, q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    stats = (empty(q, (*rows, q.shape[-2] // heads), dtype) for _ in STATISTICS)
+    return dict(zip(RESULTS, (out, *stats), strict=True))
+
+
+class _ForwardRun(Filled):
+    __slots__ = ("call", "stats")
+
+    def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
+        out, *self.stats = (outputs.get(name) for name in RESULTS)
+        assert out is not None
+        self.call, written = call, (room(out), *statistics(call.given("query")))
+        clears = () if call.covers(call.given("query")) else written
+        super().__init__((call.operands(*written),), written, (out,), clears)
+
+    def finish(self) -> None:
+        super().finish()
+        _, max_, sum_ = self.rooms
+        # A row without keys has 0 and 0, also where there is a sink but the sequence has no keys at all.
+        empty = max_ == -torch.inf
+        for b in self.call.extents.keyless:
+            self.call.rows(empty.unsqueeze(-1), self.call.problem.heads_q).sequence(
+                b, self.call.problem.heads_q, int(self.call.extents.q_len[b])
+            ).fill_(True)
+        for target, value in zip(self.stats, (max_, sum_), strict=True):
+            if target is not None:
+                target.copy_(self.call.grouped(value.masked_fill(empty, 0)))
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+def unpaged(page_size: int) -> None:
+    """Raises for keys in pages."""
+    if page_size:
+        raise NotImplementedError("fusion_attention: keys in pages have no gradient: pass them padded or packed")
+
+
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the gradients of all tensors that are given."""
+    given = ((name, n[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+    return {name: empty(t, t.shape) for name, t in given if t is not None}
+
+
+class SparseBackward(OfCall):
+    """A gradient call, from the saved output and the saved statistics in CANN's order."""
+
+    call: Sparse
+    verb = "attention_backward"
+
+    def __init__(self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
+        super().__init__(call)
+        self.saved = dout, out, max_, sum_
+
+    def results(self) -> dict[str, Tensor]:
+        """The gradients of all that the call has."""
+        return fresh_gradients(self.call.tensors)
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its gradients."""
+        return _BackwardRun(self.call, self.saved, outputs)
+
+
+class _BackwardRun(Filled):
+    __slots__ = ("call", "saved", "stats")
+
+    def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
+        dout, out, *self.saved = saved
+        self.call, self.stats, heads = call, statistics(call.given("query")), call.problem.heads_q
+        g = {name: room(tensor) for name, tensor in outputs.items()}
+
+        def keys(name: str) -> Any:
+            return call.keys(g[name]) if name in g else None
+
+        grads = Grads(
+            dout=call.rows(dout, heads),
+            dq=call.rows(g["dquery"], heads),
+            dk=keys("dkey"),
+            dv=keys("dvalue"),
+            dq_rope=call.rows(g["dquery_rope"], heads) if "dquery_rope" in g else None,
+            dk_rope=keys("dkey_rope"),
+            dsink=g.get("dsinks"),
+        )
+        sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
+        of_rows = [(g[name], side) for name, side in sides.items() if name in g]
+        clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
+        if "dsinks" in g and not len(call.extents):
+            clears.append(g["dsinks"])  # No back end runs.
+        operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
+        super().__init__(operands, rooms, tuple(outputs.values()), tuple(clears))
+
+    def begin(self) -> None:
+        super().begin()
+        max_, sum_ = self.stats
+        for saved, stats in zip(self.saved, self.stats, strict=True):
+            self.call.grouped(stats).copy_(saved)
+        max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys

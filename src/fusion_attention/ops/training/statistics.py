@@ -1,0 +1,86 @@
+"""Statistics as the training operators return them: finite, in eight equal lanes; and as kernels keep them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from fusion_attention.ops.shared.layouts import covered, stats_view
+from fusion_attention.ops.training.call import DenseCall
+
+Tensor = torch.Tensor
+FLT_MAX = float(np.finfo(np.float32).max)
+LANES = 8
+
+
+def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics as the training operators return them: finite(), in eight equal lanes."""
+    lowest, one = _lanes(max_.device, max_.dtype)
+    if not call.extents.keyless:
+        return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
+    max_, sum_ = finite(call, max_, sum_)
+    return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
+
+
+def lay_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
+    """to_lanes() into given memory."""
+    if call.extents.keyless:
+        for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
+            target.copy_(lanes)
+        return
+    lowest, one = _lanes(max_.device, max_.dtype)
+    torch.maximum(max_.unsqueeze(-1), lowest, out=to_max)
+    torch.mul(_finite_sum(call, max_, sum_).unsqueeze(-1), one, out=to_sum)
+
+
+def finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics without infinities, in new tensors.
+
+    Empty rows: max -FLT_MAX with sum +FLT_MAX (zero form) or the number of keys (mean form); rows of a sequence
+    without keys: 0 and 0.
+    """
+    finite_max, finite_sum = max_.clamp_min(-FLT_MAX), _finite_sum(call, max_, sum_)
+    for view in _keyless(call, finite_max, finite_sum):
+        view.zero_()
+    return finite_max, finite_sum
+
+
+def _finite_sum(call: DenseCall, max_: Tensor, sum_: Tensor) -> Tensor:
+    if not covered(call.q, call.form.layout, call.extents, "q"):
+        # Rows of no sequence hold 0 and 0, and keep them.
+        return torch.where((max_ == -torch.inf) & (sum_ == 0), FLT_MAX, sum_)
+    return torch.threshold(sum_, 0.0, FLT_MAX)  # 0 only in empty rows: any other row adds exp(0)
+
+
+@functools.lru_cache(maxsize=32)
+def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """-FLT_MAX and 1 in every lane: an operation with them is the cheapest way to repeat a number."""
+    return torch.full((LANES,), -FLT_MAX, device=device, dtype=dtype), torch.ones(LANES, device=device, dtype=dtype)
+
+
+def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+    """What to_lanes() wrote, as kernels keep it."""
+    return from_finite(call, max_[..., 0], sum_[..., 0])
+
+
+def from_finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+    """What finite() made, as kernels keep it."""
+    empty = max_ == -FLT_MAX
+    # Views of statistics count on their own order, so a caller's strides end here.
+    sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_).contiguous()
+    max_ = torch.where(empty, -torch.inf, max_).contiguous()
+    for view in _keyless(call, sum_):
+        view.fill_(1.0)  # Nothing is seen there; a sum of 0 would make the sink's share 0 / 0.
+    return max_, sum_
+
+
+def _keyless(call: DenseCall, *tensors: Tensor) -> list[Tensor]:
+    """The statistics of the sequences that have rows but no keys."""
+    e, heads = call.extents, call.problem.heads_q
+    return [
+        stats_view(tensor, call.form, heads, e).sequence(int(b), heads, int(e.q_len[b]))
+        for b in e.keyless
+        for tensor in tensors
+    ]
