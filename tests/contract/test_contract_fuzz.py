@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from test_contract import FACES, Args, call
 
 from fusion_attention import BackendError, ContractError, ContractWarning
-from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute

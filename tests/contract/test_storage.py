@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
-from fusion_attention.contract import INVALID, RUNTIME, ContractError, Op, Tensor, bind
-from fusion_attention.contract.arguments import lost, reach, span
+from fusion_attention.contract import INVALID, RUNTIME, ContractError, Op, Tensor, bind, lost, reach, span
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 

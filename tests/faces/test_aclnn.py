@@ -11,8 +11,7 @@ import torch
 from support.bits import same
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op
-from fusion_attention.contract.expressions import size_of
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op, size_of
 from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import show
 
 P = ParamSpec("P")
 T = TypeVar("T")

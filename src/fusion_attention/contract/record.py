@@ -281,6 +281,12 @@ class Op:
             params += (after or {}).get(p.name, ())
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
 
+    def failure(
+        self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
+    ) -> Failure:
+        """One of this operator's; param: the name that users see."""
+        return Failure(self.name, param, expected, got, advice, code, rule)
+
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
         """Values in the order of the parameters by canonical name; the last parameters may lack theirs."""
         return dict(zip(self.names, values, strict=False))

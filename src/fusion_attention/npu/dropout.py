@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, ContractWarning, Failure, outside
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import ContractError, ContractWarning, Failure, outside, show
 from fusion_attention.ops.shared.layouts import EXTRAS, LAYOUTS, Call, bits_view
 from fusion_attention.settings import current
 from fusion_attention.waist.dropout import drawn_bits, keep_from_bits, keep_from_philox

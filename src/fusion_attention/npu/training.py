@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Op, bind
-from fusion_attention.contract.arguments import intact
+from fusion_attention.contract import Attr, Op, bind, intact
 from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops.shared.layouts import BIAS, LANES, from_lanes, to_lanes
 from fusion_attention.ops.training import records as training

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import row_view, wide
 from fusion_attention.ops.sparse.lower import covered, extents_of, grouped, statistics

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import LAYOUTS, row_view, wide
 from fusion_attention.ops.sparse.checks import PAGED, keys_in

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import trained
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import dtype_text, trained
 from fusion_attention.ops.shared.layouts import broken_end, mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
 from fusion_attention.waist.bias import TABLE_ROWS
