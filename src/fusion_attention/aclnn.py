@@ -302,7 +302,7 @@ Args:
 Returns:
     (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
 
-Source: {op.source}.
+Source: {op.page}.
 """
     return function
 
@@ -325,7 +325,7 @@ Args:
 Returns:
     ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
 
-Source: {op.source}.
+Source: {op.page}.
 """
     return run
 

@@ -455,16 +455,15 @@ def test_a_warning_comes_once_per_line() -> None:
 def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:
     assert not any(r.param == "pse_type" for r in training.SCORE_V1.asked)
     assert not any(r.only == ("TND",) for r in training.SCORE_V3.asked)
-    op = training.SCORE_V1.version("v", "s", without=("pse",), after={"value": (training.SINK,)})
-    assert [p.name for p in op.params[:4]] == ["query", "key", "value", "sink"]
+    op = training.SCORE_V1.version("v", "s", after={"value": (training.SINK,)})
+    assert [p.name for p in op.params[:5]] == ["query", "key", "value", "sink", "pse"]
+    op = replace(op, params=tuple(p for p in op.params if p.name != "pse"))
     assert not any(r.param == "pse" for r in op.asked)
 
 
 def test_a_rule_words_itself() -> None:
     rule = Rule("fits(x, 'B N | 1 N')", "x", "why")
-    op = Op(
-        "op", "s", "here", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),)
-    )
+    op = Op("op", "s", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),))
     assert rule.expected == "shape [B, N] or [1, N]"
     assert rule.code == TILING
     bind(op, {"x": torch.ones(2, 3)}, strict=True)

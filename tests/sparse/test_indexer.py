@@ -13,6 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
+from fusion_attention.ops.indexer import own as own_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
@@ -234,7 +235,7 @@ def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "weights")}
     call = lowered_indexer(args)
     indices, values = chosen(call, "auto")
-    own = {p.shown: {**args, **leaves}[p.name] for p in indexer.OWN.params if p.name in args}
+    own = {p.shown: {**args, **leaves}[p.name] for p in own_indexer.RECORD.params if p.name in args}
     own |= {"causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
     results = npu.npu_lightning_indexer(**by_npu(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
     for own_indices, own_values in results:

@@ -15,6 +15,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import own as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing import compare
@@ -168,7 +169,7 @@ def test_statistics(case: LossCase) -> None:
 
 def run_own(args: Args, backend: str) -> Results:
     """The results of indexer_loss(), gradients included."""
-    return run(indexer_loss.OWN.lower(bind(indexer_loss.OWN, args)), backend)  # type: ignore[misc]
+    return run(own_loss.RECORD.lower(bind(own_loss.RECORD, args)), backend)  # type: ignore[misc]
 
 
 def both(case: LossCase) -> list[str]:
@@ -320,7 +321,7 @@ def test_the_pythonic_face_scales_what_came_with_the_loss(case: LossCase) -> Non
     args = own(case, operands(case))
     leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "query_index", "key_index", "weights")}
     want = run_own(args, backend)
-    loss = fa.indexer_loss(**by_name(indexer_loss.OWN, {**args, **leaves}), backend=backend)
+    loss = fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend)
     assert loss.shape == ()
     assert loss.dtype == torch.float32
     same_bits(loss.detach().reshape(1), want["loss"], "loss")
@@ -331,7 +332,7 @@ def test_the_pythonic_face_scales_what_came_with_the_loss(case: LossCase) -> Non
         same_bits(gradient, want[f"d{name}"] * 0.5, name)
     assert leaves["query"].grad is leaves["key"].grad is None
     with torch.no_grad():
-        assert not fa.indexer_loss(**by_name(indexer_loss.OWN, {**args, **leaves}), backend=backend).requires_grad
+        assert not fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend).requires_grad
 
 
 def test_from_attention_to_the_loss() -> None:
@@ -358,7 +359,7 @@ def test_from_attention_to_the_loss() -> None:
 
 
 def test_an_empty_query() -> None:
-    for op in (indexer_loss.TORCH, indexer_loss.TORCH_DENSE, indexer_loss.OWN):
+    for op in (indexer_loss.TORCH, indexer_loss.TORCH_DENSE, own_loss.RECORD):
         for layout in ("BSND", "TND"):
             given: Args = {"actual_seq_qlen": [0, 0]} if layout == "TND" else {}
             args = sample(op, layout=layout, S1=0, T1=0, **given)
@@ -404,7 +405,7 @@ def test_the_first_bad_entry_is_named() -> None:
     with pytest.raises(fa.ContractError, match=r"got 7 at batch 1, row 2, slot 1, outside \[-1, 7\)"):
         npu.npu_sparse_lightning_indexer_grad_kl_loss(**by_name(indexer_loss.TORCH, args))
     with pytest.raises(fa.ContractError, match=r"indexer_loss: indices: .* got 7 at batch 1, row 2, slot 1, outside"):
-        fa.indexer_loss(**by_name(indexer_loss.OWN, own(CALL, args)), backend="golden")
+        fa.indexer_loss(**by_name(own_loss.RECORD, own(CALL, args)), backend="golden")
 
 
 def test_content_is_checked_on_request() -> None:

@@ -13,6 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
+from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.lower import Backward, Forward
 from fusion_attention.testing import call_face, compare
@@ -310,7 +311,7 @@ def by_npu(op: Op, args: Args) -> Args:
 
 def by_python(case: SparseCase, args: Args) -> Args:
     """Arguments of sparse_attention()."""
-    given = {p.shown: args[p.name] for p in sparse.OWN.params if p.name in args}
+    given = {p.shown: args[p.name] for p in own.RECORD.params if p.name in args}
     return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
 
 

@@ -14,6 +14,7 @@ from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.torch_ops.eager import run
 
@@ -231,7 +232,7 @@ def test_an_empty_query() -> None:
 
 
 def test_lengths_of_every_kind() -> None:
-    op = sparse.OWN
+    op = own.RECORD
     legal = sample(op, layout="TND")
     for kind in (list, tuple, np.array, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)):
         given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}

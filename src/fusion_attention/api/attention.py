@@ -9,11 +9,10 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
-from fusion_attention.ops.training.records import UNLIMITED
 from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
-from fusion_attention.waist.mask import Band
+from fusion_attention.waist.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

@@ -8,9 +8,9 @@ from typing import Literal, overload
 
 import torch
 
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import records as loss_records
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.indexer import own as indexer
+from fusion_attention.ops.indexer_loss import own as indexer_loss_record
+from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_traced, traced
 
@@ -67,9 +67,9 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()
         [0, -1, -1]
     """
-    args = indexer.OWN.named(locals().values())
+    args = indexer.RECORD.named(locals().values())
     dense_traced.autocast(args, ("query", "key"))
-    found = traced.results(indexer.OWN, args, backend)
+    found = traced.results(indexer.RECORD, args, backend)
     return found["sparse_indices_out"], found["sparse_values_out"]
 
 
@@ -162,9 +162,9 @@ def sparse_attention(
         >>> torch.allclose(out, dense.transpose(1, 2), atol=1e-5)
         True
     """
-    args = sparse.OWN.named(locals().values())
+    args = sparse.RECORD.named(locals().values())
     dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.OWN, args, backend, whole=return_lse)
+    found = traced.results(sparse.RECORD, args, backend, whole=return_lse)
     out = found["attention_out"]
     return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
 
@@ -235,9 +235,9 @@ def indexer_loss(
         >>> index_q.grad.shape
         torch.Size([1, 6, 2, 8])
     """
-    args = loss_records.OWN.named(locals().values())
+    args = indexer_loss_record.RECORD.named(locals().values())
     dense_traced.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
-    return traced.results(loss_records.OWN, args, backend)["loss"].reshape(())
+    return traced.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -57,7 +57,7 @@ def render(op: Op) -> str:
     if op.rulings:
         numbers = ", ".join(map(str, sorted(set(op.rulings))))
         lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
-    return "\n".join([*lines, "", f"Source: {op.source}.", ""])
+    return "\n".join([*lines, "", f"Source: {op.page}.", ""])
 
 
 def _line(*cells: str) -> str:

@@ -203,8 +203,9 @@ class Op:
     Args:
         name: as the interface names it.
         summary: one sentence; formula: what is computed.
-        source: the page it follows; rulings: numbers of docs/rulings.md that decide where the page is silent.
         params: in the interface's order.
+        source: who documents it; "" of this library's own. rulings: numbers of docs/rulings.md that decide where that
+            page is silent.
         rules: asked in stages; one about a parameter or a layout that the record lacks is left out.
         layouts: the layout strings, first one sampled; layout_attr: the attribute that chooses.
         neutral: canonical names that rules and lowering may mention, with the value they have where the record
@@ -221,10 +222,10 @@ class Op:
 
     name: str
     summary: str
-    source: str
     params: tuple[Param, ...]
     rules: tuple[Rule, ...] = ()
     formula: str = ""
+    source: str = ""
     rulings: tuple[int, ...] = ()
     layouts: tuple[str, ...] = ()
     layout_attr: str = "input_layout"
@@ -265,20 +266,9 @@ class Op:
         needed = {rule.param, *rule.needs}
         return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
-    def version(
-        self,
-        name: str,
-        summary: str,
-        *,
-        after: Mapping[str, tuple[Param, ...]] | None = None,
-        without: tuple[str, ...] = (),
-        **changes: Any,
-    ) -> Op:
-        """This record with parameters inserted after others or left out, and further fields changed."""
-        params: list[Param] = []
-        for p in self.params:
-            params += [] if p.name in without else [p]
-            params += (after or {}).get(p.name, ())
+    def version(self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]], **changes: Any) -> Op:
+        """This record with parameters inserted after others, and further fields changed."""
+        params = [found for p in self.params for found in (p, *after.get(p.name, ()))]
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
 
     def failure(
@@ -290,6 +280,11 @@ class Op:
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
         """Values in the order of the parameters by canonical name; the last parameters may lack theirs."""
         return dict(zip(self.names, values, strict=False))
+
+    @property
+    def page(self) -> str:
+        """The page that the record follows."""
+        return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
         """The layout of a tensor in a call: the record's, or its own."""

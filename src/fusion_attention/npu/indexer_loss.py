@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.sparse.records import UNLIMITED
+from fusion_attention.ops.sparse.records import LARGEST_INT64 as UNLIMITED
 from fusion_attention.torch_ops import traced
 
 __all__ = [

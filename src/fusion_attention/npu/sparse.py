@@ -22,7 +22,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-UNLIMITED = sparse.UNLIMITED
+UNLIMITED = sparse.LARGEST_INT64
 
 
 def _every(found: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from fusion_attention.ops.training import records as training
 from fusion_attention.ops.training.lower import lower
 from fusion_attention.torch_ops import dense_eager, dense_traced
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
+from fusion_attention.waist.mask import UNLIMITED
 
 __all__ = [
     "npu_fusion_attention",
@@ -29,7 +30,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-UNLIMITED = training.UNLIMITED
 
 
 _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import bind
+from fusion_attention.ops.indexer_loss import own as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, Loss, lower
 from fusion_attention.ops.sparse.lower import grouped
@@ -122,7 +123,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
     """The call that the npu face makes; the pythonic one's, where torch_npu knows no sinks."""
     if by_python(case):
-        call = lower(bind(indexer_loss.OWN, own(case, args)))
+        call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
         call = lower(bind(indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE, args))
     assert isinstance(call, Loss)
@@ -136,7 +137,7 @@ def by_python(case: LossCase) -> bool:
 
 def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of indexer_loss() by canonical name."""
-    given = {p.name: args[p.name] for p in indexer_loss.OWN.params if p.name in args}
+    given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
     lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
     lengths = {"actual_seq_qlen": list(case.q_len), "actual_seq_kvlen": list(case.kv_len)}

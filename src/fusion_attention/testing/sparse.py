@@ -19,6 +19,7 @@ from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer.lower import Backward as IndexerBackward
 from fusion_attention.ops.indexer.lower import Forward as IndexerForward
 from fusion_attention.ops.indexer.lower import Indexer, indexer_call
+from fusion_attention.ops.sparse import own as sparse_own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, Backward, Forward, Sparse, sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
@@ -268,9 +269,9 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
         return sparse_call(bind(sparse.TORCH, args))
     own = {
         "causal": args["sparse_mode"] == 3,
-        **{p.name: args.get(p.name) for p in sparse.OWN.params if p.name in args},
+        **{p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args},
     }
-    return replace(sparse_call(bind(sparse.OWN, own)), stats=True)
+    return replace(sparse_call(bind(sparse_own.RECORD, own)), stats=True)
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:

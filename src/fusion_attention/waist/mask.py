@@ -16,14 +16,14 @@ import torch
 # More tokens than any sequence has, and so few that sums of several never leave int64.
 INFINITE = 1 << 40
 # Token counts from here on mean "no limit" in every interface.
-UNBOUNDED = (1 << 31) - 1
+UNLIMITED = (1 << 31) - 1
 
 
 def tokens(count: int) -> int:
     """A caller's token count, with everything at or beyond +-(2**31 - 1) saturated to +-INFINITE."""
-    if count >= UNBOUNDED:
+    if count >= UNLIMITED:
         return INFINITE
-    return -INFINITE if count <= -UNBOUNDED else count
+    return -INFINITE if count <= -UNLIMITED else count
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,8 +104,8 @@ class Band:
         plain = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
         if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
             return plain  # what is no whole number a call names
-        left = UNBOUNDED if self.lo == -INFINITE else -self.lo
-        right = UNBOUNDED if self.hi == INFINITE else self.hi - 1
+        left = UNLIMITED if self.lo == -INFINITE else -self.lo
+        right = UNLIMITED if self.hi == INFINITE else self.hi - 1
         align = () if self.align == "end" else (self.align,)
         forms = {"full": (), "causal": align, "window": (left, right, *align), "prefix_causal": (list(self.prefix),)}
         for name, arguments in forms.items():

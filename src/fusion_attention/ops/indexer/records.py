@@ -1,6 +1,6 @@
-"""CANN's lightning indexer and its gradient, and this library's own `lightning_indexer`: their records.
+"""CANN's lightning indexer and its gradient: the records of its own interface and of torch_npu's.
 
-Rules stand in sparse_rules.py, the way down to an IndexerProblem in indexer_lower.py.
+Most rules stand in sparse/rules.py, the way down to an IndexerProblem in lower.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
 from fusion_attention.ops.indexer.lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer.lower import GRADIENTS as GRADIENT_NAMES
-from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, output, spelled
-from fusion_attention.ops.shared.rules import doubt, limit, no_float32, only_dim
+from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -25,12 +25,6 @@ from fusion_attention.ops.sparse.records import (
     LAYOUTS,
     MODE,
     NEXT,
-    OWN_CAUSAL,
-    OWN_COVERED,
-    OWN_KEY_LENGTHS,
-    OWN_KV_LENGTHS,
-    OWN_Q_LENGTHS,
-    OWN_SAMPLE,
     PACKED_SAMPLE,
     PRE,
     QUERY,
@@ -46,9 +40,11 @@ from fusion_attention.ops.sparse.rules import (
     PAGES,
     SELECTION,
     SIZES,
+    TABLE_LIMITS,
     TABLES,
     first_block,
     scores,
+    some_heads,
 )
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -98,7 +94,7 @@ GRADIENTS = (
 
 # -------------------------------------------------------------------------------------------------------------- rules
 
-SCORES = scores("query", "N1", "D")
+HEADS, SCORES = some_heads("query", "N1"), scores("query", "N1", "D")
 LIMITS = (
     no_float32("query", weights="B S1 N1"),
     limit("N1 <= 64", "query", "the chip takes no more heads", spoil={"N1": 65}),
@@ -168,13 +164,13 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 V1 = Op(
     "aclnnLightningIndexer",
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
-    "CANN, aclnnLightningIndexer",
     (
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), COUNT, MODE, PRE, NEXT),
         *(RETURN_VALUES, CHOSEN, VALUES),
     ),
-    LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + SCORES + FORWARD + LIMITS,
+    (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
+    source="CANN",
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
@@ -197,12 +193,11 @@ GRAD_V1 = replace(
     V1,
     name="aclnnLightningIndexerGrad",
     summary="Gradients of the values that LightningIndexer chose, padded or packed.",
-    source="CANN, aclnnLightningIndexerGrad",
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
     ),
-    rules=LENGTHS + NEEDS_KEY_LENGTHS + SCORES[1:] + SELECTION + LIMITS,
+    rules=LENGTHS + NEEDS_KEY_LENGTHS + SCORES + SELECTION + LIMITS,
     formula=BACKWARD_FORMULA,
     rulings=(6, 12, 17, 18, 20, 23, 24),
     derive=lengths,
@@ -215,7 +210,7 @@ TORCH = replace(
     V1,
     name="npu_lightning_indexer",
     summary="torch_npu's lightning indexer: (sparse_indices, sparse_values).",
-    source="Ascend op-plugin, npu_lightning_indexer",
+    source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), replace(COUNT, default=2048)),
@@ -226,54 +221,13 @@ TORCH_GRAD = replace(
     GRAD_V1,
     name="npu_lightning_indexer_grad",
     summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
-    source="Ascend op-plugin, npu_lightning_indexer_grad",
-    rules=SCORES[:1] + GRAD_V1.rules,
+    source="Ascend op-plugin",
+    rules=(HEADS, *GRAD_V1.rules),
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS),
     ),
 )
 
-
-def derive_own(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes, and the mode that `causal` stands for."""
-    return lengths(names) | {"K": names["sparse_count"], "sparse_mode": 3 if names["causal"] else 0}
-
-
-OWN = Op(
-    "lightning_indexer",
-    "The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
-    "this library",
-    (
-        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
-        replace(WEIGHTS, dtypes=OWN_FLOATS),
-        spelled(COUNT, "top_k", default=2048),
-        *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, OWN_CAUSAL, spelled(TABLE, "page_table")),
-    ),
-    (
-        *(*LENGTHS, *OWN_KEY_LENGTHS, *OWN_COVERED, *TABLES[:2], *SCORES),
-        doubt(
-            "sparse_count <= max(S2, 8192)",
-            "sparse_count",
-            "lists are as long as it says, -1 behind the keys that there are",
-            "no more than the keys, or 8192",
-            spoil={"sparse_count": 8193},
-        ),
-    ),
-    formula=FORMULA,
-    rulings=(6, 13, 17, 18, 23),
-    layouts=LAYOUTS,
-    layout_attr="layout",
-    neutral={**NEUTRAL, "cumulative": False, "return_values": True},
-    derive=derive_own,
-    functions=FUNCTIONS,
-    lower=lower,
-    results=RESULTS,
-    fresh=fresh,
-    trains=TRAINS,
-    sizes=INDEXER_SIZES,
-    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **OWN_SAMPLE}},
-)
-
 ACLNN = (V1, GRAD_V1)
-RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD, OWN)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD)

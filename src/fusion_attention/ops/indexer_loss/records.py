@@ -1,7 +1,6 @@
-"""CANN's losses of the lightning indexer with their gradients, the statistics they need, and this library's own
-`indexer_loss`: their records.
+"""CANN's losses of the lightning indexer with their gradients, and the statistics they need: their records.
 
-Rules stand in sparse_rules.py, the way down to an IndexerLossProblem in indexer_loss_lower.py.
+Most rules stand in sparse/rules.py, the way down to an IndexerLossProblem in lower.py.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.lower import (
-    DIFFERENTIABLE,
     RESULTS,
     STATISTICS,
     fresh,
     fresh_statistics,
     lower,
 )
-from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -34,12 +32,6 @@ from fusion_attention.ops.sparse.records import (
     MAX_IN,
     MODE,
     NEXT,
-    OWN_CAUSAL,
-    OWN_COVERED,
-    OWN_KEY_LENGTHS,
-    OWN_KV_LENGTHS,
-    OWN_Q_LENGTHS,
-    OWN_SAMPLE,
     PACKED_SAMPLE,
     PRE,
     Q_LENGTHS,
@@ -62,6 +54,7 @@ from fusion_attention.ops.sparse.rules import (
     first_block,
     most_tokens,
     scores,
+    some_heads,
 )
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -187,8 +180,9 @@ LSE_LIMITS = (
     limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", spoil={"N1": 4}),
     only_dim("D", 128, "query_index"),
 )
-SCORES = scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
-MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, *SCORES, SAVED)
+HEADS, SCORES = some_heads("query_index", "Ni"), scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
+LSE_SCORES = some_heads("query_index", "N1"), *scores("query_index", "N1", "D")
+MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, HEADS, *SCORES, SAVED)
 
 # ------------------------------------------------------------------------------------------------------------ records
 
@@ -212,12 +206,12 @@ OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 V1 = Op(
     "aclnnSparseLightningIndexerGradKLLoss",
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
-    "CANN, aclnnSparseLightningIndexerGradKLLoss",
     (
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
     ),
     (*MEANING, *SELECTION, *LIMITS),
+    source="CANN",
     formula=FORMULA,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,
@@ -236,7 +230,6 @@ DENSE_V1 = replace(
     V1,
     name="aclnnDenseLightningIndexerGradKLLoss",
     summary="How far the indexer's distribution over all keys is from the attention's, and the gradients.",
-    source="CANN, aclnnDenseLightningIndexerGradKLLoss",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, LAYOUT, *WINDOW, *RESULT),
@@ -245,18 +238,15 @@ DENSE_V1 = replace(
     rulings=(6, 14, 17, 20, 23, 24),
     sizes=DENSE_SIZES,
 )
-LSE_PARAMS = of_index("N1", "D", str(QUERY.dtypes), "query_index")
+LSE_QUERY, LSE_KEY, LSE_WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
+LSE_MAX = output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32")
+LSE_SUM = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32")
 LSE_V1 = replace(
     V1,
     name="aclnnDenseLightningIndexerSoftmaxLse",
     summary="The softmax statistics of an indexer's scores over all keys of a row.",
-    source="CANN, aclnnDenseLightningIndexerSoftmaxLse",
-    params=(
-        *(*LSE_PARAMS[:2], spelled(LSE_PARAMS[2], "weight"), *INDEX_ENDS, LAYOUT, *WINDOW),
-        output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32"),
-        output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32"),
-    ),
-    rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *scores("query_index", "N1", "D"), *LSE_LIMITS),
+    params=(*(LSE_QUERY, LSE_KEY, spelled(LSE_WEIGHTS, "weight"), *INDEX_ENDS, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),),
+    rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
     formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
 max = max_j I_j,  sum = sum_j exp(I_j - max)""",
     rulings=(6, 17, 20, 23),
@@ -269,7 +259,7 @@ TORCH = replace(
     V1,
     name="npu_sparse_lightning_indexer_grad_kl_loss",
     summary="torch_npu's loss over selected keys: (d_query_index, d_key_index, d_weights, loss).",
-    source="Ascend op-plugin, npu_sparse_lightning_indexer_grad_kl_loss",
+    source="Ascend op-plugin",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, SCALE, QUERY_ROPE, KEY_ROPE, Q_LENGTHS, KLEN),
         *(LAYOUT, *WINDOW, SINKS, *RESULT),
@@ -279,7 +269,7 @@ TORCH_DENSE = replace(
     DENSE_V1,
     name="npu_dense_lightning_indexer_grad_kl_loss",
     summary="torch_npu's loss over all keys: (d_query_index, d_key_index, d_weights, loss).",
-    source="Ascend op-plugin, npu_dense_lightning_indexer_grad_kl_loss",
+    source="Ascend op-plugin",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, SCALE, QUERY_ROPE, KEY_ROPE),
         *(Q_LENGTHS, KLEN, LAYOUT, *WINDOW, *RESULT),
@@ -289,60 +279,9 @@ TORCH_LSE = replace(
     LSE_V1,
     name="npu_dense_lightning_indexer_softmax_lse",
     summary="torch_npu's statistics of an indexer's scores: (softmax_max, softmax_sum).",
-    source="Ascend op-plugin, npu_dense_lightning_indexer_softmax_lse",
-    params=(*LSE_PARAMS, Q_LENGTHS, KLEN, *LSE_V1.params[5:]),
-)
-
-
-def derive_own(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes, and the mode that `causal` stands for."""
-    return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
-
-
-OWN = Op(
-    "indexer_loss",
-    "How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
-    "this library",
-    (
-        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),
-        Tensor(
-            "lse",
-            "The attention's log-sum-exp of every row and head, sinks included; -inf where a row sees no key.",
-            dtypes="float32 float64",
-            shape={"BSND": "B N1 S1", "TND": "T1 N1"},
-        ),
-        *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS)),
-        spelled(
-            INDICES,
-            "indices",
-            text="The keys that every row selects, for all heads, -1 behind the last; None: all that the row sees.",
-            optional=True,
-        ),
-        *(LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
-        spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None),
-        *(OWN_CAUSAL, spelled(SINKS, "sink", dtypes=OWN_FLOATS)),
-    ),
-    (
-        *(*LENGTHS, *OWN_KEY_LENGTHS[1:], *OWN_COVERED, *SHAPES, *SCORES),
-        *(
-            replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
-            for rule in SELECTION
-        ),
-    ),
-    formula=FORMULA,
-    rulings=(2, 6, 12, 14, 17, 18, 23, 24),
-    layouts=LAYOUTS,
-    layout_attr="layout",
-    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
-    derive=derive_own,
-    functions=FUNCTIONS,
-    lower=lower,
-    results=RESULTS,
-    fresh=fresh,
-    trains={"loss": DIFFERENTIABLE},
-    sizes=SPARSE_SIZES,
-    samples={"TND": OWN_SAMPLE},
+    source="Ascend op-plugin",
+    params=(LSE_QUERY, LSE_KEY, LSE_WEIGHTS, Q_LENGTHS, KLEN, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),
 )
 
 ACLNN = (V1, DENSE_V1, LSE_V1)
-RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_DENSE, TORCH_LSE, OWN)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_DENSE, TORCH_LSE)

@@ -284,7 +284,6 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 RECORD = Op(
     "decode_attention",
     "Attention of the newest tokens of each sequence over its cache.",
-    "this library",
     (
         Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
         Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),

@@ -1,6 +1,6 @@
 """CANN's decoding: the records of IncreFlashAttention V1 to V4 and of torch_npu's npu_incre_flash_attention.
 
-A version is a delta of another record. Rules stand in infer_rules.py, the way down in infer_lower.py.
+A version is a delta of the one before. Rules stand in rules.py, the way down in lower.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor, Tensors
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
@@ -77,9 +77,9 @@ SAMPLES = {key: {"num_heads": 4, "num_key_value_heads": 2} for key in LAYOUTS}
 V1 = Op(
     "aclnnIncreFlashAttention",
     "Attention of one new token per item over its cache.",
-    "CANN, aclnnIncreFlashAttention",
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
+    source="CANN",
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,
@@ -97,18 +97,15 @@ V2 = V1.version(
     "aclnnIncreFlashAttentionV2",
     "IncreFlashAttention with int8 output.",
     after={"actual_seq_lengths": (DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2)},
-    source="CANN, aclnnIncreFlashAttentionV2",
     rulings=(*V1.rulings, 16),
 )
-_V3: dict[str, tuple[Param, ...]] = {
-    "quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
-    "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE),
-}
 V3 = V2.version(
     "aclnnIncreFlashAttentionV3",
     "IncreFlashAttentionV2 with pse_shift, an int8 cache and pages.",
-    after=_V3,
-    source="CANN, aclnnIncreFlashAttentionV3",
+    after={
+        "quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
+        "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE),
+    },
     rules=RULES,
     rulings=(*V2.rulings, 18),
     neutral=NEUTRAL,
@@ -117,30 +114,18 @@ V4 = V3.version(
     "aclnnIncreFlashAttentionV4",
     "IncreFlashAttentionV3 with left padding.",
     after={"block_table": (PADDING_SIZE,)},
-    source="CANN, aclnnIncreFlashAttentionV4",
 )
-TORCH = Op(
-    "npu_incre_flash_attention",
-    "torch_npu's attention of one new token per item over its cache.",
-    "Ascend op-plugin, npu_incre_flash_attention",
-    (
+TORCH = replace(
+    V4,
+    name="npu_incre_flash_attention",
+    summary="torch_npu's attention of one new token per item over its cache.",
+    source="Ascend op-plugin",
+    params=(
         *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
         *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, replace(NUM_HEADS, default=1), SCALE),
         *(replace(LAYOUT, default="BSH"), KV_HEADS, BLOCK_SIZE, INNER_PRECISE, OUT),
     ),
-    (*RULES, own_scale("scale_value"), *untrained(UNTRAINED, query=(2, 1, 64), key=(2, 6, 32), value=(2, 6, 32))),
-    formula=FORMULA,
-    rulings=V4.rulings,
-    layouts=LAYOUTS,
-    neutral=NEUTRAL,
-    blank_is_absent=True,
-    derive=geometry,
-    functions=FUNCTIONS,
-    lower=lower,
-    results=RESULTS,
-    fresh=fresh,
-    sizes=SIZES,
-    samples=SAMPLES,
+    rules=(*RULES, own_scale("scale_value"), *untrained(UNTRAINED, query=(2, 1, 64), key=(2, 6, 32), value=(2, 6, 32))),
 )
 ACLNN = (V1, V2, V3, V4)
 RECORDS = (*ACLNN, TORCH)

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 
-PACKED = ("TND",)
+PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 ROPE = {"query_rope": True, "key_rope": True}
 
 # What a call must have, how lengths must be, and what the chip alone demands.

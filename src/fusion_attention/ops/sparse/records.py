@@ -1,6 +1,6 @@
-"""CANN's sparse attention, forward and gradient, and this library's own `sparse_attention`: their records.
+"""CANN's sparse attention, forward and gradient: the records of its own interface and of torch_npu's.
 
-Rules stand in sparse_rules.py, the way down to a Problem in sparse_lower.py.
+Rules stand in rules.py, the way down to a Problem in lower.py.
 """
 
 from __future__ import annotations
@@ -12,21 +12,15 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.shared.params import FLOATS, OWN_FLOATS, PAGE_IDS, SINK, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
 from fusion_attention.ops.shared.rules import (
-    PACKED,
     ROPE,
-    WHOLE,
-    covered,
     limit,
     no_float32,
-    of_lengths,
     only_dim,
-    presence,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse.lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
-from fusion_attention.ops.sparse.lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.sparse.rules import (
     IN_PAGES,
     LENGTHS,
@@ -37,13 +31,14 @@ from fusion_attention.ops.sparse.rules import (
     SELECTION,
     SHAPES,
     SIZES,
+    TABLE_LIMITS,
     TABLES,
     WITH_VALUE,
     first_block,
     most_tokens,
 )
 
-UNLIMITED = (1 << 63) - 1
+LARGEST_INT64 = (1 << 63) - 1
 
 
 def rows(side: str, heads: str, dim: str) -> dict[str, str]:
@@ -120,8 +115,8 @@ MODE = Attr(
     domain="sparse_mode in (0, 3)",
     bad=2,
 )
-PRE = Attr("pre_tokens", "Without effect.", default=UNLIMITED)
-NEXT = Attr("next_tokens", "Without effect.", default=UNLIMITED)
+PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
+NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
 ATTENTION_MODE = Attr(
     "attention_mode",
     "2: value is the key's first part, as everywhere here; the chip takes no other.",
@@ -131,8 +126,6 @@ ATTENTION_MODE = Attr(
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
-
-
 OUT = output("attention_out", "The output rows.", rows("1", "N1", "Dv"))
 MAX_OUT = output("softmax_max", "Row maxima of the scaled scores; 0 where a row sees no key.", STATISTICS, "float32")
 SUM_OUT = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees no key.", STATISTICS, "float32")
@@ -266,7 +259,7 @@ FORWARD_SAMPLES = {
 }
 BACKWARD_SAMPLES = {"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED_SAMPLE}}
 TRAINS = {RESULTS[0]: DIFFERENTIABLE}
-RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + SHAPES + SELECTION
+RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + SELECTION
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
@@ -286,13 +279,13 @@ def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
 V1 = Op(
     "aclnnSparseFlashAttention",
     "Attention over the blocks of keys that every row selects.",
-    "CANN, aclnnSparseFlashAttention",
     (
         *(QUERY, KEY, VALUE, INDICES, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
         *(ATTENTION_MODE, RETURN_STATS, OUT, MAX_OUT, SUM_OUT),
     ),
     RULES + FORWARD + LIMITS + FORWARD_LIMITS,
+    source="CANN",
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
     layouts=LAYOUTS,
@@ -312,7 +305,6 @@ GRAD_V1 = replace(
     V1,
     name="aclnnSparseFlashAttentionGrad",
     summary="Gradients of SparseFlashAttention, padded or packed.",
-    source="CANN, aclnnSparseFlashAttentionGrad",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -321,7 +313,7 @@ GRAD_V1 = replace(
     formula=BACKWARD_FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25, 27, 28),
     derive=derive,
-    results=GRADIENT_NAMES[:5],
+    results=tuple(p.name for p in GRADIENTS),
     fresh=fresh_gradients,
     trains={},
     samples=BACKWARD_SAMPLES,
@@ -330,7 +322,7 @@ TORCH = replace(
     V1,
     name="npu_sparse_flash_attention",
     summary="torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
-    source="Ascend op-plugin, npu_sparse_flash_attention",
+    source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, replace(BLOCK, default=1), spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
@@ -341,91 +333,12 @@ TORCH_GRAD = replace(
     GRAD_V1,
     name="npu_sparse_flash_attention_grad",
     summary="Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
-    source="Ascend op-plugin, npu_sparse_flash_attention_grad",
+    source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),
         *(Q_LENGTHS, KV_LENGTHS, LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE, *GRADIENTS),
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- the library's own
-
-OWN_Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
-OWN_KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
-OWN_CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
-OWN_KEY_LENGTHS = (
-    presence(
-        "actual_seq_kvlen is not None",
-        "actual_seq_kvlen",
-        "pages do not show where a sequence ends",
-        text="the lengths of paged keys",
-        when="block_table is not None",
-        given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
-        spoil={"actual_seq_kvlen": None},
-    ),
-    of_lengths(
-        "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
-        "actual_seq_kvlen",
-        "without them the query's lengths serve keys too",
-        text="lengths of keys, or as many keys as the query's lengths add up to",
-        when="actual_seq_qlen is not None",
-        only=PACKED,
-        given={"T2": 8, "actual_seq_kvlen": None},
-        spoil={"T2": 6},
-    ),
-)
-OWN_COVERED = covered(
-    "actual_seq_qlen", "actual_seq_kvlen", WHOLE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]}
-)
-OWN_SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
-
-
-def derive_own(names: dict[str, Any]) -> dict[str, Any]:
-    """derive(), with the mode that `causal` stands for, and dim_v where it is given."""
-    found = lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
-    if names["value"] is None:
-        found["Dv"] = names["dim_v"] or names["D"]
-    return found
-
-
-OWN = Op(
-    "sparse_attention",
-    "Softmax attention over the blocks of keys that every row selects.",
-    "this library",
-    (
-        spelled(QUERY, "q", dtypes=OWN_FLOATS),
-        *(spelled(KEY, "k"), spelled(VALUE, "v"), spelled(INDICES, "indices"), LAYOUT, OWN_Q_LENGTHS, OWN_KV_LENGTHS),
-        *(spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
-        spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None),
-        spelled(BLOCK, "block", default=1),
-        OWN_CAUSAL,
-        Attr("dim_v", "Where v is None: its elements, the first of the key's; 0: all.", default=0),
-        *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table")),
-    ),
-    (
-        *(LENGTHS + OWN_KEY_LENGTHS + OWN_COVERED + TABLES[:2] + SHAPES + SELECTION),
-        Rule(
-            "0 <= dim_v <= D and (dim_v == 0 or value is None)",
-            "dim_v",
-            "a v has a last axis of its own",
-            text="at most the key's elements, and only without v",
-            spoil={"dim_v": 4},
-        ),
-    ),
-    formula=FORMULA,
-    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
-    layouts=LAYOUTS,
-    layout_attr="layout",
-    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
-    derive=derive_own,
-    functions=FUNCTIONS,
-    lower=lower,
-    results=RESULTS,
-    fresh=fresh,
-    trains=TRAINS,
-    sizes=SIZES,
-    samples={"BSND": {"value": True}, "TND": {"value": True, **OWN_SAMPLE}},
-)
-
 ACLNN = (V1, GRAD_V1)
-RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD, OWN)
+RECORDS: tuple[Op, ...] = (*ACLNN, TORCH, TORCH_GRAD)

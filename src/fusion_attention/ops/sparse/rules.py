@@ -123,6 +123,9 @@ TABLES = group(
         reads=True,
         spoil={"P": 0},
     ),
+    given=IN_PAGES,
+)
+TABLE_LIMITS = group(
     own_page_ids(IN_PAGES, torch.zeros(2, 1, dtype=torch.int64)),
     limit(
         "Ps % 16 == 0 and Ps <= 1024",
@@ -214,14 +217,18 @@ LISTS_OF_2048 = limit(
 )
 
 
+def some_heads(query: str, heads: str) -> Rule:
+    """An indexer with heads, by the names of its query and of its axis."""
+    return Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", spoil={heads: 0})
+
+
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
-    """The rules of an indexer's scores, by the names of its query and of its axes; the first asks for heads.
+    """The rules of an indexer's scores, by the names of its query and of its axes.
 
     like: the tensor whose dtype all have, where that is another one, and its sample shape.
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (
-        Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", spoil={heads: 0}),
         Rule(
             f"same_dtype(weights, {like}) or float32(weights)",
             "weights",

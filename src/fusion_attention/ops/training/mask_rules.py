@@ -1,20 +1,18 @@
 """The rules on what acts on scores: mask, window, prefix and pse of CANN's training attention.
 
-As flash_rules.py, which holds all the others. Levels and codes: docs/rulings.md 15.
+As rules.py, which holds all the others. Levels and codes: docs/rulings.md 15.
 """
 
 from __future__ import annotations
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.shared.rules import PACKED, limit
-
-DENSE = ("BSND", "BSH", "SBH", "BNSD")
+from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, limit
 
 # --------------------------------------------------------------------------------------------------- sample settings
 
 FULL_MASK = {"atten_mask": "S1 S2"}
 SQUARE_MASK = {"atten_mask": "2048 2048"}
-ROPE = {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3}
+MASKED_ROPE = {**ROPE, **SQUARE_MASK, "sparse_mode": 3}
 SLOPES = {"pse": ("B N1", "float32"), "S1": 6}
 PREFIXED = {"atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [2, 6]}
 LONG = {"T1": 2060, "T2": 2060, "actual_seq_qlen": [1030, 2060], "actual_seq_kvlen": [1030, 2060]}
@@ -44,7 +42,7 @@ MASKS = (
         "atten_mask",
         "1 removes a score; key padding [B, 1, 1, S2] must be expanded: mask.expand(B, 1, S1, S2)",
         when="atten_mask is not None and sparse_mode in (0, 1, 5)",
-        only=DENSE,
+        only=PADDED,
         given=FULL_MASK,
         spoil={"atten_mask": "B 1 1 S2"},
     ),
@@ -63,7 +61,7 @@ MASKS = (
         "prefixes that differ make other masks; this one and the prefixes both remove keys",
         text="a mask for every sequence",
         when="atten_mask is not None and sparse_mode == 5 and prefixes_differ(prefix)",
-        only=DENSE,
+        only=PADDED,
         level="note",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"atten_mask": "S1 S2"},
@@ -119,7 +117,7 @@ MASKS = (
         "the window must meet the scores; 2147483647 is no limit",
         text="pre_tokens and next_tokens that leave a visible key",
         when="atten_mask is not None and sparse_mode in (0, 4)",
-        only=DENSE,
+        only=PADDED,
         given=SQUARE_MASK | {"sparse_mode": 4},
         spoil={"pre_tokens": -6, "next_tokens": 1},
     ),
@@ -148,7 +146,7 @@ MASKS = (
         "mode 5 without a legal prefix is mode 1: the mask alone decides",
         text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
         when="atten_mask is not None and sparse_mode == 5",
-        only=DENSE,
+        only=PADDED,
         level="note",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"prefix": [1, 6]},
@@ -185,7 +183,7 @@ BIASES = (
         "compressed means the last 1024 rows of the full table",
         text="[B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024",
         when="pse is not None and pse_type in (0, 1)",
-        only=DENSE,
+        only=PADDED,
         given={"pse": "B N1 S1 S2"},
         spoil={"pse": "B 1 S1 S2"},
     ),
@@ -213,7 +211,7 @@ BIASES = (
         "pse",
         "a compressed pse needs q and kv of one length",
         when="pse_form == 'aligned' and pse_type in (0, 1)",
-        only=DENSE,
+        only=PADDED,
         given=TABLE,
         spoil={"S2": 1040},
     ),
@@ -243,7 +241,7 @@ BIASES = (
         "computed biases measure from the upper left corner",
         when="pse_type in (2, 3)",
         needs=("pse_type",),
-        only=DENSE,
+        only=PADDED,
         given={"pse_type": 2} | SLOPES,
         spoil={"S1": 4},
     ),

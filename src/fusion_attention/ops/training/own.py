@@ -15,6 +15,7 @@ from fusion_attention.ops.shared.layouts import Call, Form, mode_band, wide
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
 from fusion_attention.ops.shared.rules import (
     PACKED,
+    PADDED,
     WHOLE,
     broadcasting,
     covered,
@@ -30,11 +31,11 @@ from fusion_attention.ops.shared.rules import (
 )
 from fusion_attention.ops.training.call import Plain
 from fusion_attention.ops.training.checks import positions
-from fusion_attention.ops.training.records import DENSE_LAYOUTS, SIZES, UNLIMITED, rows
-from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.waist.problem import Extents, Problem
 
-ROPE = {"q_rope": True, "k_rope": True}
+OWN_ROPE = {"q_rope": True, "k_rope": True}
 
 
 def lengths_fit(lengths: np.ndarray, count: int | None, capacity: int) -> bool | str:
@@ -84,7 +85,7 @@ RULES = (
         only=PACKED,
         spoil={"q_len": None, "kv_len": None},
     ),
-    rope_pair("q_rope", "k_rope", ROPE),
+    rope_pair("q_rope", "k_rope", OWN_ROPE),
     *(
         of_lengths(
             f"{name} is None or lengths_fit({name}, B, S{axis} if T{axis} is None else T{axis})",
@@ -110,7 +111,7 @@ RULES = (
     groups_of_heads("k"),
     elements("D", "q"),
     elements("Dv", "v"),
-    elements("Dr", "q_rope", optional=True, given=ROPE),
+    elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
     Rule(
         "band is None or sparse_mode is None",
         "band",
@@ -220,7 +221,6 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 RECORD = Op(
     "attention",
     "Softmax attention over the keys that a band, a matrix and lengths leave to each query row.",
-    "this library",
     (
         Tensor("q", "Query rows.", dtypes=OWN_FLOATS, shape=rows("1", "D")),
         Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
@@ -270,7 +270,7 @@ RECORD = Op(
     RULES,
     formula="out = softmax(scale * (q k^T + q_rope k_rope^T) + bias, keys seen) * keep / keep_prob @ v",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
-    layouts=(*DENSE_LAYOUTS, "TND"),
+    layouts=(*PADDED, *PACKED),
     layout_attr="layout",
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
     derive=lengths,

@@ -1,6 +1,7 @@
 """CANN's training attention: the records of FlashAttentionScore, VarLenScore, their gradients and torch_npu's calls.
 
-A version is a delta of another record. Rules stand in flash_rules.py, the way down to a Problem in flash_lower.py.
+Parameters stand in the order of each page: written out, or as what a version adds to the one before. Rules stand in
+rules.py and mask_rules.py, the way down to a Problem in lower.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Param, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
 from fusion_attention.ops.shared.layouts import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
-from fusion_attention.ops.shared.rules import doubt, own_scale
+from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
 from fusion_attention.ops.training.lower import lowered
 from fusion_attention.ops.training.mask_rules import SLOPES
@@ -30,23 +31,22 @@ from fusion_attention.ops.training.rules import (
     RULES,
 )
 from fusion_attention.waist.bias import TABLE_ROWS
-
-UNLIMITED = (1 << 31) - 1
+from fusion_attention.waist.mask import UNLIMITED
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
     """Axis words of a tensor of query ("1") or key ("2") rows in every layout."""
     s, n, t = f"S{side}", f"N{side}", f"T{side}"
-    dense = {
+    return {
         "BSH": f"B {s} {n}*{dim}",
         "SBH": f"{s} B {n}*{dim}",
         "BSND": f"B {s} {n} {dim}",
         "BNSD": f"B {n} {s} {dim}",
+        "TND": f"{t} {n} {dim}",
     }
-    return dense | {"TND": f"{t} {n} {dim}"}
 
 
-STATISTICS = dict.fromkeys(("BSH", "SBH", "BSND", "BNSD"), "B N1 S1 8") | {"TND": "T1 N1 8"}
+STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
@@ -99,7 +99,7 @@ def packed(p: Tensor) -> Tensor:
     return replace(p, text=p.text + HEAD_MAJOR)
 
 
-PACKED_IN = (packed(MAX_IN), packed(SUM_IN))
+PACKED_MAX_IN, PACKED_SUM_IN = packed(MAX_IN), packed(SUM_IN)
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
@@ -138,15 +138,7 @@ STATS_LAYOUT = Attr(
     bad="TND",
     code=INVALID,
 )
-TORCH_STATS_LAYOUT = Attr(
-    "softmax_layout",
-    STATS_LAYOUT.text,
-    type=str,
-    default="",
-    domain="softmax_layout in ('', 'TND')",
-    bad="BSND",
-    code=INVALID,
-)
+TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')", bad="BSND")
 SEED = Attr(
     "seed",
     "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
@@ -159,12 +151,10 @@ GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", 
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
 
 
-STATS_OUT = (
-    output("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32"),
-    output("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32"),
-    output("softmax_out", "Reserved: empty.", ""),
-)
-PACKED_OUT = (packed(STATS_OUT[0]), packed(STATS_OUT[1]))
+MAX_OUT = output("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32")
+SUM_OUT = output("softmax_sum", "Row sums of exp(score - max), eight equal lanes.", STATISTICS, "float32")
+SOFTMAX_OUT = output("softmax_out", "Reserved: empty.", "")
+PACKED_MAX_OUT, PACKED_SUM_OUT = packed(MAX_OUT), packed(SUM_OUT)
 OUT = output("attention_out", "The output rows.", rows("1", "Dv"))
 DQ, DK = output("dq", "Gradient of query.", rows("1", "D")), output("dk", "Gradient of key.", rows("2", "D"))
 DV, DPSE = output("dv", "Gradient of value.", rows("2", "Dv")), output("dpse", "Gradient of pse, in its shape.", "", "")
@@ -173,9 +163,6 @@ DQ_ROPE, DK_ROPE = (
     output("dk_rope", "Gradient of key_rope.", rows("2", "Dr")),
 )
 DSINK = output("dsink", "Gradient of sink.", "N1", "float32")
-
-_INPUTS = (QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX)
-_ATTRIBUTES = (SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE)
 
 # ---------------------------------------------------------------------------------------------------------- records
 
@@ -204,7 +191,9 @@ MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
 UNREAD = RULES + GIVEN_DROPOUT
 WIDE = UNREAD + PRECISION
 UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
-DENSE_LAYOUTS = ("BSND", "BSH", "SBH", "BNSD")
+RULINGS = (1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28)
+RULINGS_PACKED = (*RULINGS, 6, 7)
+OF_SLOPES = (21, 22)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
@@ -241,15 +230,24 @@ def _pse_form(names: dict[str, Any]) -> str:
     return "row_blocks" if pse.numel() == heads * int(names["kv_len"].sum()) else ""
 
 
+# What a later version has beside the first one: the parameters that follow those named.
+STARTS = (Q_START, KV_START)
+ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
+ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
+
 SCORE_V1 = Op(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
-    "CANN, aclnnFlashAttentionScore",
-    (*_INPUTS, *_ATTRIBUTES, *STATS_OUT, OUT),
+    (
+        *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
+        *(MAX_OUT, SUM_OUT, SOFTMAX_OUT, OUT),
+    ),
     WIDE + NARROW + ALIKE,
+    source="CANN",
     formula=FORWARD_FORMULA,
-    rulings=(1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28),
-    layouts=DENSE_LAYOUTS,
+    rulings=RULINGS,
+    layouts=PADDED,
     neutral=NEUTRAL,
     blank_is_absent=True,
     derive=lengths,
@@ -258,42 +256,40 @@ SCORE_V1 = Op(
     sizes=SIZES,
     samples=SAMPLES,
 )
-EXTENDED: dict[str, tuple[Param, ...]] = {"sparse_mode": (PSE_TYPE,)}
 SCORE_V2 = SCORE_V1.version(
     "aclnnFlashAttentionScoreV2",
     "FlashAttentionScore with pse_type and start indices.",
-    after={"prefix": (Q_START, KV_START), **EXTENDED},
-    source="CANN, aclnnFlashAttentionScoreV2",
-    rulings=(*SCORE_V1.rulings, 21, 22),
+    after={"prefix": STARTS, "sparse_mode": (PSE_TYPE,)},
+    rulings=(*RULINGS, *OF_SLOPES),
 )
 SCORE_V3 = SCORE_V2.version(
     "aclnnFlashAttentionScoreV3",
     "FlashAttentionScoreV2 with sinks.",
     after={"atten_mask": (SINK,)},
-    source="CANN, aclnnFlashAttentionScoreV3",
     rules=WIDE,
 )
-VARLEN_V1 = SCORE_V1.version(
-    "aclnnFlashAttentionVarLenScore",
-    "Attention for training, forward, packed sequences.",
-    after={"prefix": (Q_ENDS, KV_ENDS), "sparse_mode": PACKED_OUT},
-    without=("softmax_max", "softmax_sum"),
-    source="CANN, aclnnFlashAttentionVarLenScore",
-    rulings=(*SCORE_V1.rulings, 6, 7),
-    layouts=("TND",),
+VARLEN_V1 = replace(
+    SCORE_V1,
+    name="aclnnFlashAttentionVarLenScore",
+    summary="Attention for training, forward, packed sequences.",
+    params=(
+        *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, Q_ENDS, KV_ENDS),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
+        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
+    ),
+    rulings=RULINGS_PACKED,
+    layouts=PACKED,
 )
 VARLEN_V2 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV2",
     "VarLenScore with pse_type and start indices.",
-    after={"actual_seq_kvlen": (Q_START, KV_START), **EXTENDED},
-    source="CANN, aclnnFlashAttentionVarLenScoreV2",
-    rulings=(*VARLEN_V1.rulings, 21, 22),
+    after={"actual_seq_kvlen": STARTS, "sparse_mode": (PSE_TYPE,)},
+    rulings=(*RULINGS_PACKED, *OF_SLOPES),
 )
 VARLEN_V3 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV3",
     "VarLenScoreV2 with rope parts of query and key.",
-    after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,)},
-    source="CANN, aclnnFlashAttentionVarLenScoreV3",
+    after=ROPES,
     rules=UNREAD_ROPE + PRECISION,
     samples=MASKED_SAMPLES,
 )
@@ -301,60 +297,67 @@ VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
     "VarLenScore with a choice of the statistics' order.",
     after={"sparse_mode": (STATS_LAYOUT,)},
-    source="CANN, aclnnFlashAttentionVarLenScoreV4",
     rules=WIDE + NARROW,
 )
-VARLEN_V5 = VARLEN_V3.version(
-    "aclnnFlashAttentionVarLenScoreV5",
-    "VarLenScoreV3 with sinks and a choice of the statistics' order.",
-    after={"atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
-    source="CANN, aclnnFlashAttentionVarLenScoreV5",
+VARLEN_V5 = replace(
+    VARLEN_V2,
+    name="aclnnFlashAttentionVarLenScoreV5",
+    summary="VarLenScoreV3 with sinks and a choice of the statistics' order.",
+    params=(
+        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, SINK),
+        *(PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
+        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
+    ),
     rules=WIDE,
-    samples=SAMPLES,
 )
-GRAD_V1 = SCORE_V1.version(
-    "aclnnFlashAttentionScoreGrad",
-    "Gradients of FlashAttentionScore.",
-    after={"value": (DY,), "atten_mask": (MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN), "sparse_mode": (DQ, DK, DV, DPSE)},
-    without=("softmax_max", "softmax_sum", "softmax_out", "attention_out"),
-    source="CANN, aclnnFlashAttentionScoreGrad",
+GRAD_V1 = replace(
+    SCORE_V1,
+    name="aclnnFlashAttentionScoreGrad",
+    summary="Gradients of FlashAttentionScore.",
+    params=(
+        *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
+        *(MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
+        *(DQ, DK, DV, DPSE),
+    ),
     formula=BACKWARD_FORMULA,
 )
 GRAD_V2 = GRAD_V1.version(
     "aclnnFlashAttentionScoreGradV2",
     "FlashAttentionScoreGrad with pse_type and start indices.",
-    after={"prefix": (Q_START, KV_START), **EXTENDED},
-    source="CANN, aclnnFlashAttentionScoreGradV2",
-    rulings=SCORE_V2.rulings,
+    after={"prefix": STARTS, "sparse_mode": (PSE_TYPE,)},
+    rulings=(*RULINGS, *OF_SLOPES),
 )
 GRAD_V3 = GRAD_V2.version(
     "aclnnFlashAttentionScoreGradV3",
     "FlashAttentionScoreGradV2 with sinks.",
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
-    source="CANN, aclnnFlashAttentionScoreGradV3",
     rules=WIDE,
 )
-UNPADDING_V1 = GRAD_V1.version(
-    "aclnnFlashAttentionUnpaddingScoreGrad",
-    "Gradients of FlashAttentionVarLenScore.",
-    after={"prefix": (Q_ENDS, KV_ENDS), "atten_mask": PACKED_IN},
-    without=("softmax_max", "softmax_sum"),
-    source="CANN, aclnnFlashAttentionUnpaddingScoreGrad",
-    rulings=VARLEN_V1.rulings,
-    layouts=("TND",),
+UNPADDING_V1 = replace(
+    GRAD_V1,
+    name="aclnnFlashAttentionUnpaddingScoreGrad",
+    summary="Gradients of FlashAttentionVarLenScore.",
+    params=(
+        *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
+        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX, Q_ENDS, KV_ENDS),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
+        *(DQ, DK, DV, DPSE),
+    ),
+    rulings=RULINGS_PACKED,
+    layouts=PACKED,
 )
 UNPADDING_V2 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV2",
     "UnpaddingScoreGrad with pse_type and start indices.",
-    after={"actual_seq_kvlen": (Q_START, KV_START), **EXTENDED},
-    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV2",
-    rulings=VARLEN_V2.rulings,
+    after={"actual_seq_kvlen": STARTS, "sparse_mode": (PSE_TYPE,)},
+    rulings=(*RULINGS_PACKED, *OF_SLOPES),
 )
 UNPADDING_V3 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV3",
     "UnpaddingScoreGradV2 with rope parts of query and key.",
-    after={"query": (QUERY_ROPE,), "key": (KEY_ROPE,), "dq": (DQ_ROPE,), "dk": (DK_ROPE,)},
-    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV3",
+    after={**ROPES, **ROPE_GRADIENTS},
     rules=UNREAD_ROPE,
     samples=MASKED_SAMPLES,
 )
@@ -362,65 +365,58 @@ UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
     "UnpaddingScoreGrad with a choice of the statistics' order.",
     after={"dpse": (STATS_LAYOUT,)},
-    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV4",
     rules=WIDE + NARROW,
 )
-UNPADDING_V5 = UNPADDING_V3.version(
-    "aclnnFlashAttentionUnpaddingScoreGradV5",
-    "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
-    after={"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
-    source="CANN, aclnnFlashAttentionUnpaddingScoreGradV5",
+UNPADDING_V5 = replace(
+    UNPADDING_V2,
+    name="aclnnFlashAttentionUnpaddingScoreGradV5",
+    summary="UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
+    params=(
+        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
+        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, SINK, PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
+        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
+        *(DQ, DQ_ROPE, DK, DK_ROPE, DV, DPSE, DSINK),
+    ),
     rules=UNREAD,
-    samples=SAMPLES,
 )
 
 # torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
 
-_TOCKENS = (KEEP_PROB, spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens"), INNER_PRECISE)
-_LENGTHS = (PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC)
-_STARTS = (PSE_TYPE, Q_START, KV_START)
-_DRAW = (spelled(DROP_MASK, "dropout_mask"), SEED, OFFSET)
-_SAVED = (*PACKED_IN, SOFTMAX_IN, ATTENTION_IN)
-_MASKS = (PSE, PADDING_MASK, ATTEN_MASK)
-_ROPES = (QUERY_ROPE, KEY_ROPE)
-_SCALE_VALUE = spelled(SCALE, "scale_value")
-_FORWARD_OUT = (OUT, *PACKED_OUT, STATS_OUT[2])
-_FORWARD_HEAD = (QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, *_MASKS)
-_GRAD_HEAD = (QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, *_MASKS, *_SAVED)
-_REPLAY = (*(replace(p, text="As the forward returned it.") for p in (SEED, OFFSET)), NUMELS)
-_TAIL = (TORCH_STATS_LAYOUT, SINK)
-_GRADIENTS = (DQ, DK, DV, DPSE)
-_LAST = (DQ_ROPE, DK_ROPE, DSINK)
-_TOKENS = (KEEP_PROB, PRE, NEXT, INNER_PRECISE)
+PRE_TOCKENS, NEXT_TOCKENS = spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens")
+DROPOUT_MASK, SCALE_VALUE = spelled(DROP_MASK, "dropout_mask"), spelled(SCALE, "scale_value")
+RETURNED = "As the forward returned it."
+SEED_AGAIN, OFFSET_AGAIN = replace(SEED, text=RETURNED), replace(OFFSET, text=RETURNED)
+SEED_TENSOR, OFFSET_TENSOR = (
+    Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
+)
 
-
-def _returned(name: str) -> Tensor:
-    return Tensor(name, "As the forward returned it.", True, dtypes="int64", shape="1", on_host=True)
-
-
-TORCH_V1 = Op(
-    "npu_fusion_attention",
-    "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
-    "Ascend op-plugin, npu_fusion_attention",
-    (*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_DRAW, *_FORWARD_OUT),
-    (*RULES, *DRAWN_DROPOUT, *PRECISION, own_scale("scale")),
-    formula=FORWARD_FORMULA,
-    rulings=(*SCORE_V1.rulings, 6, 7),
-    layouts=(*DENSE_LAYOUTS, "TND"),
-    neutral=NEUTRAL,
-    blank_is_absent=True,
-    derive=lengths,
-    functions=FUNCTIONS,
-    lower=lowered,
-    sizes=SIZES,
-    samples=SAMPLES,
+TORCH_V1 = replace(
+    SCORE_V1,
+    name="npu_fusion_attention",
+    summary="torch_npu's training attention: "
+    "(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
+    source="Ascend op-plugin",
+    params=(
+        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
+        *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
+        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK, DROPOUT_MASK, SEED, OFFSET),
+        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
+    ),
+    rules=(*RULES, *DRAWN_DROPOUT, *PRECISION, own_scale("scale")),
+    rulings=RULINGS_PACKED,
+    layouts=(*PADDED, *PACKED),
 )
 TORCH_V2 = replace(
     TORCH_V1,
     name="npu_fusion_attention_v2",
     summary="npu_fusion_attention with rope parts, pse_type and start indices.",
-    source="Ascend op-plugin, npu_fusion_attention_v2",
-    params=(*_FORWARD_HEAD, *_ROPES, SCALE, *_TOKENS, *_LENGTHS, *_STARTS, *_TAIL, *_DRAW, *_FORWARD_OUT),
+    params=(
+        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
+        *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
+        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
+        *(TORCH_STATS_LAYOUT, SINK, DROPOUT_MASK, SEED, OFFSET),
+        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
+    ),
     rules=(
         *TORCH_V1.rules,
         doubt(
@@ -433,49 +429,58 @@ TORCH_V2 = replace(
             spoil={"pse": torch.ones(4, requires_grad=True)},
         ),
     ),
-    rulings=(*TORCH_V1.rulings, 21, 22),
+    rulings=(*RULINGS_PACKED, *OF_SLOPES),
 )
 TORCH_V3 = replace(
     TORCH_V1,
     name="npu_fusion_attention_v3",
     summary="npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
-    source="Ascend op-plugin, npu_fusion_attention_v3",
-    params=(*_FORWARD_HEAD, SCALE, *_TOCKENS, *_LENGTHS, *_TAIL, *_FORWARD_OUT),
+    params=(
+        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
+        *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
+        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
+        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
+    ),
 )
 TORCH_GRAD_V1 = replace(
     TORCH_V1,
     name="npu_fusion_attention_grad",
     summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
-    source="Ascend op-plugin, npu_fusion_attention_grad",
+    params=(
+        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
+        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
+        *(SCALE_VALUE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, SEED_AGAIN, OFFSET_AGAIN, NUMELS),
+        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
+        *(DQ, DK, DV, DPSE, DSINK),
+    ),
     rules=RULES + DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
-    params=(*_GRAD_HEAD, _SCALE_VALUE, *_TOCKENS, *_REPLAY, *_LENGTHS, *_TAIL, *_GRADIENTS, DSINK),
 )
 TORCH_GRAD_V2 = replace(
     TORCH_GRAD_V1,
     name="npu_fusion_attention_grad_v2",
     summary="Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
-    source="Ascend op-plugin, npu_fusion_attention_grad_v2",
-    params=(*_GRAD_HEAD, *_ROPES, _SCALE_VALUE, *_TOKENS, *_REPLAY, *_LENGTHS, *_STARTS, *_TAIL, *_GRADIENTS, *_LAST),
+    params=(
+        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
+        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
+        *(SCALE_VALUE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, SEED_AGAIN, OFFSET_AGAIN, NUMELS),
+        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
+        *(TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DQ_ROPE, DK_ROPE, DSINK),
+    ),
     rulings=TORCH_V2.rulings,
 )
 TORCH_GRAD_V3 = replace(
     TORCH_GRAD_V1,
     name="npu_fusion_attention_grad_v3",
     summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
-    source="Ascend op-plugin, npu_fusion_attention_grad_v3",
-    rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
     params=(
-        *_GRAD_HEAD,
-        _SCALE_VALUE,
-        *_TOCKENS,
-        _returned("seed"),
-        _returned("offset"),
-        *_LENGTHS,
-        *_TAIL,
-        *_GRADIENTS,
-        DSINK,
+        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
+        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
+        *(SCALE_VALUE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, SEED_TENSOR, OFFSET_TENSOR),
+        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
+        *(DQ, DK, DV, DPSE, DSINK),
     ),
+    rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
 )
 
 ACLNN_FORWARD = (SCORE_V1, SCORE_V2, SCORE_V3, VARLEN_V1, VARLEN_V2, VARLEN_V3, VARLEN_V4, VARLEN_V5)

@@ -14,6 +14,7 @@ from fusion_attention.ops.shared.params import FLOATS
 from fusion_attention.ops.shared.rules import (
     ENDS,
     PACKED,
+    PADDED,
     covered,
     elements,
     finite_scale,
@@ -24,7 +25,7 @@ from fusion_attention.ops.shared.rules import (
     reserved,
     rope_pair,
 )
-from fusion_attention.ops.training.mask_rules import BIASES, DENSE, MASKS, PREFIXED, PSE_BESIDE_0, ROPE
+from fusion_attention.ops.training.mask_rules import BIASES, MASKED_ROPE, MASKS, PREFIXED, PSE_BESIDE_0
 
 INPUTS = (
     *(
@@ -42,7 +43,7 @@ INPUTS = (
         "actual_seq_qlen",
         "only layout TND reads lengths; they are ignored here",
         text="no lengths in a padded layout",
-        only=DENSE,
+        only=PADDED,
         level="note",
         spoil={"actual_seq_qlen": [4, 8]},
     ),
@@ -103,7 +104,7 @@ INPUTS = (
         "softmax_layout == ''",
         "softmax_layout",
         "padded statistics have one order",
-        only=DENSE,
+        only=PADDED,
         code=INVALID,
         spoil={"softmax_layout": "TND"},
     ),
@@ -116,7 +117,7 @@ INPUTS = (
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         spoil={"dpse": "B N1 S1 3"},
     ),
-    Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=DENSE, spoil={"sparse_mode": 7}),
+    Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=PADDED, spoil={"sparse_mode": 7}),
     Rule(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
         "sparse_mode",
@@ -181,15 +182,15 @@ GIVEN_OFFSET = (
 )
 
 ROPES = (
-    rope_pair("query_rope", "key_rope", ROPE),
+    rope_pair("query_rope", "key_rope", MASKED_ROPE),
     limit(
         "query_rope is None",
         "query_rope",
         "the chip takes rope only in layout TND",
         text="no rope in a padded layout",
-        only=DENSE,
+        only=PADDED,
         code=INVALID,
-        spoil=ROPE,
+        spoil=MASKED_ROPE,
     ),
 )
 
@@ -211,7 +212,7 @@ SIZES = (
         "query",
         "the chip takes no longer sequences",
         text="at most 1048576 tokens in a sequence",
-        only=DENSE,
+        only=PADDED,
         spoil={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
     ),
     limit(
@@ -226,7 +227,7 @@ SIZES = (
         "B <= 2097152",
         "query",
         MANY,
-        only=DENSE,
+        only=PADDED,
         spoil={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1},
     ),
     limit(
@@ -253,7 +254,7 @@ SIZES = (
         MANY,
         text="at most 2048 sequences with prefixes",
         when=PREFIXES,
-        only=DENSE,
+        only=PADDED,
         given=PREFIXED,
         spoil={"B": 2049, "S1": 1, "S2": 1, **TINY, "prefix": [0] * 2049},
     ),
@@ -293,7 +294,7 @@ MASKED = presence(
     only=PACKED,
     needs=("query_rope",),
     level="limit",
-    given=ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
+    given=MASKED_ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
     spoil={"atten_mask": None},
 )
 BESIDE_ROPE = (
@@ -314,7 +315,7 @@ BESIDE_ROPE = (
         when="query_rope is not None",
         only=PACKED,
         code=INVALID,
-        given=ROPE,
+        given=MASKED_ROPE,
     ),
 )
 # The third packed version is made for rope: its page demands this of every call.
@@ -327,7 +328,7 @@ FOR_ROPE = (
             "query_rope",
             "the chip takes no other sizes beside rope",
             when="query_rope is not None",
-            given=ROPE,
+            given=MASKED_ROPE,
             spoil={"Dr": 4},
         ),
         limit(

@@ -1,0 +1,100 @@
+"""The record of this library's own `sparse_attention`, and what it shares with our own functions of the indexer.
+
+Lengths are lengths, `causal` is a flag, and a value may be a part of its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fusion_attention.contract import Array, Attr, Rule
+from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
+from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, of_lengths, presence
+from fusion_attention.ops.sparse.checks import lengths
+from fusion_attention.ops.sparse.records import (
+    BLOCK,
+    INDICES,
+    KEY,
+    KEY_ROPE,
+    LAYOUT,
+    NEUTRAL,
+    QUERY,
+    QUERY_ROPE,
+    SCALE,
+    SINKS,
+    TABLE,
+    V1,
+    VALUE,
+)
+from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
+
+Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
+KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
+CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
+PAGED_KEYS = presence(
+    "actual_seq_kvlen is not None",
+    "actual_seq_kvlen",
+    "pages do not show where a sequence ends",
+    text="the lengths of paged keys",
+    when="block_table is not None",
+    given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
+    spoil={"actual_seq_kvlen": None},
+)
+PACKED_KEYS = of_lengths(
+    "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
+    "actual_seq_kvlen",
+    "without them the query's lengths serve keys too",
+    text="lengths of keys, or as many keys as the query's lengths add up to",
+    when="actual_seq_qlen is not None",
+    only=PACKED,
+    given={"T2": 8, "actual_seq_kvlen": None},
+    spoil={"T2": 6},
+)
+COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", WHOLE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]})
+OPTIONAL_SCALE = spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None)
+SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
+
+
+def derive(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes, and the mode that `causal` stands for."""
+    return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
+
+
+def _derive(names: dict[str, Any]) -> dict[str, Any]:
+    """derive(), with dim_v where it is given."""
+    return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
+
+
+RECORD = replace(
+    V1,
+    name="sparse_attention",
+    summary="Softmax attention over the blocks of keys that every row selects.",
+    source="",
+    params=(
+        spelled(QUERY, "q", dtypes=OWN_FLOATS),
+        *(spelled(KEY, "k"), spelled(VALUE, "v"), spelled(INDICES, "indices"), LAYOUT, Q_LENGTHS, KV_LENGTHS),
+        *(spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
+        OPTIONAL_SCALE,
+        spelled(BLOCK, "block", default=1),
+        CAUSAL,
+        Attr("dim_v", "Where v is None: its elements, the first of the key's; 0: all.", default=0),
+        *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table")),
+    ),
+    rules=(
+        *(*LENGTHS, PAGED_KEYS, PACKED_KEYS, *COVERED, *TABLES, *SHAPES, *SELECTION),
+        Rule(
+            "0 <= dim_v <= D and (dim_v == 0 or value is None)",
+            "dim_v",
+            "a v has a last axis of its own",
+            text="at most the key's elements, and only without v",
+            spoil={"dim_v": 4},
+        ),
+    ),
+    rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
+    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    blank_is_absent=False,
+    derive=_derive,
+    samples={"BSND": {"value": True}, "TND": {"value": True, **SAMPLE}},
+)
+RECORDS = (RECORD,)
