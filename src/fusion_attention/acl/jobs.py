@@ -19,7 +19,6 @@ from fusion_attention.contract import (
     NULL_POINTER,
     TILING,
     Bound,
-    Failure,
     Op,
     Tensor,
     evaluate,
@@ -34,7 +33,7 @@ from fusion_attention.waist.problem import Operands
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
     """A failure in the wording of every error of this library."""
-    return Refusal(code, str(Failure(op.name, param, expected, got, advice, code)))
+    return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
 # ---------------------------------------------------------------------------------------------------- what calls share

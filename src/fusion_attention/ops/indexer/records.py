@@ -15,6 +15,7 @@ from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
 from fusion_attention.ops.indexer.lower import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients, lower
 from fusion_attention.ops.indexer.lower import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -171,6 +172,7 @@ V1 = Op(
     ),
     (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
