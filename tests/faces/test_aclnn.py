@@ -11,7 +11,7 @@ import torch
 from support.bits import same
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, ContractError, Op, bind, size_of
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op, size_of
 from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
@@ -238,8 +238,6 @@ def run(size: int, executor: Any, workspace: Any = ..., stream: Any = None) -> i
 def test_an_error_has_cann_s_name_beside_ours() -> None:
     ret, *_ = planned(pse=torch.zeros(7, dtype=torch.float16))
     failed(ret, TILING, "aclnnFlashAttentionScoreV2: pse (realShiftOptional): expected [B or 1, N1, S1 or 1, S2]")
-    with pytest.raises(ContractError, match=r"^npu_fusion_attention: pse: expected \[B or 1, N1, S1 or 1, S2\]"):
-        bind(training.TORCH_V1, sample(training.TORCH_V1, pse="S1"))
 
 
 @pytest.mark.parametrize("output", ["softmax_max", "softmax_sum", "attention_out"])

@@ -224,10 +224,11 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements was not given.
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
-        lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to its calls.Lowered.
+        lower: from a bound call (and seed, offset: of drawn dropout, where a family has it) to what waist/lowered.py
+            calls Lowered.
         results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
-            lower gives a calls.Differentiable).
+            lower gives a Differentiable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
     """
