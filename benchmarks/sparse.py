@@ -14,7 +14,7 @@ from benchmarks.dense import DTYPES, PEAKS
 from benchmarks.features import with_threads
 from benchmarks.pair import Pair, seconds
 from fusion_attention.backends import cpu
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import dtype_text
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import (

@@ -29,11 +29,12 @@ from fusion_attention.contract import (
     Op,
     Tensor,
     Tensors,
+    array_of,
     bind,
     members,
+    show,
+    to_array,
 )
-from fusion_attention.contract.arguments import array_of, to_array
-from fusion_attention.contract.expressions import show
 from fusion_attention.ops import RECORDS
 
 SUCCESS = state.SUCCESS

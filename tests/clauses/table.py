@@ -333,7 +333,7 @@ def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], te
         return f"expected {expected}, got {rets} {text}"
     op = record_of(page)
     shown = {ours.name: p.shown for ours, p in zip(page.prototype, op.params, strict=True)}
-    names = [shown.get(name, name) for name in check.names]
+    names = [name if shown.get(name, name) == name else f"{shown[name]} ({name})" for name in check.names]
     if not any(line.startswith(f"{op.name}: {name}: ") for line in text.splitlines() for name in names):
         return f"expected a text about {' or '.join(names)}, got {text!r}"
     held = [name for name in outputs_of(page) if isinstance(args[name], torch.Tensor)]

@@ -65,9 +65,10 @@ def spellings(name: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_the_prototype_is_the_page_s(page: Page) -> None:
-    params = record_of(page).params
+    params, cann = record_of(page).params, record_of(page).cann
     assert len(params) == len(page.prototype)
     for ours, p in zip(page.prototype, params, strict=True):
+        assert cann[p.shown] == ours.name
         assert isinstance(p, KINDS[ours.kind]), ours
         assert not isinstance(p, Attr) or p.type is TYPES[ours.kind], ours
         assert p.shown == (ours.shown or p.shown), ours

@@ -53,7 +53,10 @@ def test_a_needed_array_without_elements_is_missing() -> None:
     args = sample(RECORDS["aclnnSparseFlashAttentionGrad"], layout="TND")
     ret, text = refused("aclnnSparseFlashAttentionGrad", args | {"actual_seq_qlen": BLANKS["empty"]})
     assert ret == 161001
-    assert "actual_seq_lengths_query: expected the lengths of packed sequences, got None" in text
+    assert (
+        "actual_seq_lengths_query (actualSeqLengthsQueryOptional): expected the lengths of packed sequences, got None"
+        in text
+    )
 
 
 def test_the_npu_face_takes_an_empty_tensor_too() -> None:

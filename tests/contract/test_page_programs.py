@@ -286,7 +286,11 @@ def test_16_bit_host_data_make_no_tensors() -> None:
     }
     assert ret == 161001
     found = [line.split(": ", 2)[1:] for line in text.splitlines()]
-    assert [name for name, _ in found] == ["sparse_indices", "softmax_max", "softmax_sum"]
+    assert [name for name, _ in found] == [
+        "sparse_indices (sparseIndices)",
+        "softmax_max (softmaxMax)",
+        "softmax_sum (softmaxSum)",
+    ]
     assert all(said.startswith("expected a value") and said.endswith("got None") for _, said in found)
 
 
@@ -305,7 +309,7 @@ def test_its_other_shapes_are_refused_too(wrong: str) -> None:
     names = {"sparseIndices": "sparse_indices", "softmaxMax": "softmax_max", "softmaxSum": "softmax_sum"}
     _, ret, text = indexer_grad_kl_loss_refused({**CORRECTED, wrong: PRINTED[wrong]}, np.int32, np.float32)
     assert ret == 161002
-    assert f"{names[wrong]}: expected 3 dimensions" in text
+    assert f"{names[wrong]} ({wrong}): expected 3 dimensions" in text
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -11,8 +11,7 @@ import torch
 from support.bits import same
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op
-from fusion_attention.contract.expressions import size_of
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op, size_of
 from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
@@ -210,7 +209,7 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
         rets = call(op, spoiled.args, outputs, strict=spoiled.level in ("limit", "doubt"), check_content=content)
         text = acl.get_recent_err_msg()
         assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
-        assert text.startswith(f"{op.name}: {spoiled.param}: expected {spoiled.expected}"), (spoiled.id, text)
+        assert text.startswith(str(op.failure(spoiled.param, spoiled.expected, ""))), (spoiled.id, text)
         assert "\n" not in text, (spoiled.id, text)
         assert all(same(before[name], outputs[name]) for name in before), spoiled.id  # type: ignore[arg-type]
 
@@ -236,10 +235,15 @@ def run(size: int, executor: Any, workspace: Any = ..., stream: Any = None) -> i
     return aclnn.aclnnFlashAttentionScoreV2(memory, size, executor, stream)
 
 
+def test_an_error_has_cann_s_name_beside_ours() -> None:
+    ret, *_ = planned(pse=torch.zeros(7, dtype=torch.float16))
+    failed(ret, TILING, "aclnnFlashAttentionScoreV2: pse (realShiftOptional): expected [B or 1, N1, S1 or 1, S2]")
+
+
 @pytest.mark.parametrize("output", ["softmax_max", "softmax_sum", "attention_out"])
 def test_a_null_output_is_refused(output: str) -> None:
     ret, *_ = planned(**{output: None})
-    failed(ret, NULL_POINTER, f"{output}: expected a tensor to write")
+    failed(ret, NULL_POINTER, str(V2.failure(output, "a tensor to write", "")))
 
 
 @pytest.mark.parametrize("name", ["dq", "dq_rope", "dk", "dk_rope", "dv", "dpse", "dsink"])
@@ -281,10 +285,10 @@ def test_wrong_types_are_refused(wrong: Any) -> None:
     for name in ("query", "atten_mask", "attention_out"):
         ret, _, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {name: wrong}))
         assert executor is None
-        failed(ret, INVALID, f"{name}: expected an acl.Tensor or None")
+        failed(ret, INVALID, str(V2.failure(name, "an acl.Tensor or None", "")))
     if not isinstance(wrong, np.ndarray):
         ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {"prefix": wrong}))
-        failed(ret, INVALID, "prefix: expected an acl.IntArray")
+        failed(ret, INVALID, "prefix (prefixOptional): expected an acl.IntArray")
         failed(run(1, wrong), INVALID, "executor: expected an acl.Executor")
     with pytest.raises(TypeError):
         aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(handles["query"])
@@ -300,7 +304,7 @@ def test_a_chip_format_is_refused() -> None:
 def test_shared_memory_is_refused_and_interleaved_memory_is_not() -> None:
     args = sample(V2)
     ret, *_ = planned(args, attention_out=args["query"])
-    failed(ret, INVALID, "attention_out: expected memory of its own, got some that query holds too")
+    failed(ret, INVALID, "attention_out (attentionOutOut): expected memory of its own, got some that query holds too")
     statistics = torch.zeros(2, 4, 4, 8)
     ret, *_ = planned(args, softmax_max=statistics, softmax_sum=statistics)
     failed(ret, INVALID, "memory of its own")
@@ -357,7 +361,7 @@ def test_what_ended_since_phase_1_is_noticed() -> None:
     ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(
         **(handles | {"key": handles["value"], "prefix": prefix})
     )
-    failed(ret, INVALID, "prefix: expected a live int array")
+    failed(ret, INVALID, "prefix (prefixOptional): expected a live int array")
     failed(acl.destroy_int_array(prefix), INVALID, "destroyed before")
 
 

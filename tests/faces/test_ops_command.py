@@ -119,6 +119,47 @@ def test_a_page_says_everything(name: str) -> None:
         assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
 
 
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
+    page = render(RECORDS[name])
+    explained = {part.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for part in line.split(", ")}
+    tables = page.partition("## Parameters")[2]
+    symbols = " ".join(re.findall(r"\[[^\]`]*\]|`[^`]*`", tables))
+    assert set(re.findall(r"\b[A-Z][a-z]?[12]?\b", symbols)) <= explained
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_page_has_cann_s_own_names(name: str) -> None:
+    op, page = RECORDS[name], render(RECORDS[name])
+    assert bool(op.cann) is name.startswith("aclnn")
+    assert ("\nCANN's names are those of " in page) is bool(op.cann)
+    for p in op.params if op.cann else ():
+        assert f"| `{p.shown}` | `{op.cann[p.shown]}` | " in page
+
+
+# What our names and CANN's do not share: the rest differs in spelling alone.
+OTHERWISE = {
+    "pse": {"realShiftOptional", "pseShiftOptional"},
+    "scale": {"scaleValue", "scaleValueOptional"},
+    "softmax_layout": {"softmaxOutLayout", "softmaxInLayout"},
+    "key_rope": {"keyInRope"},
+    "layout": {"inputLayout"},
+    "actual_seq_lengths_query": {"actualSeqQLenOptional"},
+    "actual_seq_lengths_key": {"actualSeqKvLenOptional"},
+    "dquery": {"dqOut"},
+    "dkey": {"dkOut"},
+    "weights": {"weight"},
+    "dweights": {"dWeightOut"},
+}
+
+
+@pytest.mark.parametrize("name", aclnn.OPERATORS)
+def test_cann_s_names_are_ours_in_other_letters(name: str) -> None:
+    for ours, cann in RECORDS[name].cann.items():
+        alike = re.fullmatch(ours.replace("_", "_?") + "(in|out)?(optional)?", cann, re.I)
+        assert alike or cann in OTHERWISE[ours], (ours, cann)
+
+
 def test_a_page_says_what_strict_calls_refuse() -> None:
     page = render(RECORDS["aclnnIncreFlashAttentionV4"])
     assert "| `query` | tensor | float16, bfloat16, float32; strict: float16 or bfloat16 |" in page

@@ -204,7 +204,7 @@ FACES = [
           "if check_content and reads and not", "if False and not",
           "contract/test_settings.py::test_content_is_asked_on_request"),
     house("content is not asked again", "contract/binding.py",
-          "        if reads:\n            _ask(op, known.reads, names)", "        pass",
+          "        if reads:\n            ask(op, known.reads, names)", "        pass",
           "contract/test_binding.py::test_content_is_asked_again"),
     house("storages are not asked", "contract/binding.py",
           "if t.untyped_storage().nbytes() < t.storage_offset() * size + need:", "if False:",

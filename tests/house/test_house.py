@@ -164,6 +164,18 @@ def test_no_import_circle() -> None:
         visit(module, ())
 
 
+def test_the_contract_has_one_door() -> None:
+    """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
+    inner = {"contract", "contract.pages", "contract.sampling"}
+    wrong = [
+        f"{importer}:{line} imports {imported}: import it from {PACKAGE}.contract"
+        for importer in modules()
+        for imported, line, _ in house_imports(importer)
+        if inside(imported, "contract") and imported not in inner and not inside(importer, "contract")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_fast_back_ends_are_imported_late() -> None:
     wrong = []
     for importer in modules():

@@ -14,8 +14,18 @@ import torch
 from fusion_attention.acl.overlap import overlaps_itself, share
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.acl.tensors import TensorList
-from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Failure, Op, Tensor, members
-from fusion_attention.contract.expressions import evaluate, scope, show
+from fusion_attention.contract import (
+    INVALID,
+    NULL_POINTER,
+    TILING,
+    Bound,
+    Op,
+    Tensor,
+    evaluate,
+    members,
+    scope,
+    show,
+)
 from fusion_attention.plan import Plan, plan
 from fusion_attention.waist.lowered import Filled, Lowered, tensors_in
 from fusion_attention.waist.problem import Operands
@@ -23,7 +33,7 @@ from fusion_attention.waist.problem import Operands
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
     """A failure in the wording of every error of this library."""
-    return Refusal(code, str(Failure(op.name, param, expected, got, advice, code)))
+    return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
 # ---------------------------------------------------------------------------------------------------- what calls share

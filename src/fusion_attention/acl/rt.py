@@ -24,7 +24,7 @@ import torch
 
 from fusion_attention.acl import state
 from fusion_attention.acl.state import STATE, Context, Memory, Refusal, Stream, coded, integer, valued
-from fusion_attention.contract.arguments import lost
+from fusion_attention.contract import lost
 
 RT = state.RT_INVALID_PARAM
 

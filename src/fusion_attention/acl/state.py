@@ -16,13 +16,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import show
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 SUCCESS = 0
-# Codes of the runtime (aclError). Those of operators (aclnnStatus) stand in contract.py.
+# Codes of the runtime (aclError). Those of operators (aclnnStatus) stand in contract/record.py.
 INVALID_PARAM, UNINITIALIZED, REPEAT_INITIALIZE, REPEAT_FINALIZE = 100000, 100001, 100002, 100037
 RT_INVALID_PARAM, RT_INVALID_DEVICE, RT_CONTEXT_NULL, RT_INVALID_HANDLE = 107000, 107001, 107002, 107017
 RT_MEMORY_ALLOCATION, RT_MEMORY_FREE, RT_NO_DEVICE = 207001, 207002, 207004

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from fusion_attention.acl.state import STATE, Memory, Refusal, coded, integer, made
-from fusion_attention.contract import INVALID, NULL_POINTER
-from fusion_attention.contract.arguments import reach, span
+from fusion_attention.contract import INVALID, NULL_POINTER, reach, span
 
 
 class DataType(enum.IntEnum):

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import intact
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import intact, show
 
 Tensor = torch.Tensor
 _Slots = tuple[int, int, int]  # page, first slot, how many

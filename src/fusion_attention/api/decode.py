@@ -8,8 +8,7 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention.api.cache import PagedKVCache
-from fusion_attention.contract import ContractError, Failure
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import ContractError, Failure, show
 from fusion_attention.ops.inference import own as record
 from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import traced

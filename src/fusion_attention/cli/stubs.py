@@ -14,7 +14,7 @@ from typing import Any, get_args
 from fusion_attention import acl
 
 HEAD = '''\
-"""The functions of aclnn, for type checkers; generated from the contract records by `fusion-attention ops --stub`."""
+"""The functions of aclnn, for type checkers; generated from the records by `fusion-attention ops --write --stub`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,8 @@
 """What a call may say: records as data, and bind(), which checks a call against its record."""
 
-from fusion_attention.contract.arguments import members, to_array
+from fusion_attention.contract.arguments import NESTED, array_of, intact, lost, members, reach, span, to_array, trained
 from fusion_attention.contract.binding import Bound, Memo, bind, outside
+from fusion_attention.contract.expressions import dtype_text, evaluate, lazy, scope, show, size_of
 from fusion_attention.contract.record import (
     INVALID,
     LEVELS,
@@ -19,6 +20,7 @@ from fusion_attention.contract.record import (
     Failure,
     Op,
     Param,
+    Prototype,
     Rule,
     Settings,
     Tensor,
@@ -28,6 +30,7 @@ from fusion_attention.contract.record import (
 __all__ = [
     "INVALID",
     "LEVELS",
+    "NESTED",
     "NULL_POINTER",
     "REQUIRED",
     "RUNTIME",
@@ -44,12 +47,25 @@ __all__ = [
     "Memo",
     "Op",
     "Param",
+    "Prototype",
     "Rule",
     "Settings",
     "Tensor",
     "Tensors",
+    "array_of",
     "bind",
+    "dtype_text",
+    "evaluate",
+    "intact",
+    "lazy",
+    "lost",
     "members",
     "outside",
+    "reach",
+    "scope",
+    "show",
+    "size_of",
+    "span",
     "to_array",
+    "trained",
 ]

@@ -22,6 +22,7 @@ AXES = {
     "B": "sequences",
     "S1": "query tokens",
     "S2": "key tokens",
+    "S": "slots of an item's cache",
     "T1": "query tokens of all sequences",
     "T2": "key tokens of all sequences",
     "N1": "query heads",
@@ -29,13 +30,19 @@ AXES = {
     "D": "elements per row of query and key",
     "Dv": "elements per row of value",
     "Dr": "elements per row of rope",
+    "Ni": "heads of the indexer",
+    "Di": "elements per row of the indexer",
     "G": "query heads that share a key head",
     "K": "entries of a row's list",
+    "Kv": "values of a row's list",
     "P": "pages",
     "Ps": "tokens of a page",
     "R": "rows of a page table, one per sequence",
     "M": "pages of a sequence",
+    "pages": "as many as an item has",
 }
+# What may hold axis words: shapes and expressions.
+_SYMBOLS = re.compile(r"\[[^]`]*\]|`[^`]*`")
 # In the text of a rule on dtypes.
 _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
@@ -45,19 +52,37 @@ def render(op: Op) -> str:
     lines = [f"# {op.name}", "", op.summary, ""]
     if op.formula:
         lines += ["```text", op.formula, "```", ""]
-    lines += ["## Parameters", "", *_table("name", "kind", "dtype", "shape or default", "meaning")]
-    lines += [_row(op, p) for p in op.params]
-    lines += _shapes(op)
+    titles = ("name", "CANN") if op.cann else ("name",)
+    lines += ["## Parameters", "", *_table(*titles, "kind", "dtype", "shape or default", "meaning")]
+    rows = [_row(op, p) for p in op.params]
+    lines += rows
+    if op.cann:
+        lines += ["", f"CANN's names are those of {op.prototypes[op.name].source}."]
+    tables = _shapes(op) + _rules(op)
+    lines += _axes("\n".join(rows + tables)) + tables
+    if op.rulings:
+        numbers = ", ".join(map(str, sorted(set(op.rulings))))
+        lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
+    return "\n".join([*lines, "", f"Source: {op.page}.", ""])
+
+
+def _rules(op: Op) -> list[str]:
+    """A table for each level that has rules."""
+    lines = []
     for level in LEVELS:
         rules = [r for r in op.asked if r.level == level]
         if rules:
             lines += ["", f"## {TITLES[level]}", ""]
             lines += _table("parameter", "expected", "when", "code", "why, or what to do")
             lines += [_rule_row(op, r) for r in rules]
-    if op.rulings:
-        numbers = ", ".join(map(str, sorted(set(op.rulings))))
-        lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
-    return "\n".join([*lines, "", f"Source: {op.page}.", ""])
+    return lines
+
+
+def _axes(text: str) -> list[str]:
+    """What the axis words are that stand in the tables of a page."""
+    words = {word for symbols in _SYMBOLS.findall(text) for word in re.findall(r"\w+", symbols)}
+    axes = [f"{axis} {text}" for axis, text in AXES.items() if axis in words]
+    return ["", f"Axes: {', '.join(axes)}."] if axes else []
 
 
 def _line(*cells: str) -> str:
@@ -91,7 +116,8 @@ def _row(op: Op, p: Param) -> str:
     if p.optional:
         kind += ", optional"
     domain = f" `{op.spell(p.domain)}`" if isinstance(p, Attr) and p.domain else ""
-    return _line(f"`{p.shown}`", kind, dtype, shape, p.text + domain)
+    names = (f"`{p.shown}`", f"`{op.cann[p.shown]}`") if op.cann else (f"`{p.shown}`",)
+    return _line(*names, kind, dtype, shape, p.text + domain)
 
 
 def _by_layout(op: Op, p: Tensor) -> list[str]:
@@ -99,14 +125,12 @@ def _by_layout(op: Op, p: Tensor) -> list[str]:
 
 
 def _shapes(op: Op) -> list[str]:
-    """The shapes that depend on the layout, those of one shape together, and what the axes are."""
+    """The shapes that depend on the layout, those of one shape together."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for p in op.params:
         if isinstance(p, Tensor) and any(shapes := _by_layout(op, p)):
             groups.setdefault(tuple(shapes), []).append(f"`{p.shown}`")
-    words = " ".join(shape for shapes in groups for shape in shapes)
-    axes = [f"{axis} {text}" for axis, text in AXES.items() if re.search(rf"\b{axis}\b", words)]
-    lines = ["", f"Axes: {', '.join(axes)}."] if axes else []
+    lines = []
     if len(op.layouts) > 1:
         layout = op.by_name[op.layout_attr].shown
         lines += ["", "## Shapes by layout", "", *_table(f"`{layout}`", *op.layouts)]

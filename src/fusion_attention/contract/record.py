@@ -32,7 +32,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """One broken rule, in the wording of every error of this library."""
+    """One broken rule, in the wording of every error of this library; cann: CANN's name of the parameter, if known."""
 
     op: str
     param: str
@@ -41,10 +41,13 @@ class Failure:
     advice: str = ""
     code: int = INVALID
     rule: Rule | None = None
+    cann: str = ""
 
     def __str__(self) -> str:
+        cann = f" ({self.cann})" if self.cann not in ("", self.param) else ""
         got = f", got {self.got}" if self.got else ""
-        return f"{self.op}: {self.param}: expected {self.expected}{got}" + (f" ({self.advice})" if self.advice else "")
+        advice = f" ({self.advice})" if self.advice else ""
+        return f"{self.op}: {self.param}{cann}: expected {self.expected}{got}{advice}"
 
 
 class ContractError(ValueError):
@@ -196,6 +199,14 @@ class Rule:
         return f"shape {shape_text(found[1])}" if found else self.check
 
 
+@dataclass(frozen=True)
+class Prototype:
+    """What CANN calls an operator's parameters, in its order, and where that was read."""
+
+    names: tuple[str, ...]
+    source: str
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Op:
     """The record of one operator.
@@ -218,6 +229,7 @@ class Op:
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
             lower gives a Differentiable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
+        prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
     """
 
     name: str
@@ -239,7 +251,10 @@ class Op:
     trains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
+    prototypes: Mapping[str, Prototype] = field(default_factory=dict)
     names: tuple[str, ...] = field(init=False)
+    # From the names that users see to CANN's; empty where the operator is not CANN's.
+    cann: dict[str, str] = field(init=False)
     # The positions of tensors of which rules ask whether they want a gradient.
     watched: tuple[int, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
@@ -252,6 +267,9 @@ class Op:
             return tuple(i for i, p in enumerate(self.params) if type(p) is kind)
 
         object.__setattr__(self, "names", tuple(p.name for p in self.params))
+        shown = [p.shown for p in self.params]
+        known = self.prototypes.get(self.name)
+        object.__setattr__(self, "cann", dict(zip(shown, known.names, strict=True)) if known else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
@@ -270,6 +288,12 @@ class Op:
         """This record with parameters inserted after others, and further fields changed."""
         params = [found for p in self.params for found in (p, *after.get(p.name, ()))]
         return replace(self, name=name, summary=summary, params=tuple(params), **changes)
+
+    def failure(
+        self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
+    ) -> Failure:
+        """One of this operator's; param: the name that users see."""
+        return Failure(self.name, param, expected, got, advice, code, rule, self.cann.get(param, ""))
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
         """Values in the order of the parameters, one for each, by canonical name."""

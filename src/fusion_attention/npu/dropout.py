@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, ContractWarning, Failure, outside
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import ContractError, ContractWarning, Failure, outside, show
 from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
 from fusion_attention.ops.training.call import EXTRAS, DenseCall
 from fusion_attention.settings import current

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Op, bind
-from fusion_attention.contract.arguments import intact
+from fusion_attention.contract import Attr, Op, bind, intact
 from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops.training.call import BIAS
 from fusion_attention.ops.training.lower import dense_call

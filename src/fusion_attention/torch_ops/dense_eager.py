@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract.arguments import intact
-from fusion_attention.contract.expressions import lazy
+from fusion_attention.contract import intact, lazy
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.training.call import (
     BIAS,

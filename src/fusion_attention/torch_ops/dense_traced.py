@@ -19,10 +19,8 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention.contract import Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind
+from fusion_attention.contract import NESTED, Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind, intact, show
 from fusion_attention.contract import Tensors as Listed
-from fusion_attention.contract.arguments import NESTED, intact
-from fusion_attention.contract.expressions import show
 from fusion_attention.memory import empty
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Bound, Op
-from fusion_attention.contract.arguments import intact
-from fusion_attention.contract.expressions import lazy
+from fusion_attention.contract import Bound, Op, intact, lazy
 from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.derivative import constants, once

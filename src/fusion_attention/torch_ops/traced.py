@@ -13,8 +13,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention.contract import Op, bind
-from fusion_attention.contract.arguments import intact
+from fusion_attention.contract import Op, bind, intact
 from fusion_attention.memory import empty
 from fusion_attention.torch_ops import eager
 from fusion_attention.torch_ops.dense_traced import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of

@@ -16,6 +16,7 @@ from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fr
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -172,6 +173,7 @@ V1 = Op(
     ),
     (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, INPUTS, DenseLoss, Loss, Statistics
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.scale import scale_of

@@ -14,6 +14,7 @@ from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -207,6 +208,7 @@ V1 = Op(
     ),
     (*MEANING, *SELECTION, *LIMITS),
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,

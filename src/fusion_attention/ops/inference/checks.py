@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import trained
-from fusion_attention.contract.expressions import dtype_text, show
+from fusion_attention.contract import dtype_text, show, trained
 from fusion_attention.ops.shared.checks import int32, pages_exist
 
 Tensor = torch.Tensor

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import page_layout, sizes

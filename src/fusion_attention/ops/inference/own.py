@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors
-from fusion_attention.contract.expressions import dtype_text, show
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors, dtype_text, show
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes

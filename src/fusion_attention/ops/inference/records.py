@@ -15,6 +15,7 @@ from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
@@ -80,6 +81,7 @@ V1 = Op(
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,

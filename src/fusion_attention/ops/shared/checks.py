@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import show
 from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.waist.mask import INFINITE, Band
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.scale import scale_of
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward

@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import (
     ROPE,
     limit,
@@ -287,6 +288,7 @@ V1 = Op(
     ),
     RULES + FORWARD + LIMITS + FORWARD_LIMITS,
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
     layouts=LAYOUTS,

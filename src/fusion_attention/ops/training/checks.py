@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import trained
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import dtype_text, trained
 from fusion_attention.ops.shared.checks import float32
 from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band

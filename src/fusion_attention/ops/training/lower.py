@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.contract import Bound
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.shared.layouts import Form
 from fusion_attention.ops.shared.sparse_modes import band_empties_rows, mode_band
 from fusion_attention.ops.training.call import DenseCall

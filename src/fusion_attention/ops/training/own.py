@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor
-from fusion_attention.contract.arguments import trained
-from fusion_attention.contract.expressions import dtype_text
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, wide
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK

@@ -16,6 +16,7 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
 from fusion_attention.ops.shared.lengths import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
 from fusion_attention.ops.training.lower import lower
@@ -245,6 +246,7 @@ SCORE_V1 = Op(
     ),
     WIDE + NARROW + ALIKE,
     source="CANN",
+    prototypes=PROTOTYPES,
     formula=FORWARD_FORMULA,
     rulings=RULINGS,
     layouts=PADDED,

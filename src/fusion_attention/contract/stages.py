@@ -1,0 +1,232 @@
+"""The stages that a call is checked in, with their failures: presence, dtypes, layout, ranks, axes, domains, rules.
+
+Refuses to know what any operator computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract.arguments import TYPES, Fault, is_type, members, no_tensor, no_tensors
+from fusion_attention.contract.expressions import dtype_text, evaluate, parse, scope, shape_text, show, size_of
+from fusion_attention.contract.record import (
+    NULL_POINTER,
+    REQUIRED,
+    WARNED,
+    Array,
+    Attr,
+    ContractError,
+    Failure,
+    Op,
+    Param,
+    Rule,
+    Tensor,
+    Tensors,
+)
+
+
+def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
+    """Every stage before lengths: the value of every name that arguments in the record's order show.
+
+    Raises:
+        ContractError: with every failure of the first stage that found one.
+    """
+    values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
+    _refuse(_presence(op, values))
+    names: dict[str, Any] = {**op.neutral, **values}
+    ask(op, [r for r in rules if r.stage == "presence"], names)
+    typed, _ = _broken(op, [r for r in rules if r.stage == "dtype"], names)
+    _refuse(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
+    _refuse(_ranks(op, names))
+    _refuse(_axes(op, names))
+    _refuse(_domains(op, names))
+    return names
+
+
+def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
+    """The notes of the rules; raises if there are failures."""
+    failures, notes = _broken(op, rules, names)
+    _refuse(failures)
+    return notes
+
+
+def _value(op: Op, p: Param, value: Any) -> Any:
+    """An argument as rules see it: defaults filled in, numpy scalars plain, blank tensors None."""
+    if isinstance(p, Attr):
+        if value is None:
+            return None if p.default is REQUIRED else p.default
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(p, Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
+        # Rows that are as empty as the call itself are still rows.
+        rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
+        return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
+    return value
+
+
+def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
+    failures = []
+    for p in op.params:
+        value, output = values[p.name], isinstance(p, Tensor) and p.output
+        fault: Fault | None = None
+        if value is None:
+            if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
+                what = p.text.split(". ")[0].removesuffix(".")
+                failures.append(op.failure(p.shown, f"a value ({what}.)", "None", code=NULL_POINTER))
+        elif isinstance(p, Tensors):
+            fault = no_tensors(value)
+        elif isinstance(p, Tensor):
+            fault = no_tensor(value, output)
+        elif isinstance(p, Array):
+            fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
+        elif isinstance(p, Attr) and not is_type(value, p):
+            wanted = "an int below 2**64" if p.unsigned else TYPES.get(p.type, f"a {p.type.__name__}")
+            fault = wanted, show(value), ""
+        if fault:
+            failures.append(op.failure(p.shown, *fault))
+    return failures
+
+
+def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
+    failures = []
+    for p in op.tensors(False) + op.tensors(True):
+        if names.get(p.name) is None or not p.dtypes:
+            continue
+        allowed, source = p.dtypes.split(), ""
+        if p.dtypes.startswith("="):
+            other = p.dtypes[1:]
+            allowed, source = [dtype_text(members(names[other])[0])], f" as {op.by_name[other].shown}"
+        wrong = [found for t in members(names[p.name]) if (found := dtype_text(t)) not in allowed]
+        if wrong:
+            got = wrong[0]
+            failures.append(op.failure(p.shown, " or ".join(allowed) + source, got, p.cast))
+    return failures
+
+
+def _devices(op: Op, names: dict[str, Any]) -> list[Failure]:
+    failures = []
+    first: Tensor | None = None
+    for p in op.tensors(False) + op.tensors(True):
+        value = names.get(p.name)
+        if value is None or (p.on_host and value.device.type == "cpu"):
+            continue
+        first = first or p
+        device = members(names[first.name])[0].device
+        strange = [t.device for t in members(value) if t.device != device]
+        if strange:
+            expected = f"a tensor on {device} as {first.shown}"
+            failures.append(op.failure(p.shown, expected, f"one on {strange[0]}", f'move it: .to("{device}")'))
+    return failures
+
+
+def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
+    if not op.layouts or names[op.layout_attr] in op.layouts:
+        return []
+    got, advice = names[op.layout_attr], "layout strings are upper case"
+    if got.upper() not in op.layouts:
+        advice = f"{op.name} has no other"
+    shown = op.by_name[op.layout_attr].shown
+    return [op.failure(shown, "one of " + ", ".join(op.layouts), show(got), advice)]
+
+
+def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
+    failures = []
+    for p in op.tensors(False) + op.tensors(True):
+        layout = op.layout_of(p, names)
+        where = f" in layout {layout}" if op.layouts else ""
+        value, words = names.get(p.name), p.words(layout)
+        if value is not None and words and not isinstance(p, Tensors) and value.dim() != len(words):
+            expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
+            failures.append(op.failure(p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}"))
+    return failures
+
+
+def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
+    """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
+    origin: dict[str, str] = {}
+    for p in op.params:
+        if isinstance(p, Attr) and p.axis and (names[p.name] != p.default or p.default):
+            if names[p.name] <= 0:
+                return [op.failure(p.shown, f"{p.shown} > 0", show(names[p.name]))]
+            names[p.axis], origin[p.axis] = names[p.name], p.shown
+    failures = []
+    for p in op.tensors(False) + op.tensors(True):
+        value, words = names.get(p.name), p.words(op.layout_of(p, names))
+        shape = () if value is None or isinstance(p, Tensors) else value.shape
+        for position, (word, size) in enumerate(zip(words, shape)):  # noqa: B905
+            expected = _bind_axis(word, size, names, origin, p.shown)
+            if expected:
+                failures.append(op.failure(p.shown, f"axis {position} to be {expected}", str(size)))
+    return failures
+
+
+def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
+    """Binds the one unknown factor of an axis word, or compares; what was expected if they disagree."""
+    factors = word.split("*")
+    unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
+    if len(unknown) == 1:
+        rest = "*".join(f for f in factors if f != unknown[0])
+        known = size_of(rest, names) if rest else 1
+        if rest and (not known or not size or size % known):
+            return f"a positive multiple of {rest}={known}" + _origins(rest, origin, param)
+        names[unknown[0]], origin[unknown[0]] = size // (known or 1), param
+        return ""
+    known = size_of(word, names)
+    # Two unknown factors: the tensor that would have shown one of them has failed.
+    return "" if known in (size, None) else f"{word}={known}" + _origins(word, origin, param)
+
+
+def _origins(word: str, origin: dict[str, str], param: str) -> str:
+    """Which other parameters an axis word's sizes come from."""
+    sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
+    return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
+
+
+def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
+    within = scope(names, op.functions)
+    return [
+        op.failure(p.shown, op.spell(p.domain), show(names[p.name]), code=p.code)
+        for p in op.params
+        if isinstance(p, Attr) and p.domain and not evaluate(p.domain, within)
+    ]
+
+
+def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
+    """(failures, notes) of the rules that apply."""
+    failures: list[Failure] = []
+    notes: list[Failure] = []
+    if not rules:
+        return failures, notes
+    layout, within = names.get(op.layout_attr), scope(names, op.functions)
+    for rule in rules:
+        if (rule.only and layout not in rule.only) or (rule.when and not evaluate(rule.when, within)):
+            continue
+        outcome = evaluate(rule.check, within)
+        if isinstance(outcome, str) or not outcome:
+            got = outcome if isinstance(outcome, str) else _got(rule, names)
+            # Python shows a warning once for every text: one without numbers is shown once.
+            got = "" if rule.level == "doubt" else got
+            expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
+            failure = op.failure(op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
+            (notes if rule.level in WARNED else failures).append(failure)
+    return failures, notes
+
+
+def _got(rule: Rule, names: Mapping[str, Any]) -> str:
+    """The values of what a rule reads: 'N1=4, N2=3', or a shape beside the axes that it should have had."""
+    read = parse(rule.check)
+    if read.axes:
+        sizes = (f"{axis}={names[axis]}" for axis in read.axes)
+        return f"{show(names[rule.param])} with {', '.join(sizes)}"
+    used = [name for name in read.names if name in names]
+    if used == [rule.param]:
+        return show(names[rule.param])
+    return ", ".join(f"{name}={show(names[name])}" for name in used) or show(names.get(rule.param))
+
+
+def _refuse(failures: list[Failure]) -> None:
+    if failures:
+        raise ContractError(failures)

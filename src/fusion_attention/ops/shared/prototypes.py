@@ -1,0 +1,146 @@
+"""What CANN calls the parameters of its operators: the names of every aclnnXxxGetWorkspaceSize, in their order.
+
+Spelled as where they were read, mistakes and all: the versions of one operator differ in some names.
+"""
+
+from __future__ import annotations
+
+from fusion_attention.contract import Prototype
+
+PUBLIC = "its public repository, ops-transformer; pages may spell some otherwise"
+_PAGES = {
+    "aclnnFlashAttentionScoreV2": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
+        qStartIdxOptional kvStartIdxOptional scaleValueOptional keepProbOptional preTokensOptional nextTokensOptional
+        headNum inputLayout innerPreciseOptional sparseModeOptional pseTypeOptional
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionUnpaddingScoreGradV3": """
+        query queryRope keyIn keyInRope value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        dqOut dqRopeOut dkOut dkRopeOut dvOut dpseOut""",
+    "aclnnIncreFlashAttentionV4": """
+        query key value pseShift attenMask actualSeqLengths dequantScale1 quantScale1 dequantScale2 quantScale2
+        quantOffset2 antiquantScale antiquantOffset blocktable kvPaddingSize
+        numHeads scaleValue inputLayout numKeyValueHeads blockSize innerPrecise attentionOut""",
+    "aclnnSparseFlashAttentionGrad": """
+        query key value sparseIndices dOut out softmaxMax softmaxSum actualSeqLengthsQueryOptional
+        actualSeqLengthskvOptional queryRopeOptional keyRopeOptional scaleValue sparseBlockSize layoutOptional
+        sparseMode preTokens nextTokens deterministic
+        dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional""",
+    "aclnnSparseLightningIndexerGradKLLoss": """
+        query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope
+        actualSeqLengthsQuery actualSeqLengthsKey scaleValue layout sparseMode pre_tokens next_tokens deterministic
+        dQueryIndex dKeyIndex dWeights loss""",
+}
+_HEADERS = {
+    "aclnnFlashAttentionScore": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionScoreV3": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional sinkOptional
+        prefixOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionVarLenScore": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionVarLenScoreV2": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionVarLenScoreV3": """
+        query queryRope key keyRope value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        prefixOptional actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionVarLenScoreV4": """
+        query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode softmaxOutLayout
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionVarLenScoreV5": """
+        query queryRope key keyRope value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        sinkOptional prefixOptional actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType softmaxOutLayout
+        softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionScoreGrad": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode
+        dqOut dkOut dvOut dpseOut""",
+    "aclnnFlashAttentionScoreGradV2": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        dqOut dkOut dvOut dpseOut""",
+    "aclnnFlashAttentionScoreGradV3": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional sinkInOptional prefixOptional
+        qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        dqOut dkOut dvOut dpseOut dsinkOut""",
+    "aclnnFlashAttentionUnpaddingScoreGrad": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode
+        dqOut dkOut dvOut dpseOut""",
+    "aclnnFlashAttentionUnpaddingScoreGradV2": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
+        dqOut dkOut dvOut dpseOut""",
+    "aclnnFlashAttentionUnpaddingScoreGradV4": """
+        query keyIn value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode
+        dqOut dkOut dvOut dpseOut softmaxInLayout""",
+    "aclnnFlashAttentionUnpaddingScoreGradV5": """
+        query queryRope keyIn keyInRope value dy pseShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional
+        softmaxMaxOptional softmaxSumOptional softmaxInOptional attentionInOptional sinkInOptional prefixOptional
+        actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType softmaxInLayout
+        dqOut dqRopeOut dkOut dkRopeOut dvOut dpseOut dsinkOut""",
+    "aclnnIncreFlashAttention": """
+        query key value pseShift attenMask actualSeqLengths
+        numHeads scaleValue inputLayout numKeyValueHeads attentionOut""",
+    "aclnnIncreFlashAttentionV2": """
+        query key value pseShift attenMask actualSeqLengths dequantScale1 quantScale1 dequantScale2 quantScale2
+        quantOffset2 numHeads scaleValue inputLayout numKeyValueHeads attentionOut""",
+    "aclnnIncreFlashAttentionV3": """
+        query key value pseShift attenMask actualSeqLengths dequantScale1 quantScale1 dequantScale2 quantScale2
+        quantOffset2 antiquantScale antiquantOffset blocktable
+        numHeads scaleValue inputLayout numKeyValueHeads blockSize innerPrecise attentionOut""",
+    "aclnnSparseFlashAttention": """
+        query key value sparseIndices blockTableOptional actualSeqLengthsQueryOptional actualSeqLengthsKvOptional
+        queryRopeOptional keyRopeOptional scaleValue sparseBlockSizeOptional layoutQueryOptional layoutKvOptional
+        sparseMode preTokens nextTokens attentionMode returnSoftmaxLse attentionOut softmaxMax softmaxSum""",
+    "aclnnLightningIndexer": """
+        query key weights actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional blockTableOptional
+        layoutQueryOptional layoutKeyOptional sparseCount sparseMode preTokens nextTokens returnValues
+        sparseIndicesOut sparseValuesOut""",
+    "aclnnLightningIndexerGrad": """
+        query key dy sparseIndices weights actualSeqQLenOptional actualSeqKvLenOptional
+        headNum inputLayout sparseMode preTokens nextTokens deterministic dqOut dkOut dweightsOut""",
+    "aclnnDenseLightningIndexerGradKLLoss": """
+        query key queryIndex keyIndex weight softmaxMax softmaxSum softmaxMaxIndex softmaxSumIndex
+        queryRopeOptional keyRopeOptional actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional
+        scaleValue layoutOptional sparseMode preTokens nextTokens
+        dQueryIndexOut dKeyIndexOut dWeightOut lossOut""",
+    "aclnnDenseLightningIndexerSoftmaxLse": """
+        queryIndex keyIndex weight actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional layoutOptional
+        sparseMode preTokens nextTokens softmaxMaxOut softmaxSumOut""",
+}
+PROTOTYPES = {
+    **{name: Prototype(tuple(names.split()), "this operator's page") for name, names in _PAGES.items()},
+    **{name: Prototype(tuple(names.split()), PUBLIC) for name, names in _HEADERS.items()},
+}
