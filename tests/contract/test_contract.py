@@ -89,15 +89,16 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
         asked = {"strict": case.level in ("limit", "doubt", "hint"), "check_content": case.level == "content"}
         failures, notes = outcome(op, case.args, **asked)
         usual = outcome(op, case.args)
+        said = str(op.failure(case.param, case.expected, ""))
         if case.level in ("note", "hint"):
             assert not failures, case.id
             assert bool(usual[1]) is (case.level == "note"), case.id
             assert len(notes) == 1, case.id
-            assert notes[0].startswith(f"{name}: {case.param}: expected {case.expected}, got "), case.id
+            assert notes[0].startswith(f"{said}, got "), case.id
             continue
         assert [(f.op, f.param, f.code) for f in failures] == [(name, case.param, case.code)], (case.id, failures)
         assert case.expected in (failures[0].expected, ""), case.id
-        text = str(failures[0]).removeprefix(f"{name}: {case.param}: expected ")
+        text = str(failures[0]).removeprefix(str(op.failure(case.param, "", "")))
         assert re.fullmatch(r".+, got .+", text), case.id
         assert len(text) < 400, case.id
         # Asked for everything, the chip's limits alone may say more: a version may take nothing of a kind.
@@ -106,7 +107,7 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
         assert all(f.rule is not None and f.rule.level == "limit" for f in others), (case.id, more)
         assert more, case.id
         always = case.level == "meaning"
-        warned = [f"{name}: {case.param}: expected {case.expected} ({f.advice})" for f in failures]
+        warned = [f"{said} ({f.advice})" for f in failures]
         assert (bool(usual[0]), usual[1]) == (always, warned if case.level == "doubt" else []), case.id
         refused = always or case.level in ("limit", "doubt") or bool(others)
         assert bool(outcome(op, case.args, strict=True)[0]) is refused, case.id
@@ -309,14 +310,14 @@ TEXTS = [
     (
         "aclnnFlashAttentionVarLenScoreV5",
         {"input_layout": "bsnd"},
-        "input_layout: expected one of TND, got 'bsnd' (aclnnFlashAttentionVarLenScoreV5 has no other)",
+        "input_layout (inputLayout): expected one of TND, got 'bsnd' (aclnnFlashAttentionVarLenScoreV5 has no other)",
     ),
     (
         "aclnnFlashAttentionScoreV2",
         {"pse": "B 1 S1 S2"},
         (
-            "pse: expected [B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024, got [2, 1, 4, "
-            "6] with B=2, N1=4, S1=4, S2=6 (compressed means the last 1024 rows of the full table)"
+            "pse (realShiftOptional): expected [B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024, "
+            "got [2, 1, 4, 6] with B=2, N1=4, S1=4, S2=6 (compressed means the last 1024 rows of the full table)"
         ),
     ),
     (
@@ -404,7 +405,8 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
     bound = bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
     assert bound.names["query"] is wide
     text = one(op, args | {"attention_out": wide})
-    assert "attention_out: expected memory of its own for every element, got strides (0, 32, 8, 1)" in text
+    expected = "memory of its own for every element"
+    assert f"attention_out (attentionOutOut): expected {expected}, got strides (0, 32, 8, 1)" in text
 
 
 # --------------------------------------------------------------------------------------------------- notes and rules
