@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.records import ATTENTION, FACES, PACKED, Args, call, one, outcome
 from support.training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 
-import fusion_attention
 import fusion_attention.contract.binding as binding
-from fusion_attention import ContractError, ContractWarning, npu
+from fusion_attention import ContractError, ContractWarning
 from fusion_attention.contract import (
     INVALID,
     LEVELS,
@@ -26,7 +26,6 @@ from fusion_attention.contract import (
     TILING,
     WARNED,
     Array,
-    Failure,
     Op,
     Rule,
     Tensor,
@@ -37,38 +36,6 @@ from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import own as attention
 from fusion_attention.ops.training import records as training
 from fusion_attention.plan import Plan
-
-FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
-del FACES["decode_attention"]  # its cache stands for several of the record's parameters
-Args = dict[str, Any]
-ATTENTION = RECORDS["attention"]
-PACKED = {"input_layout": "TND"}
-
-
-def outcome(op: Op, args: Args, **flags: bool) -> tuple[tuple[Failure, ...], list[str]]:
-    """The failures and the warnings of a call; anything else raised is this test's failure."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            bind(op, args, **flags)
-            failures: tuple[Failure, ...] = ()
-        except ContractError as error:
-            failures = error.failures
-    return failures, [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
-
-
-def one(op: Op, args: Args, **flags: bool) -> str:
-    """The text of the only failure of a call."""
-    failures, _ = outcome(op, args, **flags)
-    assert len(failures) == 1, failures
-    return str(failures[0])
-
-
-def call(op: Op, args: Args) -> Any:
-    """The function that a record describes, called by its own names."""
-    return FACES[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
-
 
 # --------------------------------------------------------------------------------------------------- samples, spoils
 

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same
-from test_aclnn import V2, done, handle, outputs_of, runtime
+from support.two_phase import V2, Args, done, handle, outputs_of
 
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.compare import compare
 
-__all__ = ["runtime"]
-
-Args = dict[str, Any]
+pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from test_aclnn import handle, outputs_of
+from support.two_phase import handle, outputs_of
 
 from fusion_attention import ContractError, ContractWarning, acl, aclnn
 from fusion_attention.contract import Op, bind

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from test_house import ROOT, TESTING, modules
+from support.sources import ROOT, modules
 
 # What allocates and writes nothing. Results and scratch come from memory.py, where tests poison them: an element that
 # nobody writes is then a NaN in some comparison, and no number that was right by chance.
@@ -24,7 +24,7 @@ MAY_ALLOCATE = {
     "backends.triton.memory::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
 }
-COMPUTES_NOTHING = ("cli", TESTING)
+COMPUTES_NOTHING = ("cli", "testing")
 
 
 def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:

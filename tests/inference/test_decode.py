@@ -92,13 +92,6 @@ def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- faces
 
 
-@pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-
-
 def two_phase(name: str, args: Args, out: torch.Tensor) -> tuple[int, int]:
     """The codes of both phases."""
     op = RECORDS[name]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from test_compile import compiled, draw
+from support.compiled import compiled, draw
 
 import fusion_attention as fa
 from fusion_attention import npu

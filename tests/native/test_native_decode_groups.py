@@ -8,15 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_native import judge
-from test_native_decode import (
-    VARIANTS,
-    narrowed,
-    native,
-    plain_case,
-    specified,
-    threads_as_before,  # noqa: F401 (a fixture of every test)
-)
+from support.native_decode import narrowed, native, plain_case
+from support.native_dense import VARIANTS, judge
+from support.witness import forward
 
 from fusion_attention.waist.problem import Problem
 
@@ -29,7 +23,7 @@ EXACT = ("v4+avx512bf16",)  # variants that multiply integers as such: no order 
 def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int, dtype: str) -> None:
     problem = Problem(2 * group, 2, dim, 24, dim_rope=16, dtype=dtype, scale=0.1, page_size=16)
     case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=dim)
-    want = specified(case.call)
+    want = forward(case.call)
     for variant in VARIANTS:
         judge(case.call, native(case, variant), want, variant)
 
@@ -41,7 +35,7 @@ def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, 
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel", "page_size": 48}
     problem = Problem(2 * group, 2, dim, dim, dtype="bfloat16", scale=0.02, **form)
     case = plain_case(problem, (1, 1, 1, 1), (145, 7, 300, 128), seed=dim)
-    want = specified(case.call)
+    want = forward(case.call)
     for variant in VARIANTS:
         together = native(case, variant)
         judge(narrowed(case), together, want, (variant, problem))

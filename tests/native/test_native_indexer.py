@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from support.bits import same_bits
+from support.native_dense import VARIANTS
 from support.sparse_calls import Results, Tensors, extents_of, int_rows, pages_of, scan
 from support.witness import read, room, rows
-from test_native import VARIANTS, threads_as_before
 
 from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
 from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
-
-__all__ = ["threads_as_before"]
 
 
 @dataclass(eq=False)

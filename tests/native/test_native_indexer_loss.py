@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from support.bits import same_bits
+from support.native_dense import VARIANTS
 from support.sparse_calls import Results, Tensors, draw_list, extents_of, int_rows, scan
 from support.witness import read, room, rows
-from test_native import VARIANTS, threads_as_before
 
 from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
@@ -28,8 +28,6 @@ from fusion_attention.waist.problem import (
     IndexerProblem,
     Stats,
 )
-
-__all__ = ["threads_as_before"]
 
 LEAST = 1e-8
 

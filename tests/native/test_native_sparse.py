@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.native_dense import VARIANTS
 from support.sparse_calls import (
     INPUTS,
     Results,
@@ -26,13 +27,10 @@ from support.sparse_calls import (
     room_for_gradients,
 )
 from support.witness import read, rows
-from test_native import VARIANTS, threads_as_before
 
 from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
 from fusion_attention.waist.problem import Problem, Stats
-
-__all__ = ["threads_as_before"]
 
 
 def forward(

@@ -1,6 +1,5 @@
 """The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase face."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -92,14 +91,6 @@ def test_levels_and_codes(op: Op) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the two-phase face
-
-
-@pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
