@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same
-from support.decode_cases import CASES, STORES, Args, Case, answer, arguments, logical, pages_of, place, query_of
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
@@ -19,6 +18,18 @@ from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import Decode
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
+from fusion_attention.testing.decode import (
+    CASES,
+    STORES,
+    Args,
+    Case,
+    answer,
+    arguments,
+    logical,
+    pages_of,
+    place,
+    query_of,
+)
 
 HOST = torch.device("cpu")
 
