@@ -435,5 +435,6 @@ def test_a_rule_words_itself() -> None:
     )
     assert rule.expected == "shape [B, N] or [1, N]"
     assert rule.code == TILING
-    bind(op, {"x": torch.ones(2, 3)}, strict=True)
+    legal = torch.ones(2, 3)
+    assert bind(op, {"x": legal}, strict=True).names["x"] is legal
     assert one(op, {"x": torch.ones(3)}) == "op: x: expected 2 dimensions [B, N], got 1 dimensions [3]"

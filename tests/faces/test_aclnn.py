@@ -15,6 +15,9 @@ from fusion_attention import acl, aclnn, npu, use_backend
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
 from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as loss
+from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.training import records as training
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
@@ -112,8 +115,13 @@ def test_signatures_are_the_records(op: Op) -> None:
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
-@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
-def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
+# Lengths come as arrays, and where records have them read, as tensors too.
+ARRAYS = [pytest.param(op, False, id=by_name(op)) for op in OPERATORS.values()]
+LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*sparse.ACLNN, *indexer.ACLNN, *loss.ACLNN)]
+
+
+@pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
+def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
     for spoiled in spoils(op):
         outputs = outputs_of(op, spoiled.args)
         before = {name: tensor.clone() for name, tensor in outputs.items() if tensor is not None}
@@ -123,7 +131,7 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
             continue
         content = spoiled.level == "content"
         later = content or any(rule.reads and spoiled.id.endswith(rule.id) for rule in op.asked)
-        rets = call(op, spoiled.args, outputs, strict=spoiled.level in ("limit", "doubt"), check_content=content)
+        rets = call(op, spoiled.args, outputs, content, tensors, strict=spoiled.level in ("limit", "doubt"))
         text = acl.get_recent_err_msg()
         assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
         assert text.startswith(f"{op.name}: {spoiled.param}: expected {spoiled.expected}"), (spoiled.id, text)

@@ -1,5 +1,6 @@
 """The two-phase interface called by a record: handles, poisoned outputs, both phases."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,21 +56,30 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def handle(value: Any) -> Any:
+def handle(value: Any, tensors: bool = False) -> Any:
+    """What a program passes; tensors: integers lie in one, not in an array."""
     if isinstance(value, torch.Tensor):
         return acl.Tensor.of(value)
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
         return acl.create_tensor_list([acl.Tensor.of(tensor) for tensor in value])
+    if isinstance(value, list) and value and tensors:
+        return acl.Tensor.of(torch.tensor(value))
     return acl.create_int_array(value) if isinstance(value, list) else value
 
 
 def call(
-    op: Op, args: Args, outputs: dict[str, torch.Tensor | None], check_content: bool = False, **options: Any
+    op: Op,
+    args: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor | None],
+    check_content: bool = False,
+    tensors: bool = False,
+    **options: Any,
 ) -> tuple[int, int]:
-    """(ret of phase 1, ret of phase 2) with outputs given by name."""
+    """(ret of phase 1, ret of phase 2) with outputs given by name; tensors: as of handle()."""
     values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
     options |= {"check_content": check_content}
-    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
+    handles = (handle(value, tensors) for value in values)
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles, **options)
     if first:
         assert (size, executor) == (0, None)
         return first, 0

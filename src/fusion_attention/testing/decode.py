@@ -18,7 +18,7 @@ Args = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case(Named):
+class DecodeCase(Named):
     """One call of npu_incre_flash_attention.
 
     Args:
@@ -67,7 +67,7 @@ class Case(Named):
 
 
 @cache
-def logical(case: Case) -> dict[str, Any]:
+def logical(case: DecodeCase) -> dict[str, Any]:
     """The numbers of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
     dtype = getattr(torch, case.dtype)
@@ -81,7 +81,8 @@ def logical(case: Case) -> dict[str, Any]:
             return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
         return draw(*shape)
 
-    batch, found = len(case.kv_len), {}
+    batch = len(case.kv_len)
+    found: dict[str, Any] = {}
     found["q"] = draw(batch, case.heads_q, case.rows, case.dim)
     found["k"], found["v"] = ([stored(n) for n in case.kv_len] for _ in "kv")
     channels = (2, case.heads_kv, case.dim) if case.integers == "channel" else (2,)
@@ -106,7 +107,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return whole[16 : 16 + math.prod(shape)].view(shape)
 
 
-def place(case: Case, stored: list[Tensor], table: Tensor | None) -> Any:
+def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
     """Keys or values in a cache whose other slots are poison."""
     dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
     if table is not None:
@@ -133,7 +134,7 @@ def place(case: Case, stored: list[Tensor], table: Tensor | None) -> Any:
     return one(stored, case.slots, case.first)
 
 
-def pages_of(case: Case) -> Tensor | None:
+def pages_of(case: DecodeCase) -> Tensor | None:
     """A block table of scattered pages; what no token needs is no page at all."""
     if case.store not in ("pages", "headed"):
         return None
@@ -147,14 +148,14 @@ def pages_of(case: Case) -> Tensor | None:
     return table
 
 
-def query_of(case: Case, by_head: Tensor) -> Tensor:
+def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
     """[B, N1, rows, D] in the case's layout."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
 
 
-def arguments(case: Case) -> Args:
+def arguments(case: DecodeCase) -> Args:
     """The call by canonical name."""
     n, table = logical(case), pages_of(case)
     known = None if table is None else table.masked_fill(table == 1 << 30, 0)
@@ -182,7 +183,7 @@ def arguments(case: Case) -> Args:
     return args
 
 
-def answer(case: Case, wide: torch.dtype = torch.float64) -> Tensor:
+def answer(case: DecodeCase, wide: torch.dtype = torch.float64) -> Tensor:
     """The output, [B, N1, rows, D], by dense formulas; with another dtype the measure of error."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=wide)
@@ -206,17 +207,20 @@ def answer(case: Case, wide: torch.dtype = torch.float64) -> Tensor:
     return _narrow(case, n, out) if case.out else out
 
 
-def _meaning(case: Case, n: Args, side: int, item: int, wide: torch.dtype) -> Tensor:
+def _meaning(case: DecodeCase, n: Args, side: int, item: int, wide: torch.dtype) -> Tensor:
     rows: Tensor = n["kv"[side]][item].to(wide)
     if not case.integers:
         return rows
-    scale, offset = n["scale"][side].to(wide), n["offset"][side].to(wide) if case.offsets else 0.0
+    scale, offset = (
+        n["scale"][side].to(wide),
+        n["offset"][side].to(wide) if case.offsets else torch.zeros_like(n["scale"][side], dtype=wide),
+    )
     if case.integers == "channel":
-        scale, offset = scale[:, None], offset[:, None] if case.offsets else 0.0
+        scale, offset = scale[:, None], offset[:, None]
     return (rows + offset) * scale
 
 
-def _narrow(case: Case, n: Args, out: Tensor) -> Tensor:
+def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
     scale, offset = n["out_scale"].to(out.dtype), n["out_offset"].to(out.dtype) if case.offsets else torch.zeros(1)
     if case.out == "channel":
         scale = scale.view(case.heads_q, 1, case.dim)
@@ -224,49 +228,3 @@ def _narrow(case: Case, n: Args, out: Tensor) -> Tensor:
     value = out * scale + offset
     whole = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
     return whole.clamp(-128, 127)
-
-
-LAYOUTS = ("BSH", "BNSD", "BSND")
-DTYPES = ("float16", "bfloat16", "float32")
-STORES = ("stack", "list", "pages")
-CASES = [
-    *(Case(layout=layout, dtype=d) for layout in LAYOUTS for d in DTYPES),
-    *(Case(layout=layout, store=store) for layout in LAYOUTS for store in ("list", "pages")),
-    *(Case(layout="BNSD", store="headed", page_size=s, dtype="bfloat16") for s in (16, 48, 512)),
-    *(Case(heads_q=8, heads_kv=n, dtype="float32", store="pages") for n in (1, 8)),
-    Case(heads_q=64, heads_kv=1, dim=8),
-    *(Case(dim=d, layout="BSND", store="pages", dtype="bfloat16") for d in (1, 33, 64, 128)),
-    *(Case(kv_len=(0, 7, 0, 1), store=store) for store in STORES),
-    Case(kv_len=(0, 24), out="tensor", offsets=True),
-    *(
-        Case(layout=layout, integers=kind, offsets=o, store=store)
-        for layout, kind, o, store in (
-            ("BSH", "tensor", False, "stack"),
-            ("BSH", "channel", True, "pages"),
-            ("BNSD", "channel", False, "headed"),
-            ("BSND", "tensor", True, "list"),
-            ("BSND", "channel", True, "stack"),
-        )
-    ),
-    *(Case(mask=True, store=store, dtype="float32") for store in STORES),
-    *(Case(pse=kind, layout="BNSD", dtype=d) for kind in ("batch", "shared") for d in DTYPES),
-    Case(mask=True, pse="batch", store="pages", integers="channel", offsets=True, dtype="bfloat16"),
-    Case(blank=True),
-    Case(blank=True, store="pages", integers="tensor"),
-    Case(padding=2, layout="BNSD"),
-    Case(padding=0, mask=True, pse="shared", integers="channel"),
-    Case(padding=10, kv_len=(21, 5)),  # item 0 does not fit: empty
-    *(
-        Case(out=kind, offsets=o, layout=layout)
-        for kind in ("tensor", "channel")
-        for o in (False, True)
-        for layout in LAYOUTS[:2]
-    ),
-    Case(out="channel", integers="channel", store="pages", offsets=True, dtype="bfloat16", blank=True),
-    *(Case(rows=3, store=store, layout="BSND") for store in STORES),
-    Case(rows=4, kv_len=(2, 9), dtype="float32"),  # more rows than tokens
-    Case(kv_len=(1030, 700), slots=1100, dim=64, dtype="bfloat16"),
-    Case(
-        kv_len=(1030, 700), store="headed", page_size=128, dim=64, dtype="bfloat16", layout="BNSD", integers="channel"
-    ),
-]
