@@ -23,7 +23,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -119,24 +119,34 @@ def test_denormals_count_as_zero_inside_only() -> None:
     assert (torch.full((64,), 1e-39) * 0.5 > 0).all()
 
 
-def test_workspace_grows_with_length_not_with_its_square() -> None:
+@pytest.mark.parametrize(
+    ("verb", "dtype", "most"),
+    [
+        ("attention_forward", "bfloat16", 60_000_000),
+        ("attention_backward", "bfloat16", 120_000_000),
+        ("attention_backward", "float32", 220_000_000),
+    ],
+)
+def test_workspace_grows_with_length_not_with_its_square(verb: str, dtype: str, most: int) -> None:
     def workspace(length: int) -> int:
         n = np.array([length])
         extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype="bfloat16"), extents, "attention_forward")
+        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, verb)
 
-    assert workspace(65536) < 60_000_000
+    assert workspace(65536) < most
     assert workspace(65536) < 2.1 * workspace(32768)
 
 
-def test_memory_that_is_not_there_is_an_error() -> None:
-    n = np.array([1 << 48])
-    problem, none = Problem(1, 1, 64, 64), np.zeros(1, np.int64)
-    extents = Extents(none + 1, n, none - INFINITE, none + INFINITE, none, none)
+@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
+def test_memory_that_is_not_there_is_an_error(verb: str) -> None:
+    none, many = np.zeros(1, np.int64), np.array([1 << 48])
+    problem, lengths = Problem(1, 1, 64, 64), (none + 1, many) if verb == "attention_forward" else (many, none + 1)
+    extents = Extents(*lengths, none - INFINITE, none + INFINITE, none, none)
     view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
+    grads = (Grads(view, view, view, view),) if verb == "attention_backward" else ()
     operands = Operands(view, view, view, view, Stats(one, one))
     with pytest.raises(MemoryError):
-        cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward"), operands)
+        getattr(cpu, verb)(problem, extents, cpu.schedule(problem, extents, verb), operands, *grads)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -34,8 +34,8 @@ from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
 from fusion_attention.waist import bias
 from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # The specification adds up a table that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
@@ -305,27 +305,6 @@ def test_rows_take_the_places_of_rows_that_have_met_their_keys(dtype: str, size:
 
 
 # ------------------------------------------------------------------------------------------------- memory and bad calls
-
-
-def test_workspace_grows_with_length_not_with_its_square() -> None:
-    def workspace(length: int, dtype: str) -> int:
-        n = np.array([length])
-        extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, "attention_backward")
-
-    assert workspace(65536, "bfloat16") < 120_000_000
-    assert workspace(65536, "float32") < 220_000_000
-    assert workspace(65536, "bfloat16") < 2.1 * workspace(32768, "bfloat16")
-
-
-def test_memory_that_is_not_there_is_an_error() -> None:
-    none = np.zeros(1, np.int64)
-    problem, extents = Problem(1, 1, 64, 64), Extents(none + (1 << 48), none + 1, *[none] * 4)
-    view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
-    operands = Operands(view, view, view, view, Stats(one, one))
-    plan = cpu.schedule(problem, extents, "attention_backward")
-    with pytest.raises(MemoryError):
-        cpu.attention_backward(problem, extents, plan, operands, Grads(view, view, view, view))
 
 
 def small() -> tuple[Problem, Extents, Operands, Grads]:

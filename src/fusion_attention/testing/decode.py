@@ -211,10 +211,8 @@ def _meaning(case: DecodeCase, n: Args, side: int, item: int, wide: torch.dtype)
     rows: Tensor = n["kv"[side]][item].to(wide)
     if not case.integers:
         return rows
-    scale, offset = (
-        n["scale"][side].to(wide),
-        n["offset"][side].to(wide) if case.offsets else torch.zeros_like(n["scale"][side], dtype=wide),
-    )
+    scale = n["scale"][side].to(wide)
+    offset = n["offset"][side].to(wide) if case.offsets else torch.zeros_like(scale)
     if case.integers == "channel":
         scale, offset = scale[:, None], offset[:, None]
     return (rows + offset) * scale
