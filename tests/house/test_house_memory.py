@@ -100,3 +100,16 @@ def test_no_test_skips_itself() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS
     ]
     assert not wrong, f"mark the test, or choose its parameters: {wrong}"
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests need is in tests/support."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[-1].startswith("test_")
+    ]
+    assert not wrong, f"move what they share to tests/support: {wrong}"
