@@ -70,3 +70,9 @@ def runtime() -> Iterator[None]:
     yield
     acl.finalize()
     acl.get_recent_err_msg()
+
+
+@pytest.fixture
+def fresh() -> None:
+    """torch.compile remembers nothing of other tests."""
+    torch._dynamo.reset()

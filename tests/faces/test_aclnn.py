@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same
-from support.two_phase import V2, Args, call, done, failed, handle, outputs_of
+from support.two_phase import V2, Args, call, done, failed, handles_of, outputs_of
 
 from fusion_attention import acl, aclnn, npu, use_backend
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
@@ -143,7 +143,7 @@ def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Exe
     """Phase 1 of a small V2 call, and its handles by name."""
     args = sample(V2) if args is None else args
     given = outputs_of(V2, args) | outputs
-    handles = {p.name: handle(args[p.name] if args[p.name] is not None else given.get(p.name)) for p in V2.params}
+    handles = handles_of(V2, args, given)
     ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
     return ret, size, executor, handles
 
@@ -369,8 +369,7 @@ def test_the_workspace_grows_with_what_is_converted() -> None:
 def test_empty_calls(layout: str, axis: str) -> None:
     args = sample(V2, input_layout=layout, **{axis: 0})
     outputs = outputs_of(V2, args)
-    handles = {p.name: handle(args[p.name] if args[p.name] is not None else outputs.get(p.name)) for p in V2.params}
-    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, size, executor, _ = planned(args, **outputs)
     assert ret == 0, acl.get_recent_err_msg()
     if axis != "S2":
         assert size == 0

@@ -16,12 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusion_attention as fa
 from fusion_attention import npu
 
+pytestmark = pytest.mark.usefixtures("fresh")
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
 
 
 # ------------------------------------------------------------------------------------------------------------- compile

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from support.two_phase import call, handle, outputs_of
+from support.two_phase import call, handles_of, outputs_of
 
 from fusion_attention import ContractError, ContractWarning, acl, aclnn
 from fusion_attention.contract import Op, bind
@@ -198,8 +198,7 @@ def _draw_disorder(rng: Rng, op: Op, args: Args) -> Drawn:
 
 
 def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) -> Results:
-    values = {p.name: args[p.name] if args.get(p.name) is not None else watched.tensors.get(p.name) for p in op.params}
-    handles = {name: handle(value) for name, value in values.items()}
+    handles = handles_of(op, args, watched.tensors)
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles.values(), strict=False)
     workspace = acl.rt.malloc(size)[0] if size else None
     second = getattr(aclnn, op.name)

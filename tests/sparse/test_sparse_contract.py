@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.two_phase import Args, call, handle
+from support.two_phase import Args, call, handles_of
 
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
@@ -166,11 +166,8 @@ def test_content_may_come_between_the_phases() -> None:
     ends = torch.tensor([1, 8]), torch.tensor([5, 12])
     given = {**args, "sparse_indices": lists}
     outputs = outputs_of(op, args)
-    values = [given[p.name] if given.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    handles = [handle(v, tensors=True) for v in values]
-    names = [p.name for p in op.params]
-    for name, value in zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True):
-        handles[names.index(name)] = acl.Tensor.of(value)
+    given |= dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
+    handles = handles_of(op, given, outputs).values()
     ret, size, executor = aclnn.aclnnSparseFlashAttentionGetWorkspaceSize(*handles, strict=False)
     assert ret == 0, acl.get_recent_err_msg()
     lists.copy_(args["sparse_indices"])

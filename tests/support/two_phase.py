@@ -67,6 +67,14 @@ def handle(value: Any, tensors: bool = False) -> Any:
     return acl.create_int_array(value) if isinstance(value, list) else value
 
 
+def handles_of(
+    op: Op, args: Mapping[str, Any], outputs: Mapping[str, torch.Tensor | None], tensors: bool = False
+) -> dict[str, Any]:
+    """What phase 1 takes, by the record's names."""
+    values = {p.name: args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params}
+    return {name: handle(value, tensors) for name, value in values.items()}
+
+
 def call(
     op: Op,
     args: Mapping[str, Any],
@@ -76,9 +84,7 @@ def call(
     **options: Any,
 ) -> tuple[int, int]:
     """(ret of phase 1, ret of phase 2) with outputs given by name; tensors: as of handle()."""
-    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    options |= {"check_content": check_content}
-    handles = (handle(value, tensors) for value in values)
+    handles, options = handles_of(op, args, outputs, tensors).values(), options | {"check_content": check_content}
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles, **options)
     if first:
         assert (size, executor) == (0, None)
