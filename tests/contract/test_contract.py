@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 from support.records import ATTENTION, FACES, PACKED, Args, call, one, outcome
-from support.training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 
 import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning

@@ -163,22 +163,17 @@ def test_one_openmp_runtime_serves_torch_and_the_core() -> None:
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
-    two, strided = np.zeros(2, np.int64), np.zeros(1, np.int32)
+    two, one, strided = np.zeros(2, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
     rows_of_two = RowView((torch.zeros(64),), two, 4, two, 4)
     bytes_ = MatrixView(torch.zeros(9, dtype=torch.uint8), *[np.zeros(1, np.int64)] * 3, 1)
     return {
         "too many addresses": ({"q": rows_of_two}, "q has 2 elements, expected 1"),
         "int32 addresses": ({"k": RowView((torch.zeros(64),), strided, 4, strided, 4)}, "k is no one-dimensional"),
-        "another dim": ({"k": replace_dim(3)}, "k has rows of another length"),
+        "another dim": ({"k": RowView((torch.zeros(64),), one, 4, one, 3)}, "k has rows of another length"),
         "no sink": ({"sink": None}, "sink is missing"),
         "no blocked": ({"blocked": None}, "blocked is missing"),
         "keys apart": ({"blocked": replace(bytes_, stride_key=2)}, "blocked has keys that are not neighbours"),
     }
-
-
-def replace_dim(dim: int) -> RowView:
-    zero = np.zeros(1, np.int64)
-    return RowView((torch.zeros(64),), zero, 4, zero, dim)
 
 
 @pytest.mark.parametrize("name", bad_calls())

@@ -34,7 +34,6 @@ from fusion_attention.torch_ops.eager import run as run_on
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 DTYPES = ("float32", "float16", "bfloat16")
-Tensor = torch.Tensor
 
 
 def drawn(case: LossCase) -> Args:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.native_dense import converted, results
-from support.witness import Call, Results, load, make, room
+from support.witness import Call, Results, load, make, poison, room, rows
 
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
@@ -45,24 +45,6 @@ def nibbles(t: torch.Tensor) -> torch.Tensor:
     return (even[..., 0::2] & 15 | (even[..., 1::2] & 15) << 4).to(torch.uint8)
 
 
-def poison(dtype: torch.dtype, size: int) -> torch.Tensor:
-    return torch.full((size,), torch.nan if dtype.is_floating_point else 85, dtype=dtype)
-
-
-def in_rows(tensors: list[torch.Tensor], dim: int, together: bool) -> RowView:
-    """Rows with gaps, in one buffer or in one tensor per sequence."""
-    heads, width = tensors[0].shape[0], tensors[0].shape[2]
-    step = heads * (width + 4)
-    sizes = [t.shape[1] * step + 7 for t in tensors]
-    starts = [sum(sizes[:b]) + 8 * b + 5 for b in range(len(tensors))] if together else [5] * len(tensors)
-    count = [sum(sizes) + 8 * len(sizes) + 5] if together else [n + 5 for n in sizes]
-    keep = tuple(poison(tensors[0].dtype, n) for n in count)
-    for b, t in enumerate(tensors):
-        shape, strides = (t.shape[1], heads, width), (step, width + 4, 1)
-        keep[0 if together else b].as_strided(shape, strides, starts[b]).copy_(t.transpose(0, 1))
-    return RowView(keep, np.array(starts), step, np.full(len(tensors), width + 4), dim)
-
-
 def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Random, heads_first: bool) -> PagedView:
     """Pages in random order, among unused ones; the table ends in entries that name no page."""
     heads, width = tensors[0].shape[0], tensors[0].shape[2]
@@ -86,7 +68,7 @@ def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Rando
 def lay(tensors: list[torch.Tensor], dim: int, form: str, size: int, seed: int) -> RowView | PagedView:
     if form == "pages":
         return in_pages(tensors, dim, size, random.Random(seed), seed % 2 == 0)
-    return in_rows(tensors, dim, form == "rows")
+    return replace(rows(tensors, packed=form == "rows"), dim=dim)
 
 
 def lay_meaning(stored: Stored, form: str, size: int, seed: int) -> Dequant | None:
