@@ -66,8 +66,7 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	$(subst $(VENV)/,$(ASAN)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_SANITIZE=ON ".[test]"
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  $(ASAN)/bin/python -m pytest -p no:cacheprovider --capture=sys tests/native/test_native.py tests/native/test_native_backward.py tests/training/test_statistics.py \
-	  tests/native/test_native_decode.py tests/native/test_native_decode_groups.py tests/native/test_native_sparse.py tests/native/test_native_indexer.py tests/native/test_native_indexer_loss.py \
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider --capture=sys tests/native tests/training/test_statistics.py \
 	  tests/backends/test_cpu_backend.py $(PYTEST_ARGS)
 
 CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .

@@ -59,3 +59,20 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh
 
     monkeypatch.setattr(memory, "_ready", poisoned)
+
+
+@pytest.fixture
+def runtime() -> Iterator[None]:
+    """acl, as a program finds it behind aclInit and aclrtSetDevice."""
+    from fusion_attention import acl
+
+    assert acl.init() == acl.rt.set_device(0) == 0
+    yield
+    acl.finalize()
+    acl.get_recent_err_msg()
+
+
+@pytest.fixture
+def fresh() -> None:
+    """torch.compile remembers nothing of other tests."""
+    torch._dynamo.reset()

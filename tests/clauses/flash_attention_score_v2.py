@@ -6,38 +6,11 @@ from typing import Any
 
 import torch
 
+from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
 from clauses.flash_attention_score_v2_calls import OUTPUTS, PROTOTYPE, base, formula
-from clauses.table import (
-    BF,
-    BOOL,
-    F32,
-    F64,
-    GENERATOR,
-    I8,
-    I32,
-    INVALID,
-    NULL,
-    RUNTIME,
-    U8,
-    Check,
-    H,
-    Page,
-    clause,
-    computes,
-    draw,
-    drawn,
-    fails_to_run,
-    forbids,
-    fractal,
-    gapped,
-    refuses,
-    repeats,
-    swapped,
-    to,
-    whole,
-    zeros,
-)
+from clauses.table import INVALID, NULL, RUN_TIME, Check, Page, clause, computes, forbids, refuses, repeats
 from clauses.training import PREFIX_TRIANGLE, TRIANGLE, hiding, tabled
+from clauses.values import GENERATOR, draw, drawn, fractal, gapped, swapped, to, whole, zeros
 
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 DTYPES = (H, BF, F32)
@@ -186,14 +159,7 @@ CLAUSES = (
         *(computes(**{name: zeros(*shape, d=d)}) for name, d in OPTIONAL.items() for shape in ((), (0,))),
         *(computes(**{name: []}) for name in ("prefixOptional", "qStartIdxOptional", "kvStartIdxOptional")),
     ),
-    clause(
-        "run-time",
-        "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
-        fails_to_run(RUNTIME, "workspace", workspace=None),
-        fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
-        fails_to_run(RUNTIME, "stream", stream="closed"),
-        fails_to_run(RUNTIME, "executor", again=True),
-    ),
+    RUN_TIME,
     # ---------------------------------------------------------------------------------------------------------- shapes
     clause(
         "shapes",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from clauses.dtypes import F32, H
 from clauses.near import Near, near, softmax
-from clauses.table import F32, Args, H, draw, prototype
+from clauses.table import Args, prototype
 from clauses.training import INF, band, biased, bits, given, grid, tabled
+from clauses.values import draw
 
 PROTOTYPE = prototype("""
     aclTensor   query

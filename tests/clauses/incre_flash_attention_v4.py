@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from clauses.dtypes import BF, BOOL, F32, F64, I8, I16, I32, I64, U8, H
 from clauses.incre_flash_attention_v4_calls import PROTOTYPE, base, formula
-from clauses.table import (
-    BF,
-    BOOL,
-    F32,
-    F64,
-    I8,
-    I16,
-    I32,
-    I64,
-    INVALID,
-    NULL,
-    RUNTIME,
-    U8,
-    Check,
-    H,
-    Page,
-    clause,
-    computes,
-    drawn,
-    fails_to_run,
-    forbids,
-    fractal,
-    gapped,
-    ints,
-    refuses,
-    repeats,
-    to,
-    zeros,
-)
+from clauses.table import INVALID, NULL, RUN_TIME, Check, Page, clause, computes, forbids, refuses, repeats
+from clauses.values import drawn, fractal, gapped, ints, to, zeros
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
 MASKS = ((2, 9), (2, 1, 9), (2, 1, 1, 9))
@@ -144,14 +118,7 @@ CLAUSES = (
         "A null query, key, value, attentionOut or inputLayout.",
         *(refuses(NULL, name, **{name: None}) for name in ("query", "key", "value", "attentionOut", "inputLayout")),
     ),
-    clause(
-        "run-time",
-        "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
-        fails_to_run(RUNTIME, "workspace", workspace=None),
-        fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
-        fails_to_run(RUNTIME, "stream", stream="closed"),
-        fails_to_run(RUNTIME, "executor", again=True),
-    ),
+    RUN_TIME,
     clause(
         "empty",
         "An empty tensor stands for no tensor.",

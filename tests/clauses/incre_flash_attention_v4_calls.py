@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
-from clauses.table import I8, I32, Args, H, draw, prototype, whole
+from clauses.table import Args, prototype
+from clauses.values import draw, whole
 
 PROTOTYPE = prototype("""
     aclTensor     query

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from clauses.table import GENERATOR, I32, Args
+from clauses.dtypes import I32
+from clauses.table import Args
+from clauses.values import GENERATOR
 
 
 class Item(NamedTuple):

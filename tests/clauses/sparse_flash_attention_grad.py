@@ -4,39 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
 from clauses.sparse_flash_attention_grad_calls import PROTOTYPE, base, finish, formula
-from clauses.table import (
-    BF,
-    F32,
-    F64,
-    I8,
-    I16,
-    I32,
-    I64,
-    INVALID,
-    NULL,
-    RUNTIME,
-    U8,
-    H,
-    Page,
-    clause,
-    computes,
-    deeper,
-    drawn,
-    ends,
-    fails_to_run,
-    forbids,
-    fractal,
-    gapped,
-    ints,
-    longer,
-    refuses,
-    repeats,
-    swapped,
-    to,
-    wide,
-    zeros,
-)
+from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
+from clauses.values import deeper, drawn, ends, fractal, gapped, ints, longer, swapped, to, wide, zeros
 
 BSND = {"layout": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "value", "dOut", "out", "queryRopeOptional", "keyRopeOptional")
@@ -97,14 +68,7 @@ CLAUSES = (
         *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
         refuses(NULL, "value", value=None, dValueOut=None),
     ),
-    clause(
-        "run-time",
-        "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
-        fails_to_run(RUNTIME, "workspace", workspace=None),
-        fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
-        fails_to_run(RUNTIME, "stream", stream="closed"),
-        fails_to_run(RUNTIME, "executor", again=True),
-    ),
+    RUN_TIME,
     clause(
         "lengths-given",
         "TND needs both lengths.",

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from clauses.dtypes import F32, I32, H
 from clauses.near import Near, near, softmax
 from clauses.selections import Item, flat, items_of, lists, packed, selected
-from clauses.table import F32, I32, Args, H, draw, prototype
+from clauses.table import Args, prototype
+from clauses.values import draw
 
 PROTOTYPE = prototype("""
     aclTensor query

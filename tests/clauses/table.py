@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from clauses.dtypes import U8
 from clauses.near import Near
+from clauses.values import GENERATOR, Formatted
 from fusion_attention import acl, aclnn
 from fusion_attention.contract import Array, Attr, ContractWarning, Tensor, Tensors
 
 Args = dict[str, Any]
 NULL, INVALID, TILING, RUNTIME = 161001, 161002, 561002, 361001
-H, BF, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-I8, U8, I16, I32, I64, BOOL = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool
+HEAD = 1 << 20  # Bytes of an output that a refused call is watched in: the largest ones are never touched elsewhere.
 
 # What a C kind may be in a record: the integers of a tensor are read, so a record may call them an array.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -108,6 +109,16 @@ def clause(id: str, text: str, *checks: Check, ruling: int | None = None) -> Cla
     return Clause(id, text, checks, ruling)
 
 
+RUN_TIME = clause(
+    "run-time",
+    "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
+    fails_to_run(RUNTIME, "workspace", workspace=None),
+    fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
+    fails_to_run(RUNTIME, "stream", stream="closed"),
+    fails_to_run(RUNTIME, "executor", again=True),
+)
+
+
 class Parameter(NamedTuple):
     """A line of a prototype.
 
@@ -161,87 +172,6 @@ class Page:
     def __len__(self) -> int:
         """Calls and parameters that are checked."""
         return len(self.prototype) + sum(1 for _ in self.parts())
-
-
-# ------------------------------------------------------------------------------------------------------------- values
-
-GENERATOR = torch.Generator()
-HEAD = 1 << 20  # Bytes of an output that a refused call is watched in: the largest ones are never touched elsewhere.
-
-
-def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
-    """Normal numbers of a dtype, from the check's own generator."""
-    return torch.randn(shape, generator=GENERATOR).to(d)
-
-
-def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
-    """Uniform integers low ... high - 1."""
-    return torch.randint(low, high, shape, generator=GENERATOR).to(d)
-
-
-def zeros(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
-    """A tensor of zeros in a parameter's place."""
-    return lambda old: torch.zeros(shape, dtype=d)
-
-
-def drawn(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
-    """A tensor of normal numbers in a parameter's place."""
-    return lambda old: draw(*shape, d=d)
-
-
-def ints(*values: int, d: torch.dtype = I64) -> Callable[[Any], torch.Tensor]:
-    """A tensor of integers in a parameter's place."""
-    return lambda old: torch.tensor(values, dtype=d)
-
-
-def to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """The same in another dtype."""
-    return lambda old: [t.to(dtype) for t in old] if isinstance(old, list) else old.to(dtype)
-
-
-def gapped(old: Any) -> Any:
-    """The same tensor with a gap behind each element."""
-    if isinstance(old, list):
-        return [gapped(t) for t in old]
-    wide = torch.zeros((*old.shape, 2), dtype=old.dtype)
-    wide[..., 0] = old
-    return wide[..., 0]
-
-
-def swapped(old: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its first two axes swapped in memory."""
-    return old.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def ends(count: int) -> tuple[int, ...]:
-    """Sequences of one token."""
-    return tuple(range(1, count + 1))
-
-
-def wide(old: torch.Tensor) -> torch.Tensor:
-    """One more in the last axis."""
-    return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
-
-
-def longer(old: torch.Tensor) -> torch.Tensor:
-    """One more in the first axis."""
-    return torch.zeros((old.shape[0] + 1, *old.shape[1:]), dtype=old.dtype)
-
-
-def deeper(old: torch.Tensor) -> torch.Tensor:
-    """One more axis."""
-    return old[None]
-
-
-class Formatted(NamedTuple):
-    """A tensor whose handle says another format."""
-
-    tensor: torch.Tensor
-
-
-def fractal(old: Any) -> Any:
-    """The same tensor, called ACL_FORMAT_FRACTAL_NZ."""
-    return [Formatted(t) for t in old] if isinstance(old, list) else Formatted(old)
 
 
 def _shown(value: Any) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from clauses.dtypes import BOOL, U8
 from clauses.near import Near, near
-from clauses.table import BOOL, GENERATOR, U8, Args
+from clauses.table import Args
+from clauses.values import GENERATOR
 
 INF = 2147483647
 TRIANGLE = torch.ones(2048, 2048, dtype=U8).triu(1)

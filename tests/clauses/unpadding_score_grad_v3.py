@@ -6,38 +6,11 @@ from typing import Any
 
 import torch
 
-from clauses.table import (
-    BF,
-    BOOL,
-    F32,
-    F64,
-    I8,
-    I32,
-    INVALID,
-    NULL,
-    RUNTIME,
-    U8,
-    H,
-    Page,
-    clause,
-    computes,
-    deeper,
-    drawn,
-    ends,
-    fails_to_run,
-    forbids,
-    fractal,
-    gapped,
-    longer,
-    refuses,
-    repeats,
-    swapped,
-    to,
-    wide,
-    zeros,
-)
+from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
+from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
 from clauses.training import PREFIX_TRIANGLE, hiding
 from clauses.unpadding_score_grad_v3_calls import PROTOTYPE, base, finish, formula
+from clauses.values import deeper, drawn, ends, fractal, gapped, longer, swapped, to, wide, zeros
 
 DTYPES = (H, BF, F32)
 ROWS = ("keyIn", "value", "dy", "attentionInOptional")
@@ -122,14 +95,7 @@ CLAUSES = (
         "A null required tensor, output, inputLayout or length.",
         *(refuses(NULL, name, **{name: None}) for name in (*REQUIRED, "inputLayout", *LENGTHS)),
     ),
-    clause(
-        "run-time",
-        "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
-        fails_to_run(RUNTIME, "workspace", workspace=None),
-        fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
-        fails_to_run(RUNTIME, "stream", stream="closed"),
-        fails_to_run(RUNTIME, "executor", again=True),
-    ),
+    RUN_TIME,
     clause(
         "ropes",
         "Both rope parts or none, their gradients with them.",

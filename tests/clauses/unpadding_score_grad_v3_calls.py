@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from clauses.dtypes import BF, F32
 from clauses.near import Near, near, softmax
 from clauses.selections import Item, packed
-from clauses.table import BF, F32, Args, draw, prototype
+from clauses.table import Args, prototype
 from clauses.training import INF, TRIANGLE, band, cut, given
+from clauses.values import draw
 
 PROTOTYPE = prototype("""
     aclTensor   query

@@ -1,7 +1,7 @@
 """Five pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from clauses import (
 )
 from clauses.table import KINDS, TYPES, Check, Clause, Page, bytes_of, called, outputs_of, record_of, wrong
 
-from fusion_attention import acl, aclnn
+from fusion_attention import aclnn
 from fusion_attention.acl import state
 from fusion_attention.contract import Attr
 
+pytestmark = pytest.mark.usefixtures("runtime")
 RULINGS = Path(__file__).parents[2] / "docs" / "rulings.md"
 # Each page, and how many of its calls and parameters are checked at least.
 PAGES: dict[Page, int] = {
@@ -35,14 +36,6 @@ ROWS = [
     for page in PAGES
     for clause in page.clauses
 ]
-
-
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
 
 
 def by_name(page: Page) -> str:

@@ -2,22 +2,22 @@
 signatures, remembered signatures, wording, pages.
 """
 
+import inspect
 import pickle
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.training_levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
+from support.levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
+from support.records import ATTENTION, FACES, PACKED, Args, call, one, outcome
 
-import fusion_attention
 import fusion_attention.contract.binding as binding
-from fusion_attention import ContractError, ContractWarning, npu
+from fusion_attention import ContractError, ContractWarning
 from fusion_attention.contract import (
     INVALID,
     LEVELS,
@@ -26,7 +26,6 @@ from fusion_attention.contract import (
     TILING,
     WARNED,
     Array,
-    Failure,
     Op,
     Rule,
     Tensor,
@@ -37,38 +36,6 @@ from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import own as attention
 from fusion_attention.ops.training import records as training
 from fusion_attention.plan import Plan
-
-FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
-del FACES["decode_attention"]  # its cache stands for several of the record's parameters
-Args = dict[str, Any]
-ATTENTION = RECORDS["attention"]
-PACKED = {"input_layout": "TND"}
-
-
-def outcome(op: Op, args: Args, **flags: bool) -> tuple[tuple[Failure, ...], list[str]]:
-    """The failures and the warnings of a call; anything else raised is this test's failure."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            bind(op, args, **flags)
-            failures: tuple[Failure, ...] = ()
-        except ContractError as error:
-            failures = error.failures
-    return failures, [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
-
-
-def one(op: Op, args: Args, **flags: bool) -> str:
-    """The text of the only failure of a call."""
-    failures, _ = outcome(op, args, **flags)
-    assert len(failures) == 1, failures
-    return str(failures[0])
-
-
-def call(op: Op, args: Args) -> Any:
-    """The function that a record describes, called by its own names."""
-    return FACES[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
-
 
 # --------------------------------------------------------------------------------------------------- samples, spoils
 
@@ -252,104 +219,6 @@ def test_an_error_survives_a_process_boundary() -> None:
     assert (str(copy), copy.failures, copy.code) == (str(caught.value), caught.value.failures, caught.value.code)
 
 
-TEXTS = [
-    (
-        "npu_fusion_attention",
-        {"atten_mask": "B 1 1 S2"},
-        (
-            "atten_mask: expected shape [B, N1, S1, S2] or [B, 1, S1, S2] or [1, 1, S1, S2] or [S1, S2], got "
-            "uint8 [2, 1, 1, 6] with B=2, N1=4, S1=4, S2=6 (1 removes a score; key padding [B, 1, 1, S2] must "
-            "be expanded: mask.expand(B, 1, S1, S2))"
-        ),
-    ),
-    (
-        "npu_fusion_attention",
-        PACKED | {"actual_seq_qlen": [0, 5, 3]},
-        (
-            "actual_seq_qlen: expected len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) "
-            "> 0, got actual_seq_qlen=[0, 5, 3], actual_seq_kvlen=[5, 12] (one end per sequence in both; an "
-            "empty tensor has the ends [0])\nnpu_fusion_attention: actual_seq_qlen: expected ends that never "
-            "fall, or only to a tail of zeros, got item 2: 3 after 5 (inclusive cumulative ends: [3, 8] is "
-            "lengths 3 and 5; strip the leading 0 of cu_seqlens)"
-        ),
-    ),
-    (
-        "npu_fusion_attention",
-        {"head_num": 3},
-        "query: expected axis 2 to be N1=3 as in head_num, got 4",
-    ),
-    (
-        "npu_fusion_attention",
-        {"input_layout": "BSH", "D": 0},
-        "query: expected axis 2 to be a positive multiple of N1=4 as in head_num, got 0",
-    ),
-    (
-        "npu_fusion_attention_grad",
-        {"scale": float("nan")},
-        "scale_value: expected a finite scale_value, got nan (of float32)",
-    ),
-    (
-        "npu_fusion_attention_grad",
-        {"attention_in": None},
-        "attention_in: expected a value (The forward's output.), got None",
-    ),
-    (
-        "npu_fusion_attention_v3",
-        {"atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": -6, "next_tokens": 1},
-        (
-            "pre_tockens: expected pre_tockens and next_tockens that leave a visible key, got pre_tockens=-6, "
-            "next_tockens=1 (from the upper left corner: -8 and 3), the left edge beyond the right one or "
-            "beyond the 6 keys (the window must meet the scores; 2147483647 is no limit)"
-        ),
-    ),
-    (
-        "npu_fusion_attention_v2",
-        {"input_layout": "BSND", "pse": ("B N1", "float16"), "pse_type": 2},
-        ("pse: expected float32 slopes [B, N1] or [N1], got float16 [2, 4] (pse_type 2 and 3 take slopes in pse)"),
-    ),
-    (
-        "aclnnFlashAttentionVarLenScoreV5",
-        {"input_layout": "bsnd"},
-        "input_layout (inputLayout): expected one of TND, got 'bsnd' (aclnnFlashAttentionVarLenScoreV5 has no other)",
-    ),
-    (
-        "aclnnFlashAttentionScoreV2",
-        {"pse": "B 1 S1 S2"},
-        (
-            "pse (realShiftOptional): expected [B or 1, N1, S1 or 1, S2], or [B or 1, N1, 1024, S2] for S1 >= 1024, "
-            "got [2, 1, 4, 6] with B=2, N1=4, S1=4, S2=6 (compressed means the last 1024 rows of the full table)"
-        ),
-    ),
-    (
-        "attention",
-        {"blocked": "S1 3"},
-        (
-            "blocked: expected [B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out, got [4, 3] "
-            "for [2, 4, 4, 6] (true removes a score)"
-        ),
-    ),
-    (
-        "attention",
-        {"layout": "TND", "q_len": [3, 6]},
-        (
-            "q_len: expected lengths of the sequences that the query tensor holds, got 9 tokens in all, 8 in "
-            "the tensor (tokens of every sequence, not cumulative ends)"
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "text"), TEXTS)
-def test_wording(name: str, settings: Args, text: str) -> None:
-    op = RECORDS[name]
-    layout = settings.get(op.layout_attr, op.layouts[0])
-    known = layout if layout in op.layouts else op.layouts[0]
-    args = sample(op, **{**settings, op.layout_attr: known}) | {op.layout_attr: layout}
-    with pytest.raises(ContractError) as caught:
-        bind(op, args)
-    assert str(caught.value) == f"{name}: {text}"
-
-
 NO_DENSE_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.ones(2, 4, 4, 8).to_sparse(), "a sparse_coo one"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2, 4, 4, 8), 0.1, 0, torch.qint8), "a quantized one"),
@@ -436,13 +305,14 @@ def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monk
 
 def test_a_warning_points_at_the_caller() -> None:
     args = sample(training.TORCH_V1, sparse_mode=3)
-    for ask in (lambda: bind(training.TORCH_V1, args), lambda: call(training.TORCH_V1, args)):
+    bound, called = (lambda: bind(training.TORCH_V1, args)), (lambda: call(training.TORCH_V1, args))
+    for ask, caller in ((bound, __file__), (called, inspect.getsourcefile(call))):
         for _ in range(2):
             with pytest.warns(
                 ContractWarning, match="^npu_fusion_attention: sparse_mode: expected atten_mask"
             ) as caught:
                 ask()
-            assert [Path(w.filename).name for w in caught] == ["test_contract.py"]
+            assert [w.filename for w in caught] == [caller]
 
 
 def test_a_warning_comes_once_per_line() -> None:
@@ -468,5 +338,6 @@ def test_a_rule_words_itself() -> None:
     op = Op("op", "s", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),))
     assert rule.expected == "shape [B, N] or [1, N]"
     assert rule.code == TILING
-    bind(op, {"x": torch.ones(2, 3)}, strict=True)
+    legal = torch.ones(2, 3)
+    assert bind(op, {"x": legal}, strict=True).names["x"] is legal
     assert one(op, {"x": torch.ones(3)}) == "op: x: expected 2 dimensions [B, N], got 1 dimensions [3]"

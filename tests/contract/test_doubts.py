@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_phase import handles_of
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
@@ -130,22 +131,17 @@ def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
     assert warned(steps, "ignore") == []
 
 
+@pytest.mark.usefixtures("runtime")
 def test_the_two_phase_face_is_strict_unless_told() -> None:
     op = RECORDS["aclnnFlashAttentionVarLenScore"]
-    args = sample(op, actual_seq_qlen=[3, 7])
-    assert acl.init() == acl.rt.set_device(0) == 0
-    try:
-        made = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
-        made["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
-        given = [args[p.name] if args.get(p.name) is not None else made.get(p.name) for p in op.params]
-        values = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in given]
-        assert aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*values)[0] == 561002
-        assert "got T1=8, q_len=[3, 4]" in acl.get_recent_err_msg()
-        with pytest.warns(fa.ContractWarning, match="all T1 rows"):
-            ret, *_ = aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*values, strict=False)
-        assert ret == 0
-    finally:
-        acl.finalize()
+    made = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
+    made["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
+    handles = handles_of(op, sample(op, actual_seq_qlen=[3, 7]), made).values()
+    assert aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*handles)[0] == 561002
+    assert "got T1=8, q_len=[3, 4]" in acl.get_recent_err_msg()
+    with pytest.warns(fa.ContractWarning, match="all T1 rows"):
+        ret, *_ = aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*handles, strict=False)
+    assert ret == 0
 
 
 # ---------------------------------------------------------------------------------------------------- dropped gradients

@@ -6,25 +6,22 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same
-from test_aclnn import V2, done, handle, outputs_of, runtime
+from support.two_phase import V2, Args, done, handles_of, outputs_of
 
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.compare import compare
 
-__all__ = ["runtime"]
-
-Args = dict[str, Any]
+pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
 
 
 def refused(name: str, args: Args, **options: Any) -> tuple[int, str]:
     """The code of phase 1, and its text; nothing is run."""
     op = RECORDS[name]
-    given = outputs_of(op, args)
-    values = [args[p.name] if args.get(p.name) is not None else given.get(p.name) for p in op.params]
-    return getattr(aclnn, name + "GetWorkspaceSize")(*map(handle, values), **options)[0], acl.get_recent_err_msg()
+    handles = handles_of(op, args, outputs_of(op, args)).values()
+    return getattr(aclnn, name + "GetWorkspaceSize")(*handles, **options)[0], acl.get_recent_err_msg()
 
 
 # --------------------------------------------------------------------------------------------------- blanks are absent
@@ -189,11 +186,9 @@ def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
 
 def test_a_layout_without_a_default_is_required() -> None:
     for name, code in ((SELECT, 0), (LOSS, 161001)):  # their pages have layoutOptional, and layout
-        args = sample(RECORDS[name])
-        given = outputs_of(RECORDS[name], args)
-        values = [args[p.name] if args.get(p.name) is not None else given.get(p.name) for p in RECORDS[name].params]
-        values[RECORDS[name].names.index("layout")] = None
-        assert getattr(aclnn, name + "GetWorkspaceSize")(*map(handle, values))[0] == code
+        op, args = RECORDS[name], sample(RECORDS[name])
+        handles = handles_of(op, args | {"layout": None}, outputs_of(op, args)).values()
+        assert getattr(aclnn, name + "GetWorkspaceSize")(*handles)[0] == code
 
 
 @pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])

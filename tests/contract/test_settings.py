@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_phase import handles_of
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
-from fusion_attention import npu
+from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
@@ -167,23 +168,16 @@ def test_what_a_backward_computes_anew_takes_what_is_set_around_it() -> None:
     assert q.grad is not None
 
 
+@pytest.mark.usefixtures("runtime")
 def test_the_two_phase_face_has_its_own() -> None:
-    from fusion_attention import acl, aclnn
-
     op = RECORDS["aclnnIncreFlashAttention"]
     args = sample(op, S1=2)
-    outputs = {"attention_out": torch.zeros_like(args["query"])}
-    given = (args.get(p.name) if args.get(p.name) is not None else outputs.get(p.name) for p in op.params)
-    assert acl.init() == acl.rt.set_device(0) == 0
-    try:
-        values = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in given]
-        with npu.strict():
-            ret, *_ = aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*values, strict=False)
-        assert ret == 0, acl.get_recent_err_msg()
-        with npu.strict(False):
-            assert aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*values)[0] != 0
-    finally:
-        acl.finalize()
+    handles = handles_of(op, args, {"attention_out": torch.zeros_like(args["query"])}).values()
+    with npu.strict():
+        ret, *_ = aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*handles, strict=False)
+    assert ret == 0, acl.get_recent_err_msg()
+    with npu.strict(False):
+        assert aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*handles)[0] != 0
 
 
 # ----------------------------------------------------------------------------------------------------------- back ends

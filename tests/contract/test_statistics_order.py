@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_aclnn import call, outputs_of, runtime
+from support.two_phase import Args, call, outputs_of
 
 from fusion_attention import acl, npu
 from fusion_attention.contract import ContractError, bind
 from fusion_attention.ops import RECORDS
 
-__all__ = ["runtime"]
-
-Args = dict[str, Any]
+pytestmark = pytest.mark.usefixtures("runtime")
 GRAD = RECORDS["npu_fusion_attention_grad_v2"]
 Q_ENDS, KV_ENDS = [5, 5, 12, 40], [9, 12, 12, 45]  # rows without keys, keys without rows
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)

@@ -5,7 +5,7 @@ Without these checks most of these calls end the process.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -312,14 +312,6 @@ def test_pages(damage: Callable[[torch.Tensor], None], stored: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- two phases
-
-
-@pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
 
 
 SCORE = ("query", "key", "value", "atten_mask", "out", "max", "sum")

@@ -3,30 +3,17 @@
 import doctest
 import importlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.two_phase import failed
 
 from fusion_attention import acl
 from fusion_attention.contract import INVALID
 
-
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
-
-
-def failed(ret: int, code: int, *words: str) -> None:
-    text = acl.get_recent_err_msg()
-    assert ret == code, (ret, text)
-    assert all(word in text for word in words), text
-    assert acl.get_recent_err_msg() == ""
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def test_devices_contexts_and_streams() -> None:

@@ -9,108 +9,28 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same
+from support.two_phase import V2, Args, call, done, failed, handles_of, outputs_of
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Attr, Op, size_of
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
 from fusion_attention.contract.sampling import sample, spoils
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer_loss import records as loss
+from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.training import records as training
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
 TRAINING = [op for op in OPERATORS.values() if op in training.RECORDS]
 FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
 BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
-V2 = RECORDS["aclnnFlashAttentionScoreV2"]
-Args = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def by_name(op: Op) -> str:
     return op.name.removeprefix("aclnnFlashAttention")
-
-
-# ----------------------------------------------------------------------------------------------------- calls from data
-
-
-def axes_of(op: Op, args: Args) -> dict[str, int]:
-    """The size of every axis word, as far as inputs show it."""
-    sizes: dict[str, int] = {}
-    for number in (q for q in op.params if isinstance(q, Attr) and q.axis and isinstance(args.get(q.name), int)):
-        sizes[number.axis] = args[number.name]
-    if isinstance(args.get("sparse_count"), int):
-        sizes |= {"K": args["sparse_count"], "Kv": args["sparse_count"] if args["return_values"] else 0}
-    for p in op.tensors():
-        value, words = args[p.name], p.words(op.layout_of(p, args))
-        if isinstance(value, torch.Tensor) and value.dim() == len(words):
-            for word, size in zip(words, value.shape, strict=True):
-                unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
-                known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
-                if len(unknown) == 1:
-                    sizes[unknown[0]] = size // known
-    return sizes
-
-
-def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
-    """Poisoned memory for the outputs of a call, those that it brings left as they are."""
-    sizes = axes_of(op, args)
-    found: dict[str, torch.Tensor | None] = {}
-    for p in op.tensors(output=True):
-        words = p.words(op.layout_of(p, args))
-        shape = [size_of(word, sizes) for word in words]
-        alone = getattr(torch, p.dtypes, None) if p.dtypes else None
-        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
-        dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
-        dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
-        if p.name == "dpse":
-            pse = args["pse"]
-            found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
-        elif args.get(p.name) is not None or not words or None in shape or (p.name == "dsink" and args["sink"] is None):
-            found[p.name] = None
-        else:
-            found[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
-    for tensor in found.values():
-        if tensor is not None and tensor.numel():
-            tensor.view(-1).view(torch.uint8).fill_(0xA5)
-    return found
-
-
-def handle(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return acl.Tensor.of(value)
-    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return acl.create_tensor_list([acl.Tensor.of(tensor) for tensor in value])
-    return acl.create_int_array(value) if isinstance(value, list) else value
-
-
-def call(
-    op: Op, args: Args, outputs: dict[str, torch.Tensor | None], check_content: bool = False, **options: Any
-) -> tuple[int, int]:
-    """(ret of phase 1, ret of phase 2) with outputs given by name."""
-    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    options |= {"check_content": check_content}
-    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
-    if first:
-        assert (size, executor) == (0, None)
-        return first, 0
-    workspace = acl.rt.malloc(size)[0] if size else None
-    second = getattr(aclnn, op.name)(workspace, size, executor, None)
-    return first, second
-
-
-def done(
-    op: Op, args: Args, outputs: dict[str, torch.Tensor | None] | None = None, **options: Any
-) -> dict[str, torch.Tensor]:
-    """The outputs of a legal call."""
-    given = outputs_of(op, args) if outputs is None else outputs
-    assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
-    return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 # ----------------------------------------------------------------------------------------------- the same as npu's face
@@ -195,8 +115,13 @@ def test_signatures_are_the_records(op: Op) -> None:
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
-@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
-def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
+# Lengths come as arrays, and where records have them read, as tensors too.
+ARRAYS = [pytest.param(op, False, id=by_name(op)) for op in OPERATORS.values()]
+LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*sparse.ACLNN, *indexer.ACLNN, *loss.ACLNN)]
+
+
+@pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
+def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
     for spoiled in spoils(op):
         outputs = outputs_of(op, spoiled.args)
         before = {name: tensor.clone() for name, tensor in outputs.items() if tensor is not None}
@@ -206,7 +131,7 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
             continue
         content = spoiled.level == "content"
         later = content or any(rule.reads and spoiled.id.endswith(rule.id) for rule in op.asked)
-        rets = call(op, spoiled.args, outputs, strict=spoiled.level in ("limit", "doubt"), check_content=content)
+        rets = call(op, spoiled.args, outputs, content, tensors, strict=spoiled.level in ("limit", "doubt"))
         text = acl.get_recent_err_msg()
         assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
         assert text.startswith(str(op.failure(spoiled.param, spoiled.expected, ""))), (spoiled.id, text)
@@ -214,18 +139,11 @@ def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
         assert all(same(before[name], outputs[name]) for name in before), spoiled.id  # type: ignore[arg-type]
 
 
-def failed(ret: int, code: int, *words: str) -> None:
-    text = acl.get_recent_err_msg()
-    assert ret == code, (ret, text)
-    assert all(word in text for word in words), text
-    assert acl.get_recent_err_msg() == ""
-
-
 def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Executor | None, dict[str, acl.Tensor]]:
     """Phase 1 of a small V2 call, and its handles by name."""
     args = sample(V2) if args is None else args
     given = outputs_of(V2, args) | outputs
-    handles = {p.name: handle(args[p.name] if args[p.name] is not None else given.get(p.name)) for p in V2.params}
+    handles = handles_of(V2, args, given)
     ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
     return ret, size, executor, handles
 
@@ -456,8 +374,7 @@ def test_the_workspace_grows_with_what_is_converted() -> None:
 def test_empty_calls(layout: str, axis: str) -> None:
     args = sample(V2, input_layout=layout, **{axis: 0})
     outputs = outputs_of(V2, args)
-    handles = {p.name: handle(args[p.name] if args[p.name] is not None else outputs.get(p.name)) for p in V2.params}
-    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, size, executor, _ = planned(args, **outputs)
     assert ret == 0, acl.get_recent_err_msg()
     if axis != "S2":
         assert size == 0

@@ -10,42 +10,14 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.compiled import Tensors, compiled, draw, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_attention as fa
 from fusion_attention import npu
 
-Tensors = tuple[torch.Tensor, ...]
+pytestmark = pytest.mark.usefixtures("fresh")
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-
-
-def draw(*shape: int, seed: int = 0, count: int = 3) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(count))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
-    """The function compiled as one graph, and a list that grows with every graph made."""
-    made: list[int] = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        made.append(len(inputs))
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
-
-    return torch.compile(function, fullgraph=True, backend=backend, **options), made
-
-
-def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensors, *rest: Any) -> None:
-    """Both functions give the same bits, and so do their gradients."""
-    one, two = function(*leaves, *rest), other(*leaves, *rest)
-    same_bits(one, two)
-    weight = torch.linspace(-1, 1, one.numel()).view_as(one)
-    same_bits(torch.autograd.grad(one, leaves, weight), torch.autograd.grad(two, leaves, weight))
 
 
 # ------------------------------------------------------------------------------------------------------------- compile

@@ -17,15 +17,7 @@ from torch.utils._pytree import tree_map_only
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.training import records as training
-from fusion_attention.testing import (
-    Case,
-    call_face,
-    compare,
-    in_band,
-    poisoned,
-    pythonic,
-    stats_part,
-)
+from fusion_attention.testing import Case, call_face, compare, in_band, poisoned, pythonic, stats_part
 from fusion_attention.waist import dropout
 
 FLT_MAX = torch.finfo(torch.float32).max

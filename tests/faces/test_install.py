@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from torch.overrides import _get_current_function_mode_stack
+from support.surroundings import modes, surroundings
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -28,15 +28,6 @@ def installed() -> Iterator[Any]:
 
     yield torch_npu
     npu.uninstall()
-
-
-def surroundings() -> list[Any]:
-    owners = (torch, torch.Tensor, torch.nn.Module, torch.autocast)
-    return [*(dict(vars(owner)) for owner in owners), list(sys.meta_path), sorted(sys.modules), modes()]
-
-
-def modes() -> list[Any]:
-    return list(_get_current_function_mode_stack())
 
 
 def test_uninstall_restores_everything() -> None:

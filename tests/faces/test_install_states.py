@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from support.surroundings import modes, surroundings
+from torch.overrides import TorchFunctionMode
 
 from fusion_attention import npu
 
 install = importlib.import_module("fusion_attention.npu.install")  # the package has the function of that name
-
-
-def surroundings() -> list[Any]:
-    """Everything that install() changes, in this thread."""
-    owners = (torch, torch.Tensor, torch.nn.Module, torch.autocast)
-    return [*(dict(vars(owner)) for owner in owners), list(sys.meta_path), sorted(sys.modules), stack()]
-
-
-def stack() -> list[Any]:
-    return list(_get_current_function_mode_stack())
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +66,12 @@ def test_this_thread_installs_and_another_one_uninstalls() -> None:
     assert torch.einsum("npu", torch.ones(1, 2, 3)).shape == (1, 2, 3)  # what is left in this thread reads nothing
     npu.install()
     assert npu_works()
-    assert len(stack()) == 1
+    assert len(modes()) == 1
 
 
 def test_every_thread_that_installs_knows_npu() -> None:
     npu.install()
-    assert elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(stack())) == [
+    assert elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes())) == [
         False,
         None,
         True,
@@ -132,12 +123,12 @@ def test_installed_inside_a_device_context() -> None:
         npu.install()
         assert torch.ones(2).device.type == "meta"
         assert torch.ones(2, device="npu").device.type == "cpu"
-        assert len(stack()) == 2
+        assert len(modes()) == 2
     assert torch.ones(2).device.type == "cpu"
     assert npu_works()
-    assert len(stack()) == 1
+    assert len(modes()) == 1
     npu.uninstall()
-    assert not stack()
+    assert not modes()
 
 
 @pytest.mark.parametrize("enter", [npu.install, npu.uninstall, lambda: (npu.uninstall(), npu.install())])
@@ -150,9 +141,9 @@ def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
         torch.ones(2)
         assert outer.calls > before[0]
         assert inner.calls > before[1]
-        assert [mode for mode in stack() if isinstance(mode, Counting)] == [outer, inner]
+        assert [mode for mode in modes() if isinstance(mode, Counting)] == [outer, inner]
     assert torch.ones(2).device.type == "cpu"
-    assert len(stack()) == (1 if hasattr(torch, "npu") else 0)
+    assert len(modes()) == (1 if hasattr(torch, "npu") else 0)
 
 
 def test_a_default_device_from_before_can_be_taken_back() -> None:
@@ -225,7 +216,7 @@ def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyP
     assert not hasattr(torch.Tensor, "npu")
     npu.install()
     assert npu_works()
-    assert len(stack()) == 1
+    assert len(modes()) == 1
 
 
 def test_what_others_changed_meanwhile_is_theirs() -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from test_aclnn import handle, outputs_of
+from support.two_phase import call, handles_of, outputs_of
 
 from fusion_attention import ContractError, ContractWarning, acl, aclnn
 from fusion_attention.contract import Op, bind
@@ -72,19 +72,6 @@ def _lists(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
 
 
-def _phases(
-    op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], strict: bool, content: bool
-) -> tuple[int, int]:
-    """(code of phase 1, code of phase 2 or 0)."""
-    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    options = {"strict": strict, "check_content": content}
-    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
-    if first:
-        return first, 0
-    workspace = acl.rt.malloc(size)[0] if size else None
-    return first, getattr(aclnn, op.name)(workspace, size, executor, None)
-
-
 class _Watched:
     """Outputs in memory of which every byte is known."""
 
@@ -139,8 +126,8 @@ def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
     def run() -> Results:
         _started()
         try:
-            first = _phases(op, args, plain, True, False)
-            second = _phases(op, moved, strange.tensors, False, False)
+            first = call(op, args, plain, strict=True)
+            second = call(op, moved, strange.tensors, strict=False)
         finally:
             acl.finalize()
         found = {
@@ -178,7 +165,7 @@ def _draw_spoiled(rng: Rng, op: Op) -> Drawn:
     def run() -> Results:
         _started()
         try:
-            first, second = _phases(op, spoiled.args, watched.tensors, strictly, content)
+            first, second = call(op, spoiled.args, watched.tensors, content, strict=strictly)
         finally:
             acl.finalize()
         return {"code": _code(first or second), "bytes written": _code(watched.touched(whole=True) if refused else 0)}
@@ -211,8 +198,7 @@ def _draw_disorder(rng: Rng, op: Op, args: Args) -> Drawn:
 
 
 def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) -> Results:
-    values = {p.name: args[p.name] if args.get(p.name) is not None else watched.tensors.get(p.name) for p in op.params}
-    handles = {name: handle(value) for name, value in values.items()}
+    handles = handles_of(op, args, watched.tensors)
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles.values(), strict=False)
     workspace = acl.rt.malloc(size)[0] if size else None
     second = getattr(aclnn, op.name)

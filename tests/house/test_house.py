@@ -13,12 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.sources import PACKAGE, ROOT, SOURCE, modules
 
 from fusion_attention import _native
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = "fusion_attention"
-SOURCE = ROOT / "src" / PACKAGE
 
 # ------------------------------------------------------------------------------------------------------------- floors
 
@@ -43,17 +40,6 @@ LAZY_THIRD_PARTY = {"triton": "backends.triton"}
 
 def inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
-
-
-def named(path: Path) -> str:
-    """The module's name within the package; the package's own __init__ is the empty name."""
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def modules() -> dict[str, Path]:
-    return {named(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def exists(module: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from test_house import ROOT, TESTING, modules
+from support.sources import ROOT, modules
 
 # What allocates and writes nothing. Results and scratch come from memory.py, where tests poison them: an element that
 # nobody writes is then a NaN in some comparison, and no number that was right by chance.
@@ -24,7 +24,7 @@ MAY_ALLOCATE = {
     "backends.triton.memory::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
 }
-COMPUTES_NOTHING = ("cli", TESTING)
+COMPUTES_NOTHING = ("cli", "testing")
 
 
 def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -97,7 +97,19 @@ def test_no_test_skips_itself() -> None:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in ("pytest.skip", "pytest.importorskip", "pytest.xfail")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS
     ]
     assert not wrong, f"mark the test, or choose its parameters: {wrong}"
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests need is in tests/support."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[-1].startswith("test_")
+    ]
+    assert not wrong, f"move what they share to tests/support: {wrong}"

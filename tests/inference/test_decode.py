@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same
-from support.decode_cases import CASES, STORES, Args, Case, answer, arguments, logical, pages_of, place, query_of
+from support.decode_cases import CASES, STORES
+from support.two_phase import call
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
@@ -19,6 +20,7 @@ from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import Decode
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
+from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, logical, pages_of, place, query_of
 
 HOST = torch.device("cpu")
 
@@ -47,7 +49,7 @@ def run(call: Decode, backend: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_golden_agrees_with_dense_formulas(case: Case) -> None:
+def test_golden_agrees_with_dense_formulas(case: DecodeCase) -> None:
     got, want = run(wide(lowered(arguments(case))), "golden"), query_of(case, answer(case))
     torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
@@ -77,7 +79,7 @@ def backends(*calls: Decode) -> Iterator[str]:
 @pytest.mark.parametrize("layout", ["BSH", "BNSD", "BSND"])
 @pytest.mark.parametrize("integers", ["", "channel"])
 def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
-    base = Case(layout=layout, integers=integers, offsets=bool(integers), kv_len=(40, 0, 33, 16), slots=48)
+    base = DecodeCase(layout=layout, integers=integers, offsets=bool(integers), kv_len=(40, 0, 33, 16), slots=48)
     n, calls = logical(base), []
     for store in (*STORES, *(["headed"] if layout == "BNSD" else [])):
         args, table = arguments(base), pages_of(replace(base, store=store))
@@ -92,35 +94,13 @@ def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- faces
 
 
-@pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-
-
 def two_phase(name: str, args: Args, out: torch.Tensor) -> tuple[int, int]:
-    """The codes of both phases."""
-    op = RECORDS[name]
-    values = []
-    for p in op.params:
-        value = args.get(p.name)
-        if p.name == "attention_out":
-            value = out
-        if isinstance(value, torch.Tensor):
-            handle: Any = acl.Tensor.of(value)
-            value = acl.create_tensor_list([handle]) if p.name in ("key", "value") else handle
-        elif isinstance(value, list):
-            listed = p.name in ("key", "value")
-            value = acl.create_tensor_list([acl.Tensor.of(t) for t in value]) if listed else acl.create_int_array(value)
-        values.append(value)
-    ret, size, executor = getattr(aclnn, name + "GetWorkspaceSize")(*values, strict=False)
-    if ret:
-        return ret, 0
-    return 0, getattr(aclnn, name)(acl.rt.malloc(max(size, 1))[0], size, executor, None)
+    """The codes of both phases; keys and values are lists of tensors."""
+    lists = {n: t if isinstance(t := args[n], list) else [t] for n in ("key", "value")}
+    return call(RECORDS[name], {**args, **lists}, {"attention_out": out}, strict=False)
 
 
-def pythonic(case: Case, args: Args) -> Args | None:
+def pythonic(case: DecodeCase, args: Args) -> Args | None:
     """The call as arguments of decode_attention; None where it has other words."""
     if case.padding >= 0 or case.blank or case.out or case.store == "pages" or case.rows > max(case.kv_len):
         return None
@@ -147,7 +127,7 @@ def pythonic(case: Case, args: Args) -> Args | None:
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_faces_give_the_same_bits(case: Case) -> None:
+def test_faces_give_the_same_bits(case: DecodeCase) -> None:
     args = arguments(case)
     want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
     names = ["aclnnIncreFlashAttentionV4"]
@@ -168,7 +148,7 @@ def test_faces_give_the_same_bits(case: Case) -> None:
 
 @pytest.mark.usefixtures("runtime")
 def test_padding_is_read_when_phase_2_runs() -> None:
-    case = Case(padding=2, kv_len=(9, 5))
+    case = DecodeCase(padding=2, kv_len=(9, 5))
     args = arguments(case)
     want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
     op, late = RECORDS["aclnnIncreFlashAttentionV4"], torch.tensor([7])
@@ -184,22 +164,22 @@ def test_padding_is_read_when_phase_2_runs() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
-PAGED = Case(store="pages")
-INT8 = Case(integers="channel")
+PAGED = DecodeCase(store="pages")
+INT8 = DecodeCase(integers="channel")
 FAR = torch.tensor([[0, 1], [4, 9]], dtype=torch.int32)
-BAD: dict[str, tuple[Case, Args, str, str]] = {
+BAD: dict[str, tuple[DecodeCase, Args, str, str]] = {
     "page": (PAGED, {"block_table": FAR, "actual_seq_lengths": [21, 17]}, "block_table", r"9 at \[1, 1\]"),
     "negative page": (PAGED, {"block_table": -FAR}, "block_table", r"-1 at \[0, 1\]"),
-    "length beyond cache": (Case(), {"actual_seq_lengths": [3, 25]}, "actual_seq_lengths", "25 for item 1"),
-    "negative length": (Case(), {"actual_seq_lengths": [-1, 25]}, "actual_seq_lengths", "-1 for item 0"),
+    "length beyond cache": (DecodeCase(), {"actual_seq_lengths": [3, 25]}, "actual_seq_lengths", "25 for item 1"),
+    "negative length": (DecodeCase(), {"actual_seq_lengths": [-1, 25]}, "actual_seq_lengths", "-1 for item 0"),
     "narrow table": (PAGED, {"actual_seq_lengths": [33, 5]}, "block_table", "33 tokens of item 0"),
     "scales": (INT8, {"antiquant_scale": torch.ones(2, 3).half()}, "antiquant_scale", r"\[2, 3\]"),
     "no scales": (INT8, {"antiquant_scale": None}, "antiquant_scale", "antiquant_scale=None"),
-    "offsets alone": (Case(), {"antiquant_offset": torch.ones(2).half()}, "antiquant_offset", "without a scale"),
-    "output offset alone": (Case(), {"quant_offset2": torch.ones(1)}, "quant_offset2", "without a scale"),
-    "mask": (Case(), {"atten_mask": torch.zeros(3, 24, dtype=torch.bool)}, "atten_mask", r"\[3, 24\]"),
-    "short mask": (Case(), {"atten_mask": torch.zeros(2, 20, dtype=torch.bool)}, "atten_mask", "21 columns"),
-    "bias": (Case(), {"pse_shift": torch.zeros(3, 4, 1, 24).half()}, "pse_shift", r"\[3, 4, 1, 24\]"),
+    "offsets alone": (DecodeCase(), {"antiquant_offset": torch.ones(2).half()}, "antiquant_offset", "without a scale"),
+    "output offset alone": (DecodeCase(), {"quant_offset2": torch.ones(1)}, "quant_offset2", "without a scale"),
+    "mask": (DecodeCase(), {"atten_mask": torch.zeros(3, 24, dtype=torch.bool)}, "atten_mask", r"\[3, 24\]"),
+    "short mask": (DecodeCase(), {"atten_mask": torch.zeros(2, 20, dtype=torch.bool)}, "atten_mask", "21 columns"),
+    "bias": (DecodeCase(), {"pse_shift": torch.zeros(3, 4, 1, 24).half()}, "pse_shift", r"\[3, 4, 1, 24\]"),
 }
 
 
@@ -222,14 +202,14 @@ def test_bad_input_is_named_on_every_face(name: str) -> None:
 
 @pytest.mark.usefixtures("runtime")
 def test_int8_output_needs_its_scale() -> None:
-    args, out = arguments(Case()), torch.full((2, 1, 64), 77, dtype=torch.int8)
+    args, out = arguments(DecodeCase()), torch.full((2, 1, 64), 77, dtype=torch.int8)
     assert two_phase("aclnnIncreFlashAttentionV4", args, out) == (561002, 0)
     assert "quant_scale2 (quantScale2): expected a scale exactly for int8 output" in acl.get_recent_err_msg()
     assert (out == 77).all()
 
 
 def test_scales_of_64_bits_are_hardware_words() -> None:
-    case = Case(out="tensor")
+    case = DecodeCase(out="tensor")
     args = arguments(case)
     word = args["quant_scale2"].view(torch.int32).to(torch.int64) & 0xFFFFE000
     short = word.to(torch.int32).view(torch.float32)
@@ -483,7 +463,7 @@ def test_scales_of_every_shape(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("store", ["stack", "list"])
 def test_a_call_is_recorded_and_replayed(store: str, tmp_path: Path) -> None:
-    args = {name: value for name, value in arguments(Case(store=store)).items() if value is not None}
+    args = {name: value for name, value in arguments(DecodeCase(store=store)).items() if value is not None}
     with fa.capture(tmp_path) as recorded:
         npu.npu_incre_flash_attention(**args)
     again = fa.replay(recorded.files[0])

@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from test_compile import compiled, draw
+from support.compiled import compiled, draw
 
 import fusion_attention as fa
 from fusion_attention import npu
 
+pytestmark = pytest.mark.usefixtures("fresh")
 SINK, SCALES = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.03, 0.05])
 STORED = torch.arange(2 * 9 * 2 * 16).view(2, 9, 2, 16).mul(37).remainder(255).sub(127).to(torch.int8)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
 
 
 def plain(q: Any, k: Any, v: Any) -> torch.Tensor:

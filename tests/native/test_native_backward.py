@@ -1,6 +1,6 @@
 """The native core's backward: every instruction-set variant that runs here, forced, against the float64 specification.
 
-Calls are test_native's random ones; what the forward saved is the input, so that only the backward is judged. The error
+Calls are support/native_dense.py's; what the forward saved is the input, so that only the backward is judged. The error
 allowed is measured on the same call computed plainly in float32, never set by hand.
 """
 
@@ -15,78 +15,30 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.witness import Call, Results, load, make, read, room, rows
-from support.witness import run as specified
-from test_native import (
+from support.native_dense import (
     VARIANTS,
     converted,
-    draw_call,
+    drawn,
+    gradients,
     native,
     plain_keep,
     plain_scores,
     spoil,
-    threads_as_before,
     unit_views,
+    wanted,
 )
+from support.witness import Call, Results, make
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
 from fusion_attention.waist import bias
 from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
-__all__ = ["threads_as_before"]
 # The specification adds up a table that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
-
-INPUTS = ("q", "k", "v", "q_rope", "k_rope")
-
-
-def drawn(seed: int) -> Call:
-    call = draw_call(seed)
-    return replace(call, dout=[t.to(call.problem.torch_dtype) for t in call.dout])
-
-
-def gradients(
-    call: Call,
-    saved: Results,
-    variant: str | None = None,
-    packed: bool = True,
-    threads: int = 2,
-    shared: bool = False,
-    owned: bool = False,
-) -> Results:
-    """From what a forward saved; shared: dbias is one buffer, as it lies in memory; owned: it is written."""
-    p, dtype = call.problem, call.problem.torch_dtype
-    views = {name: rows([t.to(torch.float32) for t in saved[name]]) for name in ("max", "sum")}
-    operands = replace(load(call, dtype), out=rows([t.to(dtype) for t in saved["out"]]), stats=Stats(**views))
-    if not packed:
-        operands = replace(operands, q=rows(call.q, False), k=rows(call.k), v=rows(call.v, False))
-    inputs = {name: getattr(call, name) for name in INPUTS if getattr(call, name)}
-    found = {f"d{name}": room(like, like[0].shape[2], dtype) for name, like in inputs.items()}
-    dbias = operands.bias
-    if dbias is not None:
-        ones = torch.ones_like(dbias.keep, dtype=torch.float32)
-        dbias = replace(dbias, keep=torch.full_like(dbias.keep, math.nan) if owned else ones)
-    dsink = None if call.sink is None else torch.full_like(call.sink, math.nan)
-    dout = rows([t.to(dtype) for t in call.dout], packed=not packed)
-    grads = Grads(dout, dbias=dbias, dsink=dsink, owns_dbias=owned, **found)
-    torch.set_num_threads(threads)
-    plan = cpu.schedule(p, call.extents, "attention_backward", variant)
-    cpu.attention_backward(p, call.extents, plan, operands, grads)
-    results = {name: [t.clone() for t in read(view, inputs[name[1:]])] for name, view in found.items()}
-    if dbias is not None:
-        views_of = [dbias.sequence(b, *t.shape) - (0 if owned else 1) for b, t in enumerate(call.bias)]
-        results["dbias"] = [dbias.keep] if shared else views_of
-    return results if dsink is None else results | {"dsink": [dsink]}
-
-
-def wanted(call: Call, saved: Results) -> Results:
-    wide = {n: [t.double() for t in getattr(call, n)] for n in (*INPUTS, "bias", "dout")}
-    single = {n: None if (t := getattr(call, n)) is None else t.double() for n in ("slopes", "sink")}
-    return specified(replace(call, **wide, **single), {n: [t.double() for t in saved[n]] for n in saved})
 
 
 def plain(call: Call, saved: Results, b: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -353,27 +305,6 @@ def test_rows_take_the_places_of_rows_that_have_met_their_keys(dtype: str, size:
 
 
 # ------------------------------------------------------------------------------------------------- memory and bad calls
-
-
-def test_workspace_grows_with_length_not_with_its_square() -> None:
-    def workspace(length: int, dtype: str) -> int:
-        n = np.array([length])
-        extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, "attention_backward")
-
-    assert workspace(65536, "bfloat16") < 120_000_000
-    assert workspace(65536, "float32") < 220_000_000
-    assert workspace(65536, "bfloat16") < 2.1 * workspace(32768, "bfloat16")
-
-
-def test_memory_that_is_not_there_is_an_error() -> None:
-    none = np.zeros(1, np.int64)
-    problem, extents = Problem(1, 1, 64, 64), Extents(none + (1 << 48), none + 1, *[none] * 4)
-    view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
-    operands = Operands(view, view, view, view, Stats(one, one))
-    plan = cpu.schedule(problem, extents, "attention_backward")
-    with pytest.raises(MemoryError):
-        cpu.attention_backward(problem, extents, plan, operands, Grads(view, view, view, view))
 
 
 def small() -> tuple[Problem, Extents, Operands, Grads]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.compiled import compiled
 from support.eager_loss import chosen_keys, one_sequence
-from test_compile import compiled
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -320,11 +320,11 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    code = "import sys, test_nn; test_nn.one_of_two(int(sys.argv[1]), sys.argv[2])"
+    code = "import sys; from sparse import test_nn; test_nn.one_of_two(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code]
     pair = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path)], cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(tmp_path)], cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]

@@ -6,19 +6,15 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from test_compile import compiled, draw, same
+from support.compiled import compiled, draw, same
 
 import fusion_attention as fa
 from fusion_attention import npu
 
+pytestmark = pytest.mark.usefixtures("fresh")
 LISTS = torch.tensor([3, 0, 5, 1]).expand(2, 6, 1, 4)
 ROWS, KEYS = torch.linspace(-1, 1, 2 * 6 * 4 * 8).reshape(2, 6, 4, 8), torch.linspace(1, -1, 112).reshape(2, 7, 1, 8)
 TND = {"layout_query": "TND", "layout_kv": "TND"}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
 
 
 def shared(q: Any, k: Any, sink: Any) -> torch.Tensor:

@@ -1,16 +1,16 @@
 """The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase face."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.two_phase import Args, call, handles_of
 
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
-from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
@@ -20,7 +20,6 @@ from fusion_attention.torch_ops.eager import run
 
 OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
 ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
-Args = dict[str, Any]
 
 # Levels and codes restated (docs/rulings.md 15): what is not listed is meaning, and 561002.
 LIMITS = {
@@ -95,14 +94,6 @@ def test_levels_and_codes(op: Op) -> None:
 # --------------------------------------------------------------------------------------------------- the two-phase face
 
 
-@pytest.fixture
-def runtime() -> Iterator[None]:
-    assert acl.init() == acl.rt.set_device(0) == 0
-    yield
-    acl.finalize()
-    acl.get_recent_err_msg()
-
-
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
     """Poisoned memory for the results of a call, where there can be any."""
     try:
@@ -110,37 +101,6 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
     except ContractError:
         return {}
     return {name: torch.full_like(tensor, 77) for name, tensor in call.results().items() if name in op.by_name}
-
-
-def handle(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return acl.Tensor.of(value)
-    return acl.Tensor.of(torch.tensor(value)) if isinstance(value, list) and value else value
-
-
-def two_phase(op: Op, args: Args, outputs: dict[str, torch.Tensor], **options: Any) -> tuple[int, int]:
-    """(ret of phase 1, ret of phase 2); lengths as tensors."""
-    values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*map(handle, values), **options)
-    if first:
-        return first, 0
-    workspace = acl.rt.malloc(size)[0] if size else None
-    return first, getattr(aclnn, op.name)(workspace, size, executor, None)
-
-
-@pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
-def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op) -> None:
-    reading = {f"{op.name}-{rule.id}" for rule in op.asked if rule.reads}
-    for spoiled in spoils(op):
-        outputs = outputs_of(op, spoiled.args)
-        later = spoiled.level == "content" or spoiled.id in reading  # Content is there in phase 2, not before.
-        options = {"strict": spoiled.level in ("limit", "doubt"), "check_content": spoiled.level == "content"}
-        rets = two_phase(op, spoiled.args, outputs, **options)
-        text = acl.get_recent_err_msg()
-        assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
-        assert text.startswith(str(op.failure(spoiled.param, spoiled.expected, ""))), (spoiled.id, text)
-        assert all((tensor == 77).all() for tensor in outputs.values()), spoiled.id
 
 
 VARIANTS: dict[str, Args] = {
@@ -161,7 +121,9 @@ VARIANTS: dict[str, Args] = {
 def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) -> None:
     args = sample(op, layout=layout, **VARIANTS[variant])
     outputs = outputs_of(op, args)
-    assert two_phase(op, args, outputs, strict=variant in ("plain", "rope")) == (0, 0), acl.get_recent_err_msg()
+    assert call(op, args, outputs, tensors=True, strict=variant in ("plain", "rope")) == (0, 0), (
+        acl.get_recent_err_msg()
+    )
     want = run(op.lower(bind(op, args)))  # type: ignore[misc]
     assert outputs.keys() == want.keys() & op.by_name.keys()
     for name, tensor in outputs.items():
@@ -177,7 +139,7 @@ def test_outputs_of_any_strides() -> None:
         name: torch.full((*t.shape[::-1], 2), 7.0, dtype=t.dtype)[..., 0].permute(3, 2, 1, 0)
         for name, t in want.items()
     }
-    assert two_phase(op, args, outputs, strict=False) == (0, 0), acl.get_recent_err_msg()
+    assert call(op, args, outputs, tensors=True, strict=False) == (0, 0), acl.get_recent_err_msg()
     for name, tensor in want.items():
         same_bits(outputs[name], tensor, name)
 
@@ -188,12 +150,12 @@ def test_what_is_not_asked_for_is_null_or_empty() -> None:
     args = sample(op)
     for blank in (None, torch.empty(0), torch.empty(())):
         outputs: dict[str, Any] = {**outputs_of(op, args), "softmax_max": blank, "softmax_sum": blank}
-        assert two_phase(op, args, outputs) == (0, 0), acl.get_recent_err_msg()
+        assert call(op, args, outputs, tensors=True) == (0, 0), acl.get_recent_err_msg()
     given = torch.zeros(2, 1, 4, 4)
-    assert two_phase(op, args, {**outputs_of(op, args), "softmax_max": given})[0] == TILING
+    assert call(op, args, {**outputs_of(op, args), "softmax_max": given}, tensors=True)[0] == TILING
     assert "softmax_max (softmaxMax): expected None or an empty tensor" in acl.get_recent_err_msg()
     lacking = {"attention_out": outputs_of(op, args)["attention_out"]}
-    assert two_phase(op, {**args, "return_softmax_lse": True}, lacking)[0] == NULL_POINTER
+    assert call(op, {**args, "return_softmax_lse": True}, lacking, tensors=True)[0] == NULL_POINTER
 
 
 @pytest.mark.usefixtures("runtime")
@@ -205,11 +167,8 @@ def test_content_may_come_between_the_phases() -> None:
     ends = torch.tensor([1, 8]), torch.tensor([5, 12])
     given = {**args, "sparse_indices": lists}
     outputs = outputs_of(op, args)
-    values = [given[p.name] if given.get(p.name) is not None else outputs.get(p.name) for p in op.params]
-    handles = [handle(v) for v in values]
-    names = [p.name for p in op.params]
-    for name, value in zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True):
-        handles[names.index(name)] = acl.Tensor.of(value)
+    given |= dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
+    handles = handles_of(op, given, outputs).values()
     ret, size, executor = aclnn.aclnnSparseFlashAttentionGetWorkspaceSize(*handles, strict=False)
     assert ret == 0, acl.get_recent_err_msg()
     lists.copy_(args["sparse_indices"])

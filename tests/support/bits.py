@@ -31,6 +31,15 @@ def same_bits(got: Any, want: Any, what: str = "") -> None:
             raise AssertionError(f"{what}: {int(differ.sum())} elements, first {at}: {got[at]!r}, not {want[at]!r}")
 
 
+def same_where_not_finite(got: Mapping[str, Sequence[torch.Tensor]], want: Any, what: str) -> None:
+    """Asserts that two calls' results, of any dtypes, are NaN, inf and -inf in the same places."""
+    for name in got:
+        for b, (one, other) in enumerate(zip(got[name], want[name], strict=True)):
+            assert torch.equal(one.isnan(), other.isnan()), (what, name, b)
+            assert torch.equal(one.isinf(), other.isinf()), (what, name, b)
+            assert torch.equal(one[one.isinf()].double(), other[other.isinf()]), (what, name, b)
+
+
 def _differ(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     one, other = (t.detach().contiguous().view(size) for t in (got, want))

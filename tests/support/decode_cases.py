@@ -1,245 +1,21 @@
-"""Decoding said by a case: its tensors in hostile memory, and its answer from the case alone in float64.
+"""The cases of decoding: every layout x dtype x store, and one group for each thing that a call may bring."""
 
-Nothing here knows the lowering or a back end.
-"""
-
-import math
-import zlib
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-import torch
-
-from fusion_attention.testing.cases import Named
-
-Tensor = torch.Tensor
-Args = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case(Named):
-    """One call of npu_incre_flash_attention.
-
-    Args:
-        layout: of query and of a stacked cache.
-        kv_len: tokens of every item. slots: tokens that a stacked cache holds.
-        rows: query tokens of every item.
-        store: "stack", "list", "pages" [blocks, size, N2*D] or "headed" [blocks, N2, size, D].
-        integers: int8 cache: "" (no), "tensor" or "channel" scales; offsets: with offsets.
-        mask: some tokens masked; blank: all of item 0's. pse: a bias, "batch" or "shared".
-        padding: unused slots behind every item (left padding).
-        out: int8 output: "" (no), "tensor" or "channel".
-    """
-
-    layout: str = "BSH"
-    dtype: str = "float16"
-    heads_q: int = 4
-    heads_kv: int = 2
-    dim: int = 16
-    kv_len: tuple[int, ...] = (21, 5)
-    slots: int = 24
-    rows: int = 1
-    store: str = "stack"
-    page_size: int = 16
-    integers: str = ""
-    offsets: bool = False
-    mask: bool = False
-    blank: bool = False
-    pse: str = ""
-    padding: int = -1
-    out: str = ""
-
-    @property
-    def group(self) -> int:
-        return self.heads_q // self.heads_kv
-
-    @property
-    def first(self) -> tuple[int, ...]:
-        """The slot of every item's first token."""
-        return tuple(self.slots - self.padding - n if self.padding >= 0 else 0 for n in self.kv_len)
-
-    @property
-    def columns(self) -> int:
-        """Slots that masks and biases count."""
-        pages = -(-max(self.kv_len) // self.page_size)
-        return pages * self.page_size if self.store in ("pages", "headed") else self.slots
-
-
-@cache
-def logical(case: Case) -> dict[str, Any]:
-    """The numbers of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
-    dtype = getattr(torch, case.dtype)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    def stored(length: int) -> Tensor:
-        shape = (case.heads_kv, length, case.dim)
-        if case.integers:
-            return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-        return draw(*shape)
-
-    batch, found = len(case.kv_len), {}
-    found["q"] = draw(batch, case.heads_q, case.rows, case.dim)
-    found["k"], found["v"] = ([stored(n) for n in case.kv_len] for _ in "kv")
-    channels = (2, case.heads_kv, case.dim) if case.integers == "channel" else (2,)
-    found["scale"] = (draw(*channels).abs() / 64 + 0.01).to(dtype)
-    found["offset"] = draw(*channels) * 8 if case.offsets else None
-    found["mask"] = torch.rand(batch, case.columns, generator=generator) < 0.3
-    for item, first in enumerate(case.first):
-        found["mask"][item, first] = False
-    if case.blank:
-        found["mask"][0] = True
-    found["pse"] = draw(batch if case.pse == "batch" else 1, case.heads_q, 1, case.columns)
-    count = case.heads_q * case.dim if case.out == "channel" else 1
-    found["out_scale"] = torch.rand(count, generator=generator) * 20 + 20
-    found["out_offset"] = torch.rand(count, generator=generator) * 4 if case.offsets else None
-    return found
-
-
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A view with an offset in memory of NaN, or of 99."""
-    fill: float = math.nan if dtype.is_floating_point else 99
-    whole = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
-    return whole[16 : 16 + math.prod(shape)].view(shape)
-
-
-def place(case: Case, stored: list[Tensor], table: Tensor | None) -> Any:
-    """Keys or values in a cache whose other slots are poison."""
-    dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
-    if table is not None:
-        size = case.page_size
-        pool = poisoned((int(table.max()) + 2, heads, size, dim), dtype)
-        if case.store == "pages":
-            pool = poisoned((pool.shape[0], size, heads, dim), dtype).transpose(1, 2)
-        for item, rows in enumerate(stored):
-            for token in range(rows.shape[1]):
-                pool[table[item, token // size], :, token % size] = rows[:, token]
-        return pool if case.store == "headed" else pool.transpose(1, 2).flatten(2)
-
-    def one(items: list[Tensor], slots: int, first: tuple[int, ...]) -> Tensor:
-        axes = (len(items), heads, slots, dim) if case.layout == "BNSD" else (len(items), slots, heads, dim)
-        memory = poisoned(axes, dtype)
-        by_head = memory if case.layout == "BNSD" else memory.transpose(1, 2)
-        for item, rows in enumerate(items):
-            if first[item] >= 0:
-                by_head[item, :, first[item] : first[item] + rows.shape[1]] = rows
-        return memory.flatten(2) if case.layout == "BSH" else memory
-
-    if case.store == "list":
-        return [one([rows], rows.shape[1] + i, (0,)) for i, rows in enumerate(stored)]
-    return one(stored, case.slots, case.first)
-
-
-def pages_of(case: Case) -> Tensor | None:
-    """A block table of scattered pages; what no token needs is no page at all."""
-    if case.store not in ("pages", "headed"):
-        return None
-    count = case.columns // case.page_size
-    ids = torch.randperm(len(case.kv_len) * count, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    table = ids.view(len(case.kv_len), count)
-    for item, length in enumerate(case.kv_len):
-        table[item, -(-length // case.page_size) :] = 1 << 30
-    used = [set(table[i, : -(-n // case.page_size)].tolist()) for i, n in enumerate(case.kv_len)]
-    assert sum(map(len, used)) == len(set().union(*used))
-    return table
-
-
-def query_of(case: Case, by_head: Tensor) -> Tensor:
-    """[B, N1, rows, D] in the case's layout."""
-    if case.layout == "BNSD":
-        return by_head
-    return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
-
-
-def arguments(case: Case) -> Args:
-    """The call by canonical name."""
-    n, table = logical(case), pages_of(case)
-    known = None if table is None else table.masked_fill(table == 1 << 30, 0)
-    flat = case.layout == "BSH" and case.integers == "channel"
-    args: Args = {
-        "query": query_of(case, n["q"]),
-        "key": place(case, n["k"], known),
-        "value": place(case, n["v"], known),
-        "actual_seq_lengths": list(case.kv_len),
-        "num_heads": case.heads_q,
-        "num_key_value_heads": case.heads_kv,
-        "scale_value": case.dim**-0.5,
-        "input_layout": case.layout,
-        "block_table": table,
-        "block_size": 0 if table is None else case.page_size,
-        "atten_mask": n["mask"] if case.mask or case.blank else None,
-        "pse_shift": n["pse"] if case.pse else None,
-        "kv_padding_size": torch.tensor([case.padding]) if case.padding >= 0 else None,
-        "quant_scale2": n["out_scale"] if case.out else None,
-        "quant_offset2": n["out_offset"] if case.out else None,
-    }
-    if case.integers:
-        args["antiquant_scale"] = n["scale"].flatten(1) if flat else n["scale"]
-        args["antiquant_offset"] = n["offset"].flatten(1) if flat and case.offsets else n["offset"]
-    return args
-
-
-def answer(case: Case, wide: torch.dtype = torch.float64) -> Tensor:
-    """The output, [B, N1, rows, D], by dense formulas; with another dtype the measure of error."""
-    n = logical(case)
-    out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=wide)
-    for item, length in enumerate(case.kv_len):
-        first = case.first[item]
-        if not length or first < 0:
-            continue
-        k, v = (_meaning(case, n, side, item, wide).repeat_interleave(case.group, 0) for side in (0, 1))
-        scores = case.dim**-0.5 * (n["q"][item].to(wide) @ k.mT)
-        columns = slice(first, first + length)
-        if case.pse:
-            scores = scores + n["pse"][item if case.pse == "batch" else 0][..., columns].to(wide)
-        if case.mask or case.blank:
-            scores = scores.masked_fill(n["mask"][item, columns], -math.inf)
-        late = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
-        probabilities = scores.masked_fill(late, -math.inf).softmax(-1)
-        empty = probabilities.isnan().all(-1, keepdim=True)
-        # A row before the first token is zero; one whose tokens are all masked is their mean.
-        blank = torch.full_like(probabilities, 1 / length).masked_fill(late.all(-1, keepdim=True), 0)
-        out[item] = torch.where(empty, blank, probabilities) @ v
-    return _narrow(case, n, out) if case.out else out
-
-
-def _meaning(case: Case, n: Args, side: int, item: int, wide: torch.dtype) -> Tensor:
-    rows: Tensor = n["kv"[side]][item].to(wide)
-    if not case.integers:
-        return rows
-    scale, offset = n["scale"][side].to(wide), n["offset"][side].to(wide) if case.offsets else 0.0
-    if case.integers == "channel":
-        scale, offset = scale[:, None], offset[:, None] if case.offsets else 0.0
-    return (rows + offset) * scale
-
-
-def _narrow(case: Case, n: Args, out: Tensor) -> Tensor:
-    scale, offset = n["out_scale"].to(out.dtype), n["out_offset"].to(out.dtype) if case.offsets else torch.zeros(1)
-    if case.out == "channel":
-        scale = scale.view(case.heads_q, 1, case.dim)
-        offset = offset.view(case.heads_q, 1, case.dim) if case.offsets else offset
-    value = out * scale + offset
-    whole = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
-    return whole.clamp(-128, 127)
-
+from fusion_attention.testing.decode import DecodeCase
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
 DTYPES = ("float16", "bfloat16", "float32")
 STORES = ("stack", "list", "pages")
 CASES = [
-    *(Case(layout=layout, dtype=d) for layout in LAYOUTS for d in DTYPES),
-    *(Case(layout=layout, store=store) for layout in LAYOUTS for store in ("list", "pages")),
-    *(Case(layout="BNSD", store="headed", page_size=s, dtype="bfloat16") for s in (16, 48, 512)),
-    *(Case(heads_q=8, heads_kv=n, dtype="float32", store="pages") for n in (1, 8)),
-    Case(heads_q=64, heads_kv=1, dim=8),
-    *(Case(dim=d, layout="BSND", store="pages", dtype="bfloat16") for d in (1, 33, 64, 128)),
-    *(Case(kv_len=(0, 7, 0, 1), store=store) for store in STORES),
-    Case(kv_len=(0, 24), out="tensor", offsets=True),
+    *(DecodeCase(layout=layout, dtype=d) for layout in LAYOUTS for d in DTYPES),
+    *(DecodeCase(layout=layout, store=store) for layout in LAYOUTS for store in ("list", "pages")),
+    *(DecodeCase(layout="BNSD", store="headed", page_size=s, dtype="bfloat16") for s in (16, 48, 512)),
+    *(DecodeCase(heads_q=8, heads_kv=n, dtype="float32", store="pages") for n in (1, 8)),
+    DecodeCase(heads_q=64, heads_kv=1, dim=8),
+    *(DecodeCase(dim=d, layout="BSND", store="pages", dtype="bfloat16") for d in (1, 33, 64, 128)),
+    *(DecodeCase(kv_len=(0, 7, 0, 1), store=store) for store in STORES),
+    DecodeCase(kv_len=(0, 24), out="tensor", offsets=True),
     *(
-        Case(layout=layout, integers=kind, offsets=o, store=store)
+        DecodeCase(layout=layout, integers=kind, offsets=o, store=store)
         for layout, kind, o, store in (
             ("BSH", "tensor", False, "stack"),
             ("BSH", "channel", True, "pages"),
@@ -248,25 +24,25 @@ CASES = [
             ("BSND", "channel", True, "stack"),
         )
     ),
-    *(Case(mask=True, store=store, dtype="float32") for store in STORES),
-    *(Case(pse=kind, layout="BNSD", dtype=d) for kind in ("batch", "shared") for d in DTYPES),
-    Case(mask=True, pse="batch", store="pages", integers="channel", offsets=True, dtype="bfloat16"),
-    Case(blank=True),
-    Case(blank=True, store="pages", integers="tensor"),
-    Case(padding=2, layout="BNSD"),
-    Case(padding=0, mask=True, pse="shared", integers="channel"),
-    Case(padding=10, kv_len=(21, 5)),  # item 0 does not fit: empty
+    *(DecodeCase(mask=True, store=store, dtype="float32") for store in STORES),
+    *(DecodeCase(pse=kind, layout="BNSD", dtype=d) for kind in ("batch", "shared") for d in DTYPES),
+    DecodeCase(mask=True, pse="batch", store="pages", integers="channel", offsets=True, dtype="bfloat16"),
+    DecodeCase(blank=True),
+    DecodeCase(blank=True, store="pages", integers="tensor"),
+    DecodeCase(padding=2, layout="BNSD"),
+    DecodeCase(padding=0, mask=True, pse="shared", integers="channel"),
+    DecodeCase(padding=10, kv_len=(21, 5)),  # item 0 does not fit: empty
     *(
-        Case(out=kind, offsets=o, layout=layout)
+        DecodeCase(out=kind, offsets=o, layout=layout)
         for kind in ("tensor", "channel")
         for o in (False, True)
         for layout in LAYOUTS[:2]
     ),
-    Case(out="channel", integers="channel", store="pages", offsets=True, dtype="bfloat16", blank=True),
-    *(Case(rows=3, store=store, layout="BSND") for store in STORES),
-    Case(rows=4, kv_len=(2, 9), dtype="float32"),  # more rows than tokens
-    Case(kv_len=(1030, 700), slots=1100, dim=64, dtype="bfloat16"),
-    Case(
+    DecodeCase(out="channel", integers="channel", store="pages", offsets=True, dtype="bfloat16", blank=True),
+    *(DecodeCase(rows=3, store=store, layout="BSND") for store in STORES),
+    DecodeCase(rows=4, kv_len=(2, 9), dtype="float32"),  # more rows than tokens
+    DecodeCase(kv_len=(1030, 700), slots=1100, dim=64, dtype="bfloat16"),
+    DecodeCase(
         kv_len=(1030, 700), store="headed", page_size=128, dim=64, dtype="bfloat16", layout="BNSD", integers="channel"
     ),
 ]

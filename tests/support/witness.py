@@ -42,6 +42,11 @@ class Call:
     offset: int = 9
 
 
+def poison(dtype: torch.dtype, size: int) -> torch.Tensor:
+    """NaN, or an integer that no test stores on purpose."""
+    return torch.full((size,), torch.nan if dtype.is_floating_point else 85, dtype=dtype)
+
+
 def rows(tensors: Tensors, packed: bool = True) -> RowView:
     """The tensors with gaps between their rows: token-major in one NaN buffer, or head-major in one buffer each."""
     dim = tensors[0].shape[2]
@@ -50,7 +55,7 @@ def rows(tensors: Tensors, packed: bool = True) -> RowView:
     stride_head = [dim + 1 if packed else stride_token * t.shape[1] + 1 for t in tensors]
     size = max(t.shape[0] * h + longest * stride_token for t, h in zip(tensors, stride_head, strict=True))
     count = 1 if packed else len(tensors)
-    keep = tuple(torch.full((9 + size * len(tensors),), torch.nan, dtype=tensors[0].dtype)[4:] for _ in range(count))
+    keep = tuple(poison(tensors[0].dtype, 9 + size * len(tensors))[4:] for _ in range(count))
     address = [size * b + 3 for b in range(len(tensors))]
     for b, t in enumerate(tensors):
         head, token = torch.arange(t.shape[0])[:, None, None], torch.arange(t.shape[1])[:, None]

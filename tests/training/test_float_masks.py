@@ -14,22 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_native
-import test_native_backward
-import test_native_decode
 import torch
-from support.bits import same_bits
+from support import native_decode
+from support.bits import same_bits, same_where_not_finite
 from support.cases import BITS, CAUSAL, DRAWN, compute
-from support.witness import Call, Results, full_bias, kept, make, run, seen_by
-from test_native import VARIANTS, converted, native, threads_as_before
-from test_native_backward import gradients
+from support.native_dense import VARIANTS, converted, draw_call, drawn, gradients, judge, native, wanted
+from support.witness import Call, Results, forward, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa
 from fusion_attention.testing import Case, arguments, check, golden, part, plain, pythonic
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Problem
 
-__all__ = ["threads_as_before"]
 # The specification adds up a bias that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
 INF, NAN = math.inf, math.nan
@@ -199,7 +195,7 @@ def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, 
 def biased(seed: int) -> Call:
     """A random call with a float mask anywhere, whose V, K, q and dout are not finite somewhere."""
     rng = random.Random(seed)
-    call = test_native_backward.drawn(next(n for n in range(seed, seed + 999, 37) if test_native.draw_call(n).bias))
+    call = drawn(next(n for n in range(seed, seed + 999, 37) if draw_call(n).bias))
     for bias in call.bias:
         bias[torch.rand(bias.shape) < 0.3] = -INF
         bias[..., rng.sample(range(bias.shape[2]), bias.shape[2] // 3)] = -INF
@@ -213,15 +209,10 @@ def biased(seed: int) -> Call:
 @pytest.mark.parametrize("seed", range(3000, 3030))
 def test_what_a_float_mask_leaves_reaches_exactly_what_sees_it(seed: int) -> None:
     call = biased(seed)
-    saved, want = native(call), test_native.specified(call)
-    descent = test_native_backward.wanted(call, saved)
+    saved, want = native(call), forward(call)
+    descent = wanted(call, saved)
     for variant in VARIANTS:
-        got = native(call, variant)
-        for name, b in itertools.product(got, range(len(call.q))):
-            at, (mine, other) = (variant, name, b, call.problem), (t[name][b] for t in (got, want))
-            assert torch.equal(mine.isnan(), other.isnan()), at
-            assert torch.equal(mine.isinf(), other.isinf()), at
-            assert torch.equal(mine[mine.isinf()].double(), other[other.isinf()]), at
+        same_where_not_finite(native(call, variant), want, f"{variant} {call.problem}")
         for name, tensors in gradients(call, saved, variant).items():
             for mine, other in zip(tensors, descent[name], strict=True):
                 assert torch.equal(mine.isfinite(), other.isfinite()), (variant, name, call.problem)
@@ -242,7 +233,7 @@ CACHES = {
 @pytest.mark.parametrize("heads", [(8, 2), (20, 10)], ids=str)
 def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[int, int]) -> None:
     problem = Problem(*heads, 64, 32, scale=0.1, bias="matrix", **CACHES[name])
-    tame = test_native_decode.plain_case(problem, (1, 3, 2), (2100, 77, 1024))
+    tame = native_decode.plain_case(problem, (1, 3, 2), (2100, 77, 1024))
     for bias in tame.call.bias:
         bias[..., ::3] = bias[..., -4:] = bias[:, -1:, 5:9] = -INF
     tame = replace(tame, call=replace(tame.call, q=[t.abs() for t in tame.call.q]))
@@ -256,11 +247,11 @@ def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[in
             if n % 4 == 1:
                 wild.k.numbers[b][:, j], bias[..., j] = -INF, 0.25
     wild.call.k[:], wild.call.v[:] = wild.k.meaning(), wild.v.meaning()
-    want = test_native_decode.specified(wild.call)
-    agree(want, test_native_decode.specified(tame.call))
+    want = forward(wild.call)
+    agree(want, forward(tame.call))
     for variant in VARIANTS:
-        got = test_native_decode.native(wild, variant)
-        test_native_decode.judge(test_native_decode.narrowed(tame), got, want, (variant, name))
+        got = native_decode.native(wild, variant)
+        judge(native_decode.narrowed(tame), got, want, (variant, name))
 
 
 # ------------------------------------------------------------------------------------------------------------ the faces

@@ -3,7 +3,6 @@ finite differences, and the rule of what may reach what where memory holds NaN.
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,15 +15,6 @@ from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Problem, Stats
 
 PLAIN = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: waking other threads for each takes longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def agree(got: Results, want: Results) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.two_phase import handles_of
 from torch._subclasses.fake_utils import CrossRefFakeMode
 
 import fusion_attention as fa
@@ -151,25 +152,19 @@ def test_int64_is_beyond_the_chip() -> None:
             call(table)
 
 
+@pytest.mark.usefixtures("runtime")
 def test_two_phases_read_the_table_that_phase_2_finds() -> None:
     op = RECORDS["aclnnIncreFlashAttentionV3"]
     args = sample(op, block_table="B 2", block_size=16, actual_seq_lengths=[20, 32], key="8 16 N2*D", value="8 16 N2*D")
     outputs = [torch.zeros_like(args["query"]) for _ in range(2)]
     table = torch.tensor([[3, 1], [0, 7]])
-    assert acl.init() == acl.rt.set_device(0) == 0
-    try:
-        for ids, out in zip((torch.zeros_like(table), table.int()), outputs, strict=True):
-            given = {**args, "block_table": ids, "attention_out": out}
-            values = [given.get(p.name) for p in op.params]
-            handles = [acl.Tensor.of(v) if isinstance(v, torch.Tensor) else v for v in values]
-            planned = aclnn.aclnnIncreFlashAttentionV3GetWorkspaceSize(*handles, strict=False)
-            ret, size, executor = planned
-            assert ret == 0, acl.get_recent_err_msg()
-            ids.copy_(table)  # between the phases
-            workspace = acl.rt.malloc(size)[0] if size else None
-            assert aclnn.aclnnIncreFlashAttentionV3(workspace, size, executor, None) == 0, acl.get_recent_err_msg()
-    finally:
-        acl.finalize()
+    for ids, out in zip((torch.zeros_like(table), table.int()), outputs, strict=True):
+        handles = handles_of(op, {**args, "block_table": ids}, {"attention_out": out}).values()
+        ret, size, executor = aclnn.aclnnIncreFlashAttentionV3GetWorkspaceSize(*handles, strict=False)
+        assert ret == 0, acl.get_recent_err_msg()
+        ids.copy_(table)  # between the phases
+        workspace = acl.rt.malloc(size)[0] if size else None
+        assert aclnn.aclnnIncreFlashAttentionV3(workspace, size, executor, None) == 0, acl.get_recent_err_msg()
     assert torch.equal(*outputs)
     assert outputs[0].any()
 

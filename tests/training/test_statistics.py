@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
 
 import pytest
 import torch
 from support.bits import same
+from support.native_dense import VARIANTS, converted, gradients, native
+from support.two_phase import Args, call, done, outputs_of
 from support.witness import forward, make, run
-from test_aclnn import call, done, outputs_of, runtime
-from test_native import VARIANTS, converted, native, threads_as_before
-from test_native_backward import gradients
 
 from fusion_attention import Band, ContractError, acl, attention, npu
 from fusion_attention.contract import Op
@@ -24,7 +22,7 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.waist.problem import Problem
 
-__all__ = ["runtime", "threads_as_before"]
+pytestmark = pytest.mark.usefixtures("runtime")
 
 nan, inf = math.nan, math.inf
 BAD = [  # (max, sum)
@@ -93,7 +91,6 @@ def test_golden_takes_them_too(peak: float, total: float) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- the faces
 
-Args = dict[str, Any]
 GRADIENTS = [RECORDS[f"aclnn{name}"] for name in ("FlashAttentionScoreGrad", "FlashAttentionUnpaddingScoreGradV5")]
 DENSE = GRADIENTS[0]
 

@@ -3,8 +3,6 @@
 Every rule is written a second time here, by loops over single rows and keys, or with Python's own integers.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -14,16 +12,6 @@ from fusion_attention.waist import bias, dropout, tiles
 from fusion_attention.waist.kv import MatrixView
 from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
 from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: waking other threads for each takes longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 # ---------------------------------------------------------------------------------------------------- bands and tiles
 

@@ -32,11 +32,17 @@ class LossCase(SparseCase):
     Args:
         heads, dim: of the indexer; weights: the dtype of its weights.
         count: entries of a list; 0: no selection.
+        window: keys before the diagonal that a row sees, where that is less than all; no face has a word for it.
     """
 
     heads: int = 3
     dim: int = 8
     weights: str = "float32"
+    window: int | None = None
+
+    def first(self, b: int, row: int) -> int:
+        """The first key that a row of sequence b sees."""
+        return 0 if self.window is None else max(self.kv_len[b] - self.q_len[b] + row - self.window, 0)
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def statistics(
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
     """The keys of a row, in the order of its list, each as often as it is listed."""
     if not case.count:
-        return list(range(case.seen(b, row)))
+        return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
@@ -128,7 +134,10 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
     else:
         call = lower(bind(indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE, args))
     assert isinstance(call, Loss)
-    return call
+    if case.window is None:
+        return call
+    e = call.extents
+    return replace(call, extents=replace(e, lo=e.kv_len - e.q_len - case.window))
 
 
 def by_python(case: LossCase) -> bool:

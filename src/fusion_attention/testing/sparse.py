@@ -267,10 +267,13 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
     """The call that the npu face makes; the pythonic face, where a value is a part of the key's rows."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
-    own = {
-        "causal": args["sparse_mode"] == 3,
-        **{p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args},
+    lengths = {
+        f"actual_seq_{side}len": np.diff(args[f"actual_seq_{side}len"], prepend=0)
+        for side, layout in (("q", args["layout"]), ("kv", args["layout_kv"]))
+        if layout == "TND"  # CANN's ends; this face takes lengths
     }
+    given = {p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args}
+    own = {"causal": args["sparse_mode"] == 3, **given, **lengths}
     return replace(sparse_call(bind(sparse_own.RECORD, own)), stats=True)
 
 

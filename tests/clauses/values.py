@@ -1,0 +1,87 @@
+"""What a check writes in a parameter's place: numbers from its own generator, and changes of what stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from clauses.dtypes import F32, I64
+
+GENERATOR = torch.Generator()
+
+
+def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
+    """Normal numbers of a dtype, from the check's own generator."""
+    return torch.randn(shape, generator=GENERATOR).to(d)
+
+
+def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
+    """Uniform integers low ... high - 1."""
+    return torch.randint(low, high, shape, generator=GENERATOR).to(d)
+
+
+def zeros(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
+    """A tensor of zeros in a parameter's place."""
+    return lambda old: torch.zeros(shape, dtype=d)
+
+
+def drawn(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
+    """A tensor of normal numbers in a parameter's place."""
+    return lambda old: draw(*shape, d=d)
+
+
+def ints(*values: int, d: torch.dtype = I64) -> Callable[[Any], torch.Tensor]:
+    """A tensor of integers in a parameter's place."""
+    return lambda old: torch.tensor(values, dtype=d)
+
+
+def to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """The same in another dtype."""
+    return lambda old: [t.to(dtype) for t in old] if isinstance(old, list) else old.to(dtype)
+
+
+def gapped(old: Any) -> Any:
+    """The same tensor with a gap behind each element."""
+    if isinstance(old, list):
+        return [gapped(t) for t in old]
+    wide = torch.zeros((*old.shape, 2), dtype=old.dtype)
+    wide[..., 0] = old
+    return wide[..., 0]
+
+
+def swapped(old: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its first two axes swapped in memory."""
+    return old.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def ends(count: int) -> tuple[int, ...]:
+    """Sequences of one token."""
+    return tuple(range(1, count + 1))
+
+
+def wide(old: torch.Tensor) -> torch.Tensor:
+    """One more in the last axis."""
+    return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
+
+
+def longer(old: torch.Tensor) -> torch.Tensor:
+    """One more in the first axis."""
+    return torch.zeros((old.shape[0] + 1, *old.shape[1:]), dtype=old.dtype)
+
+
+def deeper(old: torch.Tensor) -> torch.Tensor:
+    """One more axis."""
+    return old[None]
+
+
+class Formatted(NamedTuple):
+    """A tensor whose handle says another format."""
+
+    tensor: torch.Tensor
+
+
+def fractal(old: Any) -> Any:
+    """The same tensor, called ACL_FORMAT_FRACTAL_NZ."""
+    return [Formatted(t) for t in old] if isinstance(old, list) else Formatted(old)

@@ -1,0 +1,33 @@
+"""Functions under torch.compile beside themselves: one graph, the same bits, and those of their gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support.bits import same_bits
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def draw(*shape: int, seed: int = 0, count: int = 3) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator).requires_grad_() for _ in range(count))
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
+    """The function compiled as one graph, and a list that grows with every graph made."""
+    made: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        made.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    return torch.compile(function, fullgraph=True, backend=backend, **options), made
+
+
+def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensors, *rest: Any) -> None:
+    """Both functions give the same bits, and so do their gradients."""
+    one, two = function(*leaves, *rest), other(*leaves, *rest)
+    same_bits(one, two)
+    weight = torch.linspace(-1, 1, one.numel()).view_as(one)
+    same_bits(torch.autograd.grad(one, leaves, weight), torch.autograd.grad(two, leaves, weight))

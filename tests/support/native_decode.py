@@ -1,0 +1,222 @@
+"""Decodes of the native core: keys and values stored as floats or integers, in rows, tensor lists or pages.
+
+Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from support.native_dense import converted, results
+from support.witness import Call, Results, load, make, poison, room, rows
+
+from fusion_attention.backends import cpu
+from fusion_attention.backends.cpu import decode
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Operands, Problem, Stats
+
+LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}
+
+
+@dataclass
+class Stored:
+    """Keys or values as they lie in a cache: numbers per sequence, and what they mean."""
+
+    numbers: list[torch.Tensor]  # [heads, tokens, dim]
+    scale: list[torch.Tensor] = field(default_factory=list)  # [heads, 1, dim] or [heads, tokens, 1]
+    offset: list[torch.Tensor] = field(default_factory=list)
+
+    def meaning(self) -> list[torch.Tensor]:
+        if not self.scale:
+            return [t.double() for t in self.numbers]
+        plus = self.offset or [torch.zeros(()) for _ in self.numbers]
+        return [(n.double() + o) * s for n, o, s in zip(self.numbers, plus, self.scale, strict=True)]
+
+
+def nibbles(t: torch.Tensor) -> torch.Tensor:
+    """Two numbers in a byte, the even element in the low half."""
+    even = torch.nn.functional.pad(t, (0, t.shape[-1] % 2)).int()
+    return (even[..., 0::2] & 15 | (even[..., 1::2] & 15) << 4).to(torch.uint8)
+
+
+def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Random, heads_first: bool) -> PagedView:
+    """Pages in random order, among unused ones; the table ends in entries that name no page."""
+    heads, width = tensors[0].shape[0], tensors[0].shape[2]
+    counts = [-(-t.shape[1] // size) for t in tensors]
+    order = list(range(sum(counts) + 3))
+    rng.shuffle(order)
+    page = heads * size * width
+    pool = poison(tensors[0].dtype, len(order) * page).view(len(order), -1)
+    table = torch.full((len(tensors), max(counts) + 2), 2**31 - 1, dtype=torch.int32)
+    strides = (size * width, width) if heads_first else (width, heads * width)
+    for b, t in enumerate(tensors):
+        for i in range(counts[b]):
+            table[b, i] = order.pop()
+            part = t[:, i * size : (i + 1) * size]
+            pool[table[b, i]].as_strided((heads, part.shape[1], width), (*strides, 1), int(table[b, i]) * page).copy_(
+                part
+            )
+    return PagedView(pool, table, size, page, strides[1], strides[0], dim)
+
+
+def lay(tensors: list[torch.Tensor], dim: int, form: str, size: int, seed: int) -> RowView | PagedView:
+    if form == "pages":
+        return in_pages(tensors, dim, size, random.Random(seed), seed % 2 == 0)
+    return replace(rows(tensors, packed=form == "rows"), dim=dim)
+
+
+def lay_meaning(stored: Stored, form: str, size: int, seed: int) -> Dequant | None:
+    if not stored.scale:
+        return None
+
+    def view(tensors: list[torch.Tensor]) -> RowView | PagedView:
+        if tensors[0].shape[2] == 1:
+            return lay([t.float() for t in tensors], 1, form, size, seed)
+        joined = torch.stack([t.float() for t in tensors])
+        address, strides = np.arange(len(tensors)) * joined.stride(0), np.full(len(tensors), joined.stride(1))
+        return RowView((joined,), address, 0, strides, joined.shape[3])
+
+    return Dequant(view(stored.scale), view(stored.offset) if stored.offset else None)
+
+
+@dataclass
+class Case:
+    call: Call  # its problem and numbers as the specification takes them: plain, of the dtype's precision
+    problem: Problem
+    k: Stored
+    v: Stored
+    form: str
+    seed: int
+
+    def operands(self) -> Operands:
+        call, p = self.call, self.problem
+        operands = replace(load(call, p.torch_dtype), stats=Stats(*(room(call.q, 1, torch.float32) for _ in range(2))))
+        pack = nibbles if p.kv_dtype == "int4" else (lambda t: t)
+        sources = (self.k, p.dim_qk, "k"), (self.v, p.dim_v, "v")
+        size = p.page_size
+        views: dict[str, Any] = {
+            name: lay([pack(t) for t in s.numbers], dim, self.form, size, self.seed) for s, dim, name in sources
+        }
+        if p.shares_kv:
+            views["v"] = replace(views["k"], dim=p.dim_v)
+        if call.k_rope:
+            views["k_rope"] = lay(call.k_rope, p.dim_rope, self.form, size, self.seed + 1)
+        views["dequant_k"] = lay_meaning(self.k, self.form, size, self.seed + 2)
+        views["dequant_v"] = lay_meaning(self.v, self.form, size, self.seed + 3)
+        return replace(operands, **views)
+
+
+def store(tensors: list[torch.Tensor], kind: str, dequant: str, rng: random.Random) -> Stored:
+    """Integers near the tensors, with scales and perhaps offsets; without a kind the tensors themselves."""
+    if not kind:
+        return Stored(tensors)
+    low, high = LIMITS[kind]
+    numbers = [(t.double() * high / 3).round().clamp(low, high - 1).to(torch.int8) for t in tensors]
+    if dequant == "none":
+        return Stored(numbers)
+    shapes = [(t.shape[0], 1, t.shape[2]) if dequant == "channel" else (t.shape[0], t.shape[1], 1) for t in tensors]
+    scale = [((torch.rand(s) + 0.5) * 3 / high).float() for s in shapes]
+    if dequant == "channel":
+        scale = scale[:1] * len(scale)
+    if rng.random() < 0.5:
+        return Stored(numbers, scale)
+    offset = [(torch.randn(s) * high / 8).float() for s in shapes]
+    return Stored(numbers, scale, offset[:1] * len(offset) if dequant == "channel" else offset)
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    heads_kv = rng.choice([1, 2, 3])
+    dim = rng.choice([1, 3, 8, 24, 33, 40, 64, 70, 96, 128, 128, 256])
+    kind = rng.choice(["", "", "int8", "int4"])
+    usual = 1 / math.sqrt(dim)
+    scales = ["channel", "token"] + (["none"] if kind == "int4" else [])
+    bias = rng.choice(["none", "none", "matrix", "slopes"])
+    shares = rng.random() < 0.15
+    return Problem(
+        heads_q=heads_kv * rng.choice([1, 2, 3, 4, 7, 8, 16, 20]),
+        heads_kv=heads_kv,
+        dim_qk=dim,
+        dim_v=rng.randint(1, dim) if shares else rng.choice([dim, dim, dim, 7, 48]),
+        dim_rope=0 if rng.random() < 0.7 else rng.choice([1, 16, 64]),
+        dtype=rng.choice(["float32", "float16", "bfloat16", "bfloat16"]),
+        scale=rng.choice([usual, usual, -0.3 * usual, 0.0]) * (0.1 if kind == "int4" else 1),
+        bias=bias,
+        bias_scaled=bias != "none" and rng.random() < 0.3,
+        has_blocked=rng.random() < 0.3,
+        has_sink=rng.random() < 0.25,
+        empty_rows=rng.choice(["zero", "zero", "mean", "mean_in_band"]),
+        shares_kv=shares,
+        page_size=rng.choice([0, 16, 128]) if not shares else 16,
+        kv_dtype=kind,
+        dequant_k=rng.choice(scales) if kind else "none",
+        dequant_v=rng.choice(scales) if kind else "none",
+    )
+
+
+def draw_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    p = draw_problem(rng)
+    if p.shares_kv:
+        p = replace(p, dequant_v=p.dequant_k)
+    count = rng.choice([1, 2, 3])
+    needs = decode.needed(p)
+    p = p if needs else replace(p, dim_rope=0)
+    most = 9 if needs else 16 // p.group
+    q_len = tuple(rng.choice([0, 1, 1, 1, rng.randint(0, most)]) if most else 0 for _ in range(count))
+    kv_len = tuple(rng.choice([0, 1, 16, rng.randint(1, 140), rng.randint(1, 700), 513]) for _ in range(count))
+    band = rng.choice([None, None, Band.causal(), Band.window(rng.randint(0, 300), rng.randint(-3, 3))])
+    simple = replace(p, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", shares_kv=False)
+    call = make(simple, q_len, kv_len, band, rng.choice(["hij", "hj", "j"]), False, rng.choice(["hij", "j"]), seed=seed)
+    call = converted(call, p.torch_dtype)
+    k = store(call.k, p.kv_dtype, p.dequant_k, rng)
+    v = store(call.v, p.kv_dtype, p.dequant_v, rng)
+    if p.shares_kv:
+        narrow = [t[..., : p.dim_v] for t in k.scale], [t[..., : p.dim_v] for t in k.offset]
+        v = Stored([t[..., : p.dim_v] for t in k.numbers], *narrow)  # the same memory
+    form = "pages" if p.page_size else rng.choice(["rows", "list"])
+    return Case(replace(call, k=k.meaning(), v=v.meaning()), p, k, v, form, seed)
+
+
+def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
+    operands, extents = case.operands(), case.call.extents
+    schedule = cpu.schedule(case.problem, extents, "attention_forward", variant)
+    assert not len(extents) or not extents.q_len.any() or isinstance(schedule, decode.Schedule)
+    torch.set_num_threads(threads)
+    cpu.attention_forward(case.problem, extents, schedule, operands)
+    return results(case.call, operands)
+
+
+def narrowed(case: Case) -> Call:
+    """What a plain program may make of the call, where keys are integers: query rows times their scales in 16 bits.
+
+    The chip too takes two 8-bit digits of each. Everything else stays in float32.
+    """
+    call, p = case.call, case.problem
+    if not p.kv_dtype or p.dtype == "float32":
+        return call
+    scale = [t.double() if p.dequant_k == "channel" else torch.ones(()) for t in case.k.scale or case.k.numbers]
+    q = []
+    for t, s in zip(call.q, scale, strict=True):
+        own = s.repeat_interleave(p.group, 0) if s.dim() else s
+        x = t.double() * own
+        step = (x.abs().amax(-1, keepdim=True) / 32639).clamp(min=1e-300) if x.numel() else x
+        q.append((x / step).round() * step / own)
+    return replace(call, q=q)
+
+
+def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0) -> Case:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    simple = replace(problem, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", out_quant="none")
+    call = converted(make(simple, q_len, kv_len, seed=seed), problem.torch_dtype)
+    k = store(call.k, problem.kv_dtype, problem.dequant_k, rng)
+    v = store(call.v, problem.kv_dtype, problem.dequant_v, rng)
+    form = "pages" if problem.page_size else "list"
+    return Case(replace(call, k=k.meaning(), v=v.meaning()), problem, k, v, form, seed)

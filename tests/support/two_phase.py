@@ -1,0 +1,109 @@
+"""The two-phase interface called by a record: handles, poisoned outputs, both phases."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention import acl, aclnn
+from fusion_attention.contract import Attr, Op, size_of
+from fusion_attention.ops import RECORDS
+
+V2 = RECORDS["aclnnFlashAttentionScoreV2"]
+Args = dict[str, Any]
+
+
+def axes_of(op: Op, args: Args) -> dict[str, int]:
+    """The size of every axis word, as far as inputs show it."""
+    sizes: dict[str, int] = {}
+    for number in (q for q in op.params if isinstance(q, Attr) and q.axis and isinstance(args.get(q.name), int)):
+        sizes[number.axis] = args[number.name]
+    if isinstance(args.get("sparse_count"), int):
+        sizes |= {"K": args["sparse_count"], "Kv": args["sparse_count"] if args["return_values"] else 0}
+    for p in op.tensors():
+        value, words = args[p.name], p.words(op.layout_of(p, args))
+        if isinstance(value, torch.Tensor) and value.dim() == len(words):
+            for word, size in zip(words, value.shape, strict=True):
+                unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
+                known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
+                if len(unknown) == 1:
+                    sizes[unknown[0]] = size // known
+    return sizes
+
+
+def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
+    """Poisoned memory for the outputs of a call, those that it brings left as they are."""
+    sizes = axes_of(op, args)
+    found: dict[str, torch.Tensor | None] = {}
+    for p in op.tensors(output=True):
+        words = p.words(op.layout_of(p, args))
+        shape = [size_of(word, sizes) for word in words]
+        alone = getattr(torch, p.dtypes, None) if p.dtypes else None
+        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
+        dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
+        dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
+        if p.name == "dpse":
+            pse = args["pse"]
+            found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
+        elif args.get(p.name) is not None or not words or None in shape or (p.name == "dsink" and args["sink"] is None):
+            found[p.name] = None
+        else:
+            found[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+    for tensor in found.values():
+        if tensor is not None and tensor.numel():
+            tensor.view(-1).view(torch.uint8).fill_(0xA5)
+    return found
+
+
+def handle(value: Any, tensors: bool = False) -> Any:
+    """What a program passes; tensors: integers lie in one, not in an array."""
+    if isinstance(value, torch.Tensor):
+        return acl.Tensor.of(value)
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return acl.create_tensor_list([acl.Tensor.of(tensor) for tensor in value])
+    if isinstance(value, list) and value and tensors:
+        return acl.Tensor.of(torch.tensor(value))
+    return acl.create_int_array(value) if isinstance(value, list) else value
+
+
+def handles_of(
+    op: Op, args: Mapping[str, Any], outputs: Mapping[str, torch.Tensor | None], tensors: bool = False
+) -> dict[str, Any]:
+    """What phase 1 takes, by the record's names."""
+    values = {p.name: args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params}
+    return {name: handle(value, tensors) for name, value in values.items()}
+
+
+def call(
+    op: Op,
+    args: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor | None],
+    check_content: bool = False,
+    tensors: bool = False,
+    **options: Any,
+) -> tuple[int, int]:
+    """(ret of phase 1, ret of phase 2) with outputs given by name; tensors: as of handle()."""
+    handles, options = handles_of(op, args, outputs, tensors).values(), options | {"check_content": check_content}
+    first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles, **options)
+    if first:
+        assert (size, executor) == (0, None)
+        return first, 0
+    workspace = acl.rt.malloc(size)[0] if size else None
+    second = getattr(aclnn, op.name)(workspace, size, executor, None)
+    return first, second
+
+
+def done(
+    op: Op, args: Args, outputs: dict[str, torch.Tensor | None] | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """The outputs of a legal call."""
+    given = outputs_of(op, args) if outputs is None else outputs
+    assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def failed(ret: int, code: int, *words: str) -> None:
+    text = acl.get_recent_err_msg()
+    assert ret == code, (ret, text)
+    assert all(word in text for word in words), text
+    assert acl.get_recent_err_msg() == ""
