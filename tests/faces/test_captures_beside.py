@@ -17,10 +17,10 @@ import torch
 import fusion_attention as fa
 from fusion_attention.api import attention as api
 from fusion_attention.npu import training
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 
 # Everything that captures wrap.
-PLACES = ((training, "_forward"), (training, "_backward"), (api, "_attention"), (traced, "results"))
+PLACES = ((training, "_forward"), (training, "_backward"), (api, "_attention"), (dispatch, "results"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
 from fusion_attention.ops.training.records import UNLIMITED
 from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import dense_eager, dense_traced
+from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import Band
 
@@ -139,9 +139,9 @@ def attention(
 
 def _attention(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
     """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for."""
-    dense_traced.autocast(args, _CAST)
-    if dense_traced.needed(args.values()):
-        drawn = dense_traced.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
+    dispatch.autocast(args, _CAST)
+    if dispatch.is_traced(args.values()):
+        drawn = dispatch.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
         return dense_traced.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)

@@ -13,7 +13,7 @@ from fusion_attention.contract import ContractError, Failure
 from fusion_attention.contract.expressions import show
 from fusion_attention.ops.inference import own as record
 from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
@@ -166,7 +166,7 @@ def _attended(
     args: dict[str, Any], return_lse: bool, backend: str, own: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """own: a cache of this module made the page table, whose pages there are."""
-    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=not own).values()
+    out, max_, sum_ = dispatch.results(record.RECORD, args, backend, reads=not own).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 

@@ -12,7 +12,7 @@ from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as loss_records
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import dense_traced, traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
@@ -68,8 +68,8 @@ def lightning_indexer(
         [0, -1, -1]
     """
     args = indexer.OWN.named(locals().values())
-    dense_traced.autocast(args, ("query", "key"))
-    found = traced.results(indexer.OWN, args, backend)
+    dispatch.autocast(args, ("query", "key"))
+    found = dispatch.results(indexer.OWN, args, backend)
     return found["sparse_indices_out"], found["sparse_values_out"]
 
 
@@ -163,8 +163,8 @@ def sparse_attention(
         True
     """
     args = sparse.OWN.named(locals().values())
-    dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.OWN, args, backend, whole=return_lse)
+    dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    found = dispatch.results(sparse.OWN, args, backend, whole=return_lse)
     out = found["attention_out"]
     return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
 
@@ -236,8 +236,8 @@ def indexer_loss(
         torch.Size([1, 6, 2, 8])
     """
     args = loss_records.OWN.named(locals().values())
-    dense_traced.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
-    return traced.results(loss_records.OWN, args, backend)["loss"].reshape(())
+    dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
+    return dispatch.results(loss_records.OWN, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

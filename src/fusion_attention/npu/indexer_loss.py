@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse.records import UNLIMITED
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss",
@@ -27,7 +27,7 @@ Lengths = Sequence[int] | Tensor | None
 
 def _results(op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a function with these arguments, in the record's order."""
-    found = traced.results(op, op.named(given.values()))
+    found = dispatch.results(op, op.named(given.values()))
     return tuple(found[name] for name in op.results)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.ops.inference import records as inference
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = ["npu_incre_flash_attention"]
 
@@ -85,4 +85,4 @@ def npu_incre_flash_attention(
         >>> list(out.shape)
         [2, 1, 256]
     """
-    return traced.results(inference.TORCH, inference.TORCH.named(locals().values()))["attention_out"]
+    return dispatch.results(inference.TORCH, inference.TORCH.named(locals().values()))["attention_out"]

@@ -11,7 +11,7 @@ import torch
 
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.torch_ops import dense_traced, traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = [
     "npu_lightning_indexer",
@@ -80,8 +80,8 @@ def npu_lightning_indexer(
         ([1, 6, 1, 4], [1, 6, 1, 4])
     """
     args = indexer.TORCH.named(locals().values())
-    dense_traced.autocast(args, ("query", "key"))
-    indices, values = _every(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    dispatch.autocast(args, ("query", "key"))
+    indices, values = _every(dispatch.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
 
 
@@ -125,7 +125,7 @@ def npu_lightning_indexer_grad(
         [1, 6, 4]
     """
     args = indexer.TORCH_GRAD.named(locals().values())
-    dq, dk, dweights = traced.results(indexer.TORCH_GRAD, args).values()
+    dq, dk, dweights = dispatch.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
 
@@ -194,8 +194,8 @@ def npu_sparse_flash_attention(
         [1, 6, 4, 16]
     """
     args = sparse.TORCH.named(locals().values())
-    dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    found = traced.results(sparse.TORCH, args)
+    dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    found = dispatch.results(sparse.TORCH, args)
     out = found["attention_out"]
     if return_softmax_lse:
         return out, found["softmax_max"], found["softmax_sum"]
@@ -251,6 +251,6 @@ def npu_sparse_flash_attention_grad(
         [1, 9, 1, 16]
     """
     args = sparse.TORCH_GRAD.named(locals().values())
-    found = traced.results(sparse.TORCH_GRAD, args)
+    found = dispatch.results(sparse.TORCH_GRAD, args)
     dq, dk, dv, dq_rope, dk_rope = _every(found, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope
