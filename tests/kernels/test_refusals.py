@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.caches import Cache, judge, made, results
 
+from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode
 from fusion_attention.contract import BackendError
-from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, lowered, run
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Operands, Problem

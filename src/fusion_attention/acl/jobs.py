@@ -18,7 +18,6 @@ from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Fail
 from fusion_attention.contract.expressions import evaluate, scope, show
 from fusion_attention.plan import Plan, plan
 from fusion_attention.waist.lowered import Filled, Lowered, tensors_in
-from fusion_attention.waist.problem import Operands
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
@@ -107,9 +106,8 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
-        for operands in job.filled.operands:
-            if isinstance(operands, Operands):
-                operands.told = {}
+        if layout.plan is not None:
+            job.filled.operands = layout.plan.keep(job.filled.operands)
     return job
 
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 
 import torch
 
+from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
 from fusion_attention.ops.training.records import UNLIMITED
-from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import Band
@@ -31,7 +31,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -41,7 +41,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -51,7 +51,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: bool, backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -83,7 +83,7 @@ def attention(
     offset: int = 0,
     empty_rows: EmptyRows = "zero",
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention.api.cache import PagedKVCache
+from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.contract.expressions import show
 from fusion_attention.ops.inference import own as record
-from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.mask import Band
 
@@ -31,7 +31,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: Backend = "auto",
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def decode_attention(
@@ -41,7 +41,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[True], backend: Backend = "auto",
+    return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def decode_attention(
@@ -51,7 +51,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: bool, backend: Backend = "auto",
+    return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -79,7 +79,7 @@ def decode_attention(
     out_scale: Tensor | None = None,
     out_offset: Tensor | None = None,
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence over its cache, those tokens included.
 

@@ -8,10 +8,10 @@ from typing import Literal, overload
 
 import torch
 
+from fusion_attention.backends import BackendName
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as loss_records
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.plan import Backend
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
@@ -32,7 +32,7 @@ def lightning_indexer(
     kv_len: Lengths = None,
     causal: bool = True,
     page_table: Tensor | None = None,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The keys that matter most to every row, and how much.
 
@@ -79,21 +79,21 @@ def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: Backend = "auto",
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: Literal[True], backend: Backend = "auto",
+    return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: bool, backend: Backend = "auto",
+    return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -116,7 +116,7 @@ def sparse_attention(
     sink: Tensor | None = None,
     page_table: Tensor | None = None,
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the blocks of keys that every row selects.
 
@@ -186,7 +186,7 @@ def indexer_loss(
     scale: float | None = None,
     causal: bool = True,
     sink: Tensor | None = None,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.
 

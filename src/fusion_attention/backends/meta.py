@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.waist.problem import AnyProblem, Extents
+from fusion_attention.waist.problem import AnyProblem, Extents, Operands, Problem
 
 NAME = "meta"
 
@@ -18,6 +18,19 @@ def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
 
 def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
     """Nothing is planned."""
+
+
+def reschedule(problem: AnyProblem, extents: Extents, verb: str, schedule: None) -> None:
+    """Nothing is planned."""
+
+
+def lay_forward(problem: Problem, schedule: None, operands: Operands) -> None:
+    """Nothing: each call says its views anew."""
+
+
+def keep(operands: Any) -> Any:
+    """As they came."""
+    return operands
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:

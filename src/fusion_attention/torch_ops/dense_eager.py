@@ -114,8 +114,7 @@ class _Laid:
         self._templates = [template(call.q, t.shape, t.dtype) for t in results]
         self._plan = plan(call.problem, call.extents, call.q.device, backend)
         self._rows = rows
-        lay = getattr(self._plan.module, "lay_forward", None)
-        self._core = lay(self._plan.problem, self._plan.schedule, views) if lay else None
+        self._core = self._plan.module.lay_forward(self._plan.problem, self._plan.schedule, views)
 
     def run(self, *given: torch.Tensor, stats: bool) -> Results:
         """(out, max, sum) of (q, k, v)."""

@@ -5,12 +5,14 @@ Computes every problem on every device, dtype "float64" included; plans nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
 from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
-from fusion_attention.waist.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
+from fusion_attention.waist.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem, Operands, Problem
 
 __all__ = [
     "NAME",
@@ -20,7 +22,10 @@ __all__ = [
     "indexer_loss",
     "indexer_lse",
     "indexer_topk",
+    "keep",
+    "lay_forward",
     "reasons_against",
+    "reschedule",
     "schedule",
     "workspace_bytes",
 ]
@@ -44,6 +49,19 @@ def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
 
 def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
     """Nothing is planned: one sequence after the other, each as a whole."""
+
+
+def reschedule(problem: AnyProblem, extents: Extents, verb: str, schedule: None) -> None:
+    """Nothing is planned."""
+
+
+def lay_forward(problem: Problem, schedule: None, operands: Operands) -> None:
+    """Nothing: each call says its views anew."""
+
+
+def keep(operands: Any) -> Any:
+    """As they came."""
+    return operands
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:

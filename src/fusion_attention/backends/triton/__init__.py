@@ -6,7 +6,7 @@ Knows which problems it can compute. Refuses to know any interface's words; vali
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -143,6 +143,15 @@ def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule
         schedule.mean = launch_dense.mean_of(problem, extents)
     schedule.kept.update(extents)
     return schedule
+
+
+def lay_forward(problem: Problem, schedule: Schedule, operands: Operands) -> None:
+    """Nothing: a launch takes the addresses of every call."""
+
+
+def keep(operands: Any) -> Any:
+    """As they came."""
+    return operands
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
