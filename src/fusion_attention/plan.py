@@ -16,7 +16,7 @@ import torch
 
 from fusion_attention.backends import Backend, choose, load
 from fusion_attention.settings import chosen
-from fusion_attention.waist.lowered import Lowered, Staged
+from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import AnyProblem, Extents
 
@@ -159,12 +159,9 @@ def plan(
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
     """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
     backend = chosen(backend)
-    if isinstance(call, Staged):
-        first = call.first()
-        results = first.results()
-        compute(first, results, backend)
-        call = call.after(results)
     filled = call.fill(outputs)
+    if filled.first is not None:
+        compute(*filled.first, backend)
     found = None
     if len(call.extents):
         found = plan(call.problem, call.extents, call.device, backend, call.verb)
