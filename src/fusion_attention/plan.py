@@ -72,7 +72,7 @@ class Plan:
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """Operands of many runs that stay as they are, so that the back end need read them only once."""
-        return tuple(map(self.module.keep, operands))
+        return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
         """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""

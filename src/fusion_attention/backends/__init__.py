@@ -36,7 +36,10 @@ Accepted = Any  # a problem against which a back end has no reason
 
 
 class Backend(Protocol):
-    """A back end: a module of these functions. Of a problem that it refuses it is asked nothing else."""
+    """A back end: a module of these functions. Of a problem that it refuses it is asked nothing else.
+
+    The properties are its verbs: they compute a problem on given lengths, with its schedule for them, in given memory.
+    """
 
     NAME: str
 
@@ -65,16 +68,16 @@ class Backend(Protocol):
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Operands of many runs that stay as they are, in a form of its own or as they came."""
+        """Operands of many runs that stay as they are, in a form of its own; None: it takes them as they are."""
         ...
 
-    def attention_forward(self, problem: Problem, extents: Extents, schedule: Any, operands: Operands, /) -> None:
-        """Writes operands.out and operands.stats for every row of every sequence."""
+    @property
+    def attention_forward(self) -> Callable[[Problem, Extents, Any, Operands], None]:
+        """Writes out and stats for every row of every sequence."""
         ...
 
-    def attention_backward(
-        self, problem: Problem, extents: Extents, schedule: Any, operands: Operands, grads: Grads, /
-    ) -> None:
+    @property
+    def attention_backward(self) -> Callable[[Problem, Extents, Any, Operands, Grads], None]:
         """Writes all gradients, or adds to dbias, from the saved statistics and the saved out."""
         ...
 
@@ -82,40 +85,24 @@ class Backend(Protocol):
 class IndexerBackend(Backend, Protocol):
     """A back end that computes the indexer and its loss too; another has a reason against every such problem."""
 
-    def indexer_topk(
-        self, problem: IndexerProblem, extents: Extents, schedule: Any, operands: IndexerOperands, /
-    ) -> None:
-        """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    @property
+    def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
+        """Writes indices, and values where there are any, for every row of every sequence."""
         ...
 
-    def indexer_backward(
-        self,
-        problem: IndexerProblem,
-        extents: Extents,
-        schedule: Any,
-        operands: IndexerOperands,
-        grads: IndexerGrads,
-        /,
-    ) -> None:
+    @property
+    def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
         """Writes dq, dk and dweights from the chosen indices."""
         ...
 
-    def indexer_lse(
-        self, problem: IndexerProblem, extents: Extents, schedule: Any, operands: IndexerOperands, /
-    ) -> None:
-        """Writes operands.stats, over the keys that the band shows."""
+    @property
+    def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
+        """Writes stats, over the keys that the band shows."""
         ...
 
-    def indexer_loss(
-        self,
-        problem: IndexerLossProblem,
-        extents: Extents,
-        schedule: Any,
-        operands: IndexerLossOperands,
-        grads: IndexerGrads,
-        /,
-    ) -> None:
-        """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights."""
+    @property
+    def indexer_loss(self) -> Callable[[IndexerLossProblem, Extents, Any, IndexerLossOperands, IndexerGrads], None]:
+        """Writes the loss, summed over all rows, and its gradients dq, dk and dweights."""
         ...
 
 

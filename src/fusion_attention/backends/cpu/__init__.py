@@ -130,8 +130,8 @@ def lay_forward(
 
 
 def keep(operands: Any) -> Any:
-    """Operands that the core is told of once, where they are attention's."""
-    return KeptOperands(**vars(operands)) if type(operands) is Operands else operands
+    """Attention's operands, of which the core is told once."""
+    return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(

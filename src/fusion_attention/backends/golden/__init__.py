@@ -12,7 +12,7 @@ import torch
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
 from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
-from fusion_attention.waist.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem, Operands, Problem
+from fusion_attention.waist.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
 
 __all__ = [
     "NAME",
@@ -47,23 +47,6 @@ def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
     return []
 
 
-def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
-    """Nothing is planned: one sequence after the other, each as a whole."""
-
-
-def reschedule(problem: AnyProblem, extents: Extents, verb: str, schedule: None) -> None:
-    """Nothing is planned."""
-
-
-def lay_forward(problem: Problem, schedule: None, operands: Operands) -> None:
-    """Nothing: each call says its views anew."""
-
-
-def keep(operands: Any) -> Any:
-    """As they came."""
-    return operands
-
-
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """About what the score matrices of the largest sequence take."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
@@ -74,3 +57,10 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     else:
         heads = problem.heads_q
     return 8 * heads * pairs * _BUFFERS[verb]
+
+
+def nothing(*_: Any) -> None:
+    """Nothing is planned: one sequence after the other, each as a whole."""
+
+
+schedule = reschedule = lay_forward = keep = nothing
