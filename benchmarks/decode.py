@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_attention import plan as planning
-from fusion_attention.api.cache import zeros
+from fusion_attention.memory import zeros
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
     from fusion_attention.api.decode import decode_attention
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+    from fusion_attention.backends import use_backend
     from fusion_attention.captures.capture import capture
     from fusion_attention.captures.replay import CaptureError, Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
-    from fusion_attention.plan import use_backend
     from fusion_attention.settings import strict
     from fusion_attention.waist.mask import Band
 
@@ -59,7 +59,7 @@ _HOMES = {
     "replay": "captures.replay",
     "sparse_attention": "api.sparse",
     "strict": "settings",
-    "use_backend": "plan",
+    "use_backend": "backends",
 }
 
 

@@ -1,5 +1,5 @@
-"""Memory for results and scratch: torch's own, which asks for huge pages where it is large, and serves again when it is
-given back.
+"""Memory for results, scratch and caches: torch's own, which asks for huge pages where it is large; that of results
+serves again when it is given back.
 
 A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
 microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
@@ -41,6 +41,15 @@ def template(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> to
 def another(template: torch.Tensor) -> torch.Tensor:
     """empty() of a template's shape and dtype."""
     return _ready(torch.empty_like(template, memory_format=torch.contiguous_format))
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """torch.zeros for memory that stays, as a cache does; it asks too: whoever reads it all waits less often for the
+    tables of addresses."""
+    fresh = torch.empty(shape, dtype=dtype, device=device)
+    if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
+        _ask(fresh)
+    return fresh.zero_()
 
 
 def _ready(fresh: torch.Tensor) -> torch.Tensor:

@@ -1,34 +1,25 @@
-"""Plan and run: the choice of a back end, its work list for given lengths, and the caches of both.
+"""Plan and run: the work list of a back end for given lengths, and the cache of both (backends/ has the choice).
 
 plan() may take its time and is cached; run() only computes. Refuses to know where a call came from.
 """
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.contract import BackendError
-from fusion_attention.settings import chosen, override
-from fusion_attention.waist.lowered import Lowered, Staged
+from fusion_attention.backends import Backend, choose, load
+from fusion_attention.settings import chosen
+from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import AnyProblem, Extents
 
-# In the order in which "auto" tries them. golden is asked for by name, never chosen.
-AUTO = ("triton", "cpu")
-SHAPES = "meta"  # the device without memory, and what serves all calls there
-BACKENDS = (*AUTO, "golden")
-_GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
-Backend = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
 _PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.
@@ -49,15 +40,14 @@ class Plan:
     backend: str
     verb: str
     schedule: Any
-    module: ModuleType
+    module: Backend
     capacity: _Capacity | None = None
 
     @property
     def workspace_bytes(self) -> int:
         """Memory that a run takes besides operands and results, on the lengths it was planned for."""
         planned = self.capacity.extents if self.capacity else self.extents
-        found: int = self.module.workspace_bytes(self.problem, planned, self.verb)
-        return found
+        return self.module.workspace_bytes(self.problem, planned, self.verb)
 
     def update(self, kv_len: Any) -> None:
         """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
@@ -78,8 +68,11 @@ class Plan:
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
         self.extents = self.capacity.shortened(kv_len)
-        if (reschedule := getattr(self.module, "reschedule", None)) is not None:
-            self.schedule = reschedule(self.problem, self.extents, self.verb, self.schedule)
+        self.schedule = self.module.reschedule(self.problem, self.extents, self.verb, self.schedule)
+
+    def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Operands of many runs that stay as they are, so that the back end need read them only once."""
+        return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
         """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
@@ -125,73 +118,6 @@ class _Capacity:
         return Extents(planned.q_len, lengths, lo, hi, planned.prefix, planned.shift)
 
 
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Inside the block, or the function that it decorates, calls that name no back end are computed by this one.
-
-    It counts in this thread (and asyncio task), for every face but the two-phase one, whose back end acl.init() says. A
-    graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it where it runs inside.
-
-    Args:
-        name: "auto" (by the device), "cpu", "triton" or "golden", the float64 model.
-
-    Raises:
-        ValueError: an unknown name.
-
-    Example:
-        >>> import fusion_attention as fa
-        >>> q = torch.randn(1, 4, 1, 8, dtype=torch.float64)
-        >>> with use_backend("golden"):
-        ...     fa.attention(q, q, q).dtype
-        torch.float64
-    """
-    _known(name)
-    with override(backend=name):
-        yield
-
-
-def _known(backend: str) -> None:
-    """Raises where there is no back end of this name."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
-
-
-def _load(name: str) -> ModuleType:
-    # Only what is chosen is imported: a machine without one back end's needs loads everything else.
-    return importlib.import_module(f"fusion_attention.backends.{name}")
-
-
-def _reasons_against(name: str, problem: AnyProblem, device: torch.device) -> list[str]:
-    try:
-        module = _load(name)
-    except ImportError as error:
-        return [f"the {name} back end cannot be loaded ({error})."]
-    reasons: list[str] = module.reasons_against(problem, device)
-    return reasons
-
-
-def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
-    """The back end that computes: the named one, or the first of AUTO without a reason against.
-
-    Raises:
-        ValueError: an unknown name.
-        BackendError: none fits; the message lists every reason of every back end asked.
-    """
-    _known(backend)
-    if device.type == SHAPES:
-        return SHAPES
-    # Triton is slow to import and has nothing to say about memory that no GPU holds.
-    automatic = AUTO if device.type == "cuda" else AUTO[1:]
-    listed = []
-    for name in automatic if backend == "auto" else (backend,):
-        against = _reasons_against(name, problem, device)
-        if not against:
-            return name
-        listed += [f"{name}: {reason}" for reason in against]
-    advice = "" if backend == "golden" else _GOLDEN
-    raise BackendError(f"fusion_attention: no back end computes this call. {'; '.join(listed)}{advice}")
-
-
 def plan(
     problem: AnyProblem,
     extents: Extents,
@@ -233,12 +159,9 @@ def plan(
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
     """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
     backend = chosen(backend)
-    if isinstance(call, Staged):
-        first = call.first()
-        results = first.results()
-        compute(first, results, backend)
-        call = call.after(results)
     filled = call.fill(outputs)
+    if filled.first is not None:
+        compute(*filled.first, backend)
     found = None
     if len(call.extents):
         found = plan(call.problem, call.extents, call.device, backend, call.verb)
@@ -258,6 +181,6 @@ def _made(
     capacity: _Capacity | None,
 ) -> Plan:
     name = choose(problem, device, backend)
-    module = _load(name)
+    module = load(name)
     schedule = module.schedule(problem, extents, verb)
     return Plan(problem, extents, name, verb, schedule, module, capacity)

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from fusion_attention.backends import choose
 from fusion_attention.contract import BackendError
-from fusion_attention.plan import choose
 from fusion_attention.waist.problem import Problem
 
 PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
@@ -17,7 +17,7 @@ PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
 
 def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
     program = (
-        "import sys, torch; from fusion_attention.plan import choose\n"
+        "import sys, torch; from fusion_attention.backends import choose\n"
         "from fusion_attention.waist.problem import Problem\n"
         "print(choose(Problem(4, 2, 64, 64), torch.device('cpu'), 'auto'))\n"
         "print('fusion_attention.backends.triton' in sys.modules)"
@@ -46,7 +46,7 @@ sys.meta_path.insert(0, Missing())
 import torch
 import fusion_attention
 import fusion_attention.npu, fusion_attention.testing
-from fusion_attention.plan import choose
+from fusion_attention.backends import choose
 from fusion_attention.waist.problem import Problem
 
 q = torch.ones(1, 2, 1, 4)

@@ -101,6 +101,14 @@ def test_results_and_gradients_ask() -> None:
     assert bool((gradients[2] == 1).all())
 
 
+@granted
+def test_pools_of_a_cache_ask() -> None:
+    cache = fa.PagedKVCache(8, 64, 40, page_size=128)  # pools of 10 MiB
+    for pool in (cache._pools[0], cache._pools[1]):
+        assert asked_for(pool) == [whole_pages(pool)]
+        assert not pool.any()
+
+
 def test_memory_of_a_dead_result_serves_the_next_of_its_size() -> None:
     first = large()
     place = first.data_ptr()

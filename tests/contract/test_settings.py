@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
+from fusion_attention.backends import BACKENDS
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.plan import BACKENDS
 from fusion_attention.settings import PROCESS, Settings, current
 
 HALF = torch.float16

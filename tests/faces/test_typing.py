@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from fusion_attention import nn, plan
+from fusion_attention import backends, nn
 from fusion_attention.api import attention, decode, sparse
 from fusion_attention.ops import RECORDS
 
@@ -77,7 +77,7 @@ def test_words_are_those_that_are_taken() -> None:
     for name, module in layouts.items():
         assert set(get_args(module.Layout)) == set(RECORDS[name].layouts)
     assert repr(get_args(attention.EmptyRows)) in str(RECORDS["attention"].by_name["empty_rows"].domain)
-    assert set(get_args(plan.Backend)) == {"auto", *plan.BACKENDS}
+    assert set(get_args(backends.BackendName)) == {"auto", *backends.BACKENDS}
     assert get_args(nn.Stage) == nn.STAGES
 
 

@@ -11,10 +11,10 @@ from support.bits import same_bits
 from support.caches import CACHES, Cache, judge, made
 from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
 
+from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
 from fusion_attention.ops.training.call import DenseCall
-from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
 from fusion_attention.waist.problem import Problem
 

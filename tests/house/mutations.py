@@ -234,7 +234,7 @@ TRITON = [
           "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
           "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
-    house("Triton: every page but the first is clamped away", "backends/triton/decode.py",
+    house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
           "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
 ]  # fmt: skip

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.caches import Cache, judge, made, results
 
+from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode
+from fusion_attention.backends.triton import launch_decode, launch_dense, shapes
 from fusion_attention.contract import BackendError
-from fusion_attention.plan import choose
 from fusion_attention.testing import Case, arguments, lowered, run
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Operands, Problem
@@ -231,3 +231,10 @@ def test_a_pool_is_measured_by_its_memory() -> None:
     assert launch_decode.pool_of(view.over(view.pool[1:]), 2) == pages - 2
     assert launch_decode.pool_of(view.over(view.pool[:0]), 2) == pages - 1
     assert launch_decode.pool_of(view.over(torch.zeros(0)), 2) == -1
+
+
+def test_an_argument_that_no_kernel_takes() -> None:
+    with pytest.raises(TypeError, match="no kernel takes qurey, slope"):
+        launch_dense.launch(
+            launch_dense.join, (1,), {"q": None, "slope": None, "qurey": None}, {}, shapes.MEND["mend_out"][0]
+        )

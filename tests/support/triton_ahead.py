@@ -59,8 +59,8 @@ def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: boo
         return (launch_decode.mend_constants if cached else launch_dense.mend_out_constants)(problem, aligned)
     if kernel in shapes.MEND:
         return launch_dense.mend_constants(kernel, problem, aligned)
-    few, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
-    return {"prepare": few, "query": query, "key": key}[kernel]
+    prepare, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
+    return {"prepare": prepare, "query": query, "key": key}[kernel]
 
 
 def pointer(kernel: str, name: str, p: Problem) -> str | None:

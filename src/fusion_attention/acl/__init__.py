@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fusion_attention import plan
 from fusion_attention.acl import rt, state, util
 from fusion_attention.acl.executor import (
     Executor,
@@ -35,6 +34,7 @@ from fusion_attention.acl.tensors import (
     destroy_tensor,
     destroy_tensor_list,
 )
+from fusion_attention.backends import BACKENDS
 
 __all__ = [
     "ACL_SUCCESS",
@@ -101,8 +101,8 @@ def init(config_path: str | None = None, *, device: str | torch.device = "cpu", 
     if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
         state.note(f"acl: device: expected cpu, or cuda where torch sees one, got {device!r}")
         return state.RT_NO_DEVICE
-    if backend not in ("auto", *plan.BACKENDS):
-        state.note(f"acl: backend: expected auto, {', '.join(plan.BACKENDS)}, got {backend!r}")
+    if backend not in ("auto", *BACKENDS):
+        state.note(f"acl: backend: expected auto, {', '.join(BACKENDS)}, got {backend!r}")
         return state.INVALID_PARAM
     _reset()
     if str(chosen) == "cuda":  # no index given

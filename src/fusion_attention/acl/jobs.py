@@ -14,6 +14,7 @@ import torch
 from fusion_attention.acl.overlap import overlaps_itself, share
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.acl.tensors import TensorList
+from fusion_attention.acl.workspace import workspace
 from fusion_attention.contract import (
     INVALID,
     NULL_POINTER,
@@ -27,8 +28,7 @@ from fusion_attention.contract import (
     show,
 )
 from fusion_attention.plan import Plan, plan
-from fusion_attention.waist.lowered import Filled, Lowered, tensors_in
-from fusion_attention.waist.problem import Operands
+from fusion_attention.waist.lowered import Filled, Lowered
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
@@ -117,9 +117,8 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
-        for operands in job.filled.operands:
-            if isinstance(operands, Operands):
-                operands.told = {}
+        if layout.plan is not None:
+            job.filled.operands = layout.plan.keep(job.filled.operands)
     return job
 
 
@@ -136,12 +135,9 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
     if len(call.extents):
         found = plan(call.problem, call.extents, call.device, STATE.backend, call.verb)
     filled = call.fill(outputs)
-    rooms = {t.untyped_storage()._cdata: t for t in filled.rooms}
-    own = {t.untyped_storage()._cdata for _, name in given for t in members(args[name]) or ()}
-    made = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)} | rooms
-    foreign = {key: t for key, t in made.items() if key not in own}
+    own = [t for _, name in given for t in members(args[name]) or ()]
+    bytes_, copies = workspace(filled, own, found)
     idle = all(t.numel() == 0 for t in outputs.values())
-    bytes_ = sum(t.numel() * t.element_size() for t in foreign.values()) + (found.workspace_bytes if found else 0)
     within = scope(bound.names, op.functions)
     reading = [r for r in op.asked if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
     return Layout(
@@ -149,7 +145,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
         written=written,
         plan=found,
         workspace=0 if idle else bytes_,
-        keeps=not idle and foreign.keys() <= rooms.keys(),
+        keeps=not idle and not copies,
         reads=any(not r.when or evaluate(r.when, within) for r in reading),
         idle=idle,
     )

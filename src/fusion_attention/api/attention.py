@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 
 import torch
 
+from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
-from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import dense_eager, dense_traced
+from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import UNLIMITED, Band
 
@@ -30,7 +30,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -40,7 +40,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -50,7 +50,7 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: bool, backend: Backend = "auto",
+    empty_rows: EmptyRows = "zero", return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -82,7 +82,7 @@ def attention(
     offset: int = 0,
     empty_rows: EmptyRows = "zero",
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
 
@@ -147,8 +147,8 @@ def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor,
 
     Captures put their own in its place while they record.
     """
-    dense_traced.autocast(args, _CAST)
-    if dense_traced.needed(args.values()):
+    dispatch.autocast(args, _CAST)
+    if dispatch.is_traced(args.values()):
         return _traced_forward(args, backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(record.RECORD, args)
@@ -160,5 +160,5 @@ def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor,
 
 def _traced_forward(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """forward() in a trace: a seed is drawn when the trace runs."""
-    drawn = dense_traced.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
+    drawn = dispatch.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
     return dense_traced.forward(record.RECORD, args, seed=draw_seed_tensor() if drawn else None, backend=backend)

@@ -5,9 +5,6 @@ Knows pages, their sharing and their scales. Refuses to know how attention is co
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import intact, show
+from fusion_attention.memory import zeros
 
 Tensor = torch.Tensor
 _Slots = tuple[int, int, int]  # page, first slot, how many
@@ -264,18 +262,6 @@ class PagedKVCache:
         for side, scale in zip("kv", self._scales, strict=False):
             named[f"{side}_scale"] = scale
         return named
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """torch.zeros, on a CPU in huge pages of memory where the system offers them: reading it all then waits less often
-    for the tables of addresses."""
-    size, huge = math.prod(shape) * dtype.itemsize, getattr(mmap, "MADV_HUGEPAGE", None)
-    if torch.device(device).type != "cpu" or huge is None or size < 1 << 22:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(huge)
-    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots]) -> None:

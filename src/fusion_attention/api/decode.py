@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 import torch
 
 from fusion_attention.api.cache import PagedKVCache
+from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError, Failure, show
 from fusion_attention.ops.inference import own as record
-from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: Backend = "auto",
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def decode_attention(
@@ -42,7 +42,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: Literal[True], backend: Backend = "auto",
+    return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def decode_attention(
@@ -52,7 +52,7 @@ def decode_attention(
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
     out_scale: Tensor | None = None, out_offset: Tensor | None = None,
-    return_lse: bool, backend: Backend = "auto",
+    return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -80,7 +80,7 @@ def decode_attention(
     out_scale: Tensor | None = None,
     out_offset: Tensor | None = None,
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence over its cache, those tokens included.
 
@@ -164,7 +164,7 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
-    out, max_, sum_ = traced.results(record.RECORD, args, backend, reads=reads).values()
+    out, max_, sum_ = dispatch.results(record.RECORD, args, backend, reads=reads).values()
     return (out, max_ + sum_.log()) if return_lse else out
 
 

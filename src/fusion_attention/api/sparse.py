@@ -8,11 +8,11 @@ from typing import Literal, overload
 
 import torch
 
+from fusion_attention.backends import BackendName
 from fusion_attention.ops.indexer import own as indexer
 from fusion_attention.ops.indexer_loss import own as indexer_loss_record
 from fusion_attention.ops.sparse import own as sparse
-from fusion_attention.plan import Backend
-from fusion_attention.torch_ops import dense_traced, traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
@@ -32,7 +32,7 @@ def lightning_indexer(
     kv_len: Lengths = None,
     causal: bool = True,
     page_table: Tensor | None = None,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The keys that matter most to every row, and how much.
 
@@ -71,8 +71,8 @@ def lightning_indexer(
         "query": q, "key": k, "weights": weights, "sparse_count": top_k, "layout": layout, "actual_seq_qlen": q_len,
         "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
     }  # fmt: skip
-    dense_traced.autocast(args, ("query", "key"))
-    results = traced.results(indexer.RECORD, args, backend)
+    dispatch.autocast(args, ("query", "key"))
+    results = dispatch.results(indexer.RECORD, args, backend)
     return results["sparse_indices_out"], results["sparse_values_out"]
 
 
@@ -82,21 +82,21 @@ def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: Literal[False] = False, backend: Backend = "auto",
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: Literal[True], backend: Backend = "auto",
+    return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, layout: Layout = "BSND", q_len: Lengths = None,
     kv_len: Lengths = None, q_rope: Tensor | None = None, k_rope: Tensor | None = None, scale: float | None = None,
     block: int = 1, causal: bool = True, dim_v: int = 0, sink: Tensor | None = None, page_table: Tensor | None = None,
-    return_lse: bool, backend: Backend = "auto",
+    return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -119,7 +119,7 @@ def sparse_attention(
     sink: Tensor | None = None,
     page_table: Tensor | None = None,
     return_lse: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the blocks of keys that every row selects.
 
@@ -170,8 +170,8 @@ def sparse_attention(
         "actual_seq_kvlen": kv_len, "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale,
         "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink, "block_table": page_table,
     }  # fmt: skip
-    dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    results = traced.results(sparse.RECORD, args, backend, whole=return_lse)
+    dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    results = dispatch.results(sparse.RECORD, args, backend, whole=return_lse)
     out = results["attention_out"]
     return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
@@ -193,7 +193,7 @@ def indexer_loss(
     scale: float | None = None,
     causal: bool = True,
     sink: Tensor | None = None,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.
 
@@ -247,8 +247,8 @@ def indexer_loss(
         "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len, "actual_seq_kvlen": kv_len,
         "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale, "causal": causal, "sinks": sink,
     }  # fmt: skip
-    dense_traced.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
-    return traced.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
+    dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
+    return dispatch.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -16,18 +16,15 @@ def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 
 
-def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
-    """Nothing is planned."""
-
-
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """None."""
     return 0
 
 
 def nothing(*_: Any) -> None:
-    """Writes into memory that is not there."""
+    """Nothing is planned, and nothing written into memory that is not there."""
 
 
+schedule = reschedule = lay_forward = keep = nothing
 attention_forward = attention_backward = nothing
 indexer_topk = indexer_backward = indexer_lse = indexer_loss = nothing

@@ -25,7 +25,7 @@ from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureErr
 from fusion_attention.contract import Array, Op, Tensors
 from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.torch_ops import dense_traced, traced
+from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.dropout import draw_seed
 
 __all__ = ["CaptureError", "Replay", "capture", "replay"]
@@ -43,7 +43,7 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 _FACES = (training, inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
-PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (traced, "results"))
+PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
 
 
 class capture(ContextDecorator):
@@ -192,7 +192,7 @@ class _Recording:
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
         """Has every recorder write one call, unless its tensors hold nothing: it is traced, or on the meta device."""
-        if dense_traced.needed(args.values()):
+        if dispatch.is_traced(args.values()):
             return
         with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
             if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
@@ -244,7 +244,7 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
     def own(function: Any) -> Any:
         def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
-            if not recording.recorders or dense_traced.needed(args.values()):
+            if not recording.recorders or dispatch.is_traced(args.values()):
                 return function(args, backend, stats=stats)
             drawn = isinstance(args["keep_prob"], float) and args["keep_prob"] < 1 and args["drop_bits"] is None
             if drawn and args["seed"] is None:

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from fusion_attention.backends import choose
 from fusion_attention.cli.demo import Settings
 from fusion_attention.cli.encoder import (
     Attention,
@@ -33,7 +34,6 @@ from fusion_attention.cli.encoder import (
     padded_batches,
     padded_tokens,
 )
-from fusion_attention.plan import choose
 from fusion_attention.waist.problem import Problem
 
 # Embeddings are unit vectors in float32; two correct encoders differ by far less than this.

@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse.records import LARGEST_INT64
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss",
@@ -27,7 +27,7 @@ Lengths = Sequence[int] | Tensor | None
 
 def _results(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a call by canonical name, in the record's order."""
-    results = traced.results(op, args)
+    results = dispatch.results(op, args)
     return tuple(results[name] for name in op.results)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.ops.inference import records as inference
-from fusion_attention.torch_ops import traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = ["npu_incre_flash_attention"]
 
@@ -94,4 +94,4 @@ def npu_incre_flash_attention(
         "scale_value": scale_value, "input_layout": input_layout, "num_key_value_heads": num_key_value_heads,
         "block_size": block_size, "inner_precise": inner_precise,
     }  # fmt: skip
-    return traced.results(inference.TORCH, args)["attention_out"]
+    return dispatch.results(inference.TORCH, args)["attention_out"]

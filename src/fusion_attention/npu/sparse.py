@@ -12,7 +12,7 @@ import torch
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.records import LARGEST_INT64
-from fusion_attention.torch_ops import dense_traced, traced
+from fusion_attention.torch_ops import dispatch
 
 __all__ = [
     "npu_lightning_indexer",
@@ -85,8 +85,8 @@ def npu_lightning_indexer(
         "layout_kv": layout_key, "sparse_count": sparse_count, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
         "next_tokens": next_tokens, "return_values": return_value,
     }  # fmt: skip
-    dense_traced.autocast(args, ("query", "key"))
-    indices, values = _in_order(traced.results(indexer.TORCH, args), indexer.TORCH.results, query)
+    dispatch.autocast(args, ("query", "key"))
+    indices, values = _in_order(dispatch.results(indexer.TORCH, args), indexer.TORCH.results, query)
     return indices, values
 
 
@@ -134,7 +134,7 @@ def npu_lightning_indexer_grad(
         "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_key, "layout": layout,
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
     }  # fmt: skip
-    dq, dk, dweights = traced.results(indexer.TORCH_GRAD, args).values()
+    dq, dk, dweights = dispatch.results(indexer.TORCH_GRAD, args).values()
     return dq, dk, dweights
 
 
@@ -210,8 +210,8 @@ def npu_sparse_flash_attention(
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "attention_mode": attention_mode, "return_softmax_lse": return_softmax_lse, "sinks": sinks,
     }  # fmt: skip
-    dense_traced.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    results = traced.results(sparse.TORCH, args)
+    dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    results = dispatch.results(sparse.TORCH, args)
     out = results["attention_out"]
     if return_softmax_lse:
         return out, results["softmax_max"], results["softmax_sum"]
@@ -274,6 +274,6 @@ def npu_sparse_flash_attention_grad(
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "attention_mode": attention_mode,
     }  # fmt: skip
-    results = traced.results(sparse.TORCH_GRAD, args)
+    results = dispatch.results(sparse.TORCH_GRAD, args)
     dq, dk, dv, dq_rope, dk_rope = _in_order(results, sparse.TORCH_GRAD.results, query)
     return dq, dk, dv, dq_rope, dk_rope

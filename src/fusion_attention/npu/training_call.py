@@ -14,7 +14,7 @@ from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops.training.call import BIAS
 from fusion_attention.ops.training.lower import dense_call
 from fusion_attention.ops.training.statistics import LANES, from_lanes, to_lanes
-from fusion_attention.torch_ops import dense_eager, dense_traced
+from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 
 Tensor = torch.Tensor
@@ -24,8 +24,8 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
     kind = args.get("pse_type", 1)
-    dense_traced.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
-    if dense_traced.needed(args.values()):
+    dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
+    if dispatch.is_traced(args.values()):
         return _traced_forward(op, args)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         bound = bind(op, args)
@@ -47,7 +47,7 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
     """forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
     seed: Any = args.get("seed") or 0
     offset = args.get("offset") or 0
-    drops = dense_traced.drops(args["keep_prob"])
+    drops = dispatch.drops(args["keep_prob"])
     drawn = drops and args.get("drop_mask") is None and not seed and not offset
     tensor = draw_seed_tensor() if drawn else None
     out, max_, sum_ = dense_traced.forward(op, args, seed=tensor)
@@ -59,7 +59,7 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
-    if dense_traced.needed(args.values()):
+    if dispatch.is_traced(args.values()):
         return _traced_backward(op, args)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         seed = args["seed"]

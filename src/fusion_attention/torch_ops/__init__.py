@@ -1,1 +1,1 @@
-"""How torch sees a call: eagerly with a derivative, and as an operator where it is traced or transformed."""
+"""How torch sees a call: eagerly with a derivative, or as an operator in traces and transforms (see dispatch.py)."""

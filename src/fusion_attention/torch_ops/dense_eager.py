@@ -1,7 +1,12 @@
-"""Eager execution of a lowered call, and its derivative: fresh results, the plan, the run.
+"""Eager execution of a dense call, and its derivative: fresh results, the plan, the run.
 
 Everything that runs ends in run_forward() and run_backward(), which write into given tensors. Refuses to know how a
-call was made; what tracing and function transforms see is operators.py's.
+call was made.
+
+A second way beside eager.py, for two reasons. Dense calls are the small and frequent ones: where one signature comes
+again, _Laid runs it over memory alone, with no results by name, no Filled and no views (4 tokens: 24 us, not 38).
+And statistics stay as kernels write them from the forward to the backward: each face has a form of its own
+for them (lanes, finite numbers, their logarithm), so that a record's results are not what a derivative reads.
 """
 
 from __future__ import annotations
@@ -116,8 +121,7 @@ class _Laid:
         self._templates = [template(call.q, t.shape, t.dtype) for t in results]
         self._plan = plan(call.problem, call.extents, call.q.device, backend)
         self._rows = rows
-        lay = getattr(self._plan.module, "lay_forward", None)
-        self._core = lay(self._plan.problem, self._plan.schedule, views) if lay else None
+        self._core = self._plan.module.lay_forward(self._plan.problem, self._plan.schedule, views)
 
     def run(self, *given: torch.Tensor, stats: bool) -> Results:
         """(out, max, sum) of (q, k, v)."""

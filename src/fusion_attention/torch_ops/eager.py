@@ -1,6 +1,7 @@
-"""Eager execution of a bound call of any family that says its derivative: selections, the indexer, its loss.
+"""Eager execution of a bound call of any family, with the derivative that it says itself.
 
-As autograd.py for the dense operators. Refuses to know what is computed, or how a call was made.
+The general way: selections, the indexer, its loss, decoding. Dense attention has its own (dense_eager.py, which says
+why). Refuses to know what is computed, or how a call was made.
 """
 
 from __future__ import annotations

@@ -10,19 +10,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention.torch_ops import dense_traced
-
 
 @torch.compiler.assume_constant_result
-def names_of(op: str) -> dense_traced.Names:
-    """operators.names_of(): a trace need not look into records, nor watch them."""
-    return dense_traced.names_of(op)
-
-
-@torch.compiler.assume_constant_result
-def settings_of(backend: str) -> str:
-    """operators.settings_of(): what is set where a call is traced stays with it."""
-    return dense_traced.settings_of(backend)
+def constant(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function says while a call is traced, which stays with the trace."""
+    return function(*args)
 
 
 @torch.compiler.disable

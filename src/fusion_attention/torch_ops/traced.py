@@ -1,4 +1,4 @@
-"""The calls of eager.py as operators that torch sees in a trace, as operators.py for the dense ones.
+"""The calls of eager.py as operators that torch sees in a trace, under transforms and modes.
 
 One operator runs the call of any record that names its results, another its derivative. Refuses to know any family:
 what torch must know of one beforehand its record says.
@@ -13,31 +13,15 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention.contract import Op, bind, intact
+from fusion_attention.contract import Op, intact
 from fusion_attention.memory import empty
 from fusion_attention.torch_ops import eager
-from fusion_attention.torch_ops.dense_traced import (
-    Text,
-    bound,
-    check,
-    known_names,
-    names_of,
-    needed,
-    no_vmap,
-    once_of,
-    pack,
-    read,
-    unpack,
-)
 from fusion_attention.torch_ops.derivative import below, no_tangents
+from fusion_attention.torch_ops.registration import register
+from fusion_attention.torch_ops.text import CALL, Text, bound, check, constant, names_of, pack, read, unpack
 from fusion_attention.waist.lowered import Differentiable
 
 Tensor = torch.Tensor
-
-_LIBRARY = torch.library.Library("fusion_attention", "FRAGMENT")
-_CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, str call"
-_LIBRARY.define(f"lowered({_CALL}) -> Tensor[]")
-_LIBRARY.define(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor[]")
 
 
 def _trained(op: Op) -> set[str]:
@@ -146,27 +130,13 @@ def _forward_autograd(tensors: Any, *rest: Any) -> Any:
         return torch.ops.fusion_attention.lowered(tensors, *rest)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("lowered", _forward, _key)
-    _LIBRARY.impl("lowered_grad", _backward, _key)
-torch.library.register_fake("fusion_attention::lowered", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("fusion_attention::lowered_grad", _backward_fake, lib=_LIBRARY)
-_LIBRARY.impl("lowered", _forward_autograd, "Autograd")
-_LIBRARY.impl("lowered_grad", once_of("lowered_grad"), "Autograd")
-for _name in ("lowered", "lowered_grad"):
-    _LIBRARY.impl(_name, no_vmap, "FuncTorchBatched")
+_CALL = CALL.format(seed="")
+register(f"lowered({_CALL}) -> Tensor[]", _forward, _forward_fake, _forward_autograd)
+register(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor[]", _backward, _backward_fake)
 
 
-def results(
-    op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False, reads: bool = True
-) -> dict[str, Tensor]:
-    """The results of a call by canonical name, as lowered_autograd says; in a trace, those it has not are empty.
-
-    reads: as bind(); False where the caller made what would be read.
-    """
-    if needed(args.values()):
-        tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
-        found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
-        return dict(zip(known_names(op.name).results, found, strict=True))
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        return eager.results(bind(op, args, reads=reads), backend, whole=whole)
+def results(op: Op, args: Mapping[str, Any], backend: str) -> dict[str, Tensor]:
+    """The results of a call by canonical name; those it has not are empty."""
+    tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
+    found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
+    return dict(zip(constant(names_of, op.name).results, found, strict=True))

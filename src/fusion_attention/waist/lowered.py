@@ -1,6 +1,18 @@
 """A lowered call of any family: what to plan, and how its results come to lie in given memory.
 
-Faces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them.
+Faces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them. Whoever runs
+a call climbs back into its family four times, in this order (plan.compute, acl/jobs.py):
+
+    call.results()                  memory for what is returned, unless the caller has some
+    filled = call.fill(results)     views of inputs and results, and scratch; nothing is written yet
+                                    (filled.first: another call then runs from its own fill() to its finish();
+                                    no two-phase operator has one)
+    filled.begin()                  what lies in no sequence is cleared, what is saved in another form is read
+    plan.run(*filled.operands)      the back end; not where there is no sequence
+    filled.finish()                 results that lie in scratch go where they belong
+
+A two-phase call whose memory stays where it is runs the last three again and again. A derivative goes the same way:
+call.gradients() gets a `run` for the further calls that it makes.
 """
 
 from __future__ import annotations
@@ -22,9 +34,10 @@ class Filled:
         operands: what the planned verb takes.
         rooms: memory that a run writes; outputs: where the first of them belong, often the same tensors.
         clears: the rooms with rows of no sequence.
+        first: a call that must run before, and where its results belong: some of the operands. None: there is none.
     """
 
-    __slots__ = ("clears", "operands", "outputs", "rooms")
+    __slots__ = ("clears", "first", "operands", "outputs", "rooms")
 
     def __init__(
         self,
@@ -32,8 +45,9 @@ class Filled:
         rooms: tuple[torch.Tensor, ...] = (),
         outputs: tuple[torch.Tensor, ...] = (),
         clears: tuple[torch.Tensor, ...] = (),
+        first: tuple[Lowered, Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.operands, self.rooms, self.outputs, self.clears = operands, rooms, outputs, clears
+        self.operands, self.rooms, self.outputs, self.clears, self.first = operands, rooms, outputs, clears, first
 
     def begin(self) -> None:
         """What comes before the plan runs: clears what no sequence covers, reads what is saved in another form."""
@@ -100,18 +114,6 @@ class Differentiable(Lowered, Protocol):
     ) -> dict[str, torch.Tensor]:
         """The gradients of its inputs, from its results and their gradients; `run` computes further calls."""
         ...
-
-
-class Staged:
-    """A lowered call that reads the results of another, which runs before it."""
-
-    def first(self) -> Lowered:
-        """The call to run before."""
-        raise NotImplementedError
-
-    def after(self, results: Mapping[str, torch.Tensor]) -> Lowered:
-        """This call, with the results of the first."""
-        raise NotImplementedError
 
 
 def room(output: torch.Tensor) -> torch.Tensor:

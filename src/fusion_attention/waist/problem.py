@@ -197,7 +197,6 @@ class Operands:
     out_scale: torch.Tensor | None = None  # float32 [heads_q, dim_v], broadcast by strides
     out_offset: torch.Tensor | None = None  # as out_scale
     indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
-    told: dict[Any, Any] | None = None  # what a back end says only once of operands that stay as they are
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from fusion_attention.backends.cpu.indexer import (
     run_indexer_loss,
 )
 from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
-from fusion_attention.backends.cpu.native import lay, plan_backward, run_backward, run_forward
+from fusion_attention.backends.cpu.native import KeptOperands, lay, plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.waist.problem import (
     AnyProblem,
@@ -120,13 +121,17 @@ def lay_forward(
 ) -> Callable[..., bool] | None:
     """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
 
-    The function takes (q, k, v, out, max, sum), the last two None where nobody reads them, and is false where empty
-    rows still want their means.
+    The function is false where empty rows still want their means.
     """
     if not isinstance(schedule, ForwardPlan):
         return None
     run, keeps_zeros = lay(schedule, problem, operands), problem.empty_rows == "zero"
     return lambda *given: run(*given) == 0 or keeps_zeros
+
+
+def keep(operands: Any) -> Any:
+    """Attention's operands, of which the core is told once."""
+    return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(

@@ -83,7 +83,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
     storage = _STORAGES[p.kv_dtype or p.dtype]
     more = storage, _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v], _ROUNDINGS[p.out_quant], p.shares_kv
     own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
-    decode = _native.DecodePlan(native._problem(p), more, native.extents_of(own_extents), variant)
+    decode = _native.DecodePlan(native.problem_of(p), more, native.extents_of(own_extents), variant)
     rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
     return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own)
 
@@ -105,9 +105,9 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
         native.rows_of(o.stats.max, torch.float32),
         native.rows_of(o.stats.sum, torch.float32),
         native.rows_of(o.q_rope, dtype) if p.dim_rope else None,
-        native._matrix(o.bias, native.DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
+        native.matrix_of(o.bias, native.DTYPES[o.bias.keep.dtype]) if o.bias and p.bias != "none" else None,
         floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
-        native._matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
+        native.matrix_of(o.blocked, 0) if p.has_blocked and o.blocked else None,
         floats.address(o.sink) if p.has_sink else 0,
         _cache(o.k, stored),
         _cache(o.v, stored),

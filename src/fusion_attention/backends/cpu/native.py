@@ -6,6 +6,7 @@ Knows memory and the core's numbering of kinds. Refuses to know what is computed
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,12 @@ def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _na
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
-    return _native.ForwardPlan(_problem(problem), extents_of(extents), tiles, variant)
+    return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
     """As plan_forward."""
-    return _native.BackwardPlan(_problem(problem), extents_of(extents), variant)
+    return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
@@ -68,7 +69,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
         *(rows_of(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
         rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
         rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
-        _matrix(g.dbias, DTYPES[g.dbias.keep.dtype]) if p.bias in ("matrix", "table") and g.dbias else None,
+        matrix_of(g.dbias, DTYPES[g.dbias.keep.dtype]) if p.bias in ("matrix", "table") and g.dbias else None,
         dsink.data_ptr() if p.has_sink else 0,
         g.owns_dbias,
     )
@@ -99,7 +100,7 @@ class Floats:
         return self._kept[-1].data_ptr()
 
 
-def _problem(p: Problem) -> tuple[Any, ...]:
+def problem_of(p: Problem) -> tuple[Any, ...]:
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops
@@ -109,11 +110,18 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
     return tuple(getattr(extents, name) for name in EXTENT_ROWS)
 
 
+@dataclass(eq=False)
+class KeptOperands(Operands):
+    """Operands that stay as they are from run to run: the core is told of them once."""
+
+    told: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+
+
 def told(
     tell: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """What the core is told of operands, said once of those that stay as they are."""
-    if o.told is None:
+    """What the core is told of operands."""
+    if not isinstance(o, KeptOperands):
         return tell(p, o, floats)
     found = o.told.get(tell)
     if found is None:
@@ -134,10 +142,10 @@ def _operands(p: Problem, o: Operands, floats: Floats) -> tuple[Any, ...]:
         rows_of(o.stats.sum, torch.float32),
         rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
         rows_of(o.k_rope, dtype) if p.dim_rope and o.k_rope else None,
-        _matrix(o.bias, DTYPES[o.bias.keep.dtype]) if p.bias in ("matrix", "table") and o.bias else None,
+        matrix_of(o.bias, DTYPES[o.bias.keep.dtype]) if p.bias in ("matrix", "table") and o.bias else None,
         floats.address(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else 0,
-        _matrix(o.blocked, 0) if p.has_blocked and o.blocked else None,
-        _matrix(o.drop_bits, 0) if p.dropout == "bits" and o.drop_bits else None,
+        matrix_of(o.blocked, 0) if p.has_blocked and o.blocked else None,
+        matrix_of(o.drop_bits, 0) if p.dropout == "bits" and o.drop_bits else None,
         o.seed & 0xFFFFFFFFFFFFFFFF,
         o.offset & 0xFFFFFFFF,
         floats.address(o.sink) if p.has_sink else 0,
@@ -156,5 +164,5 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
     return start, address, view.stride_head, view.stride_token, view.dim
 
 
-def _matrix(view: MatrixView, dtype: int) -> _Matrix:
+def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype

@@ -5,6 +5,8 @@ Computes every problem on every device, dtype "float64" included; plans nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
@@ -20,7 +22,10 @@ __all__ = [
     "indexer_loss",
     "indexer_lse",
     "indexer_topk",
+    "keep",
+    "lay_forward",
     "reasons_against",
+    "reschedule",
     "schedule",
     "workspace_bytes",
 ]
@@ -42,10 +47,6 @@ def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
     return []
 
 
-def schedule(problem: AnyProblem, extents: Extents, verb: str) -> None:
-    """Nothing is planned: one sequence after the other, each as a whole."""
-
-
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """About what the score matrices of the largest sequence take."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
@@ -56,3 +57,10 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     else:
         heads = problem.heads_q
     return 8 * heads * pairs * _BUFFERS[verb]
+
+
+def nothing(*_: Any) -> None:
+    """Nothing is planned: one sequence after the other, each as a whole."""
+
+
+schedule = reschedule = lay_forward = keep = nothing

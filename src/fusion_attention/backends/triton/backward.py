@@ -13,8 +13,8 @@ in every run. Each has one loop that tests the mask in every tile: a second copy
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.bias import add_dbias, biased
 from fusion_attention.backends.triton.common import (
-    DBIAS_AT,
     DK,
     DK_ROPE,
     DOUT,
@@ -29,12 +29,10 @@ from fusion_attention.backends.triton.common import (
     PER_TILE,
     Q_ROPE,
     SUM,
-    TABLE,
     K,
     Q,
     V,
     add_three,
-    dressed,
     heads_at,
     inner_three,
     interval,
@@ -42,13 +40,11 @@ from fusion_attention.backends.triton.common import (
     lengths_at,
     load_part,
     load_three,
-    matrix_at,
     not_blocked,
     products,
     rows_at,
     store_part,
     store_three,
-    table_place,
     zeros_three,
 )
 
@@ -97,17 +93,6 @@ def row_notes(flat, plane, at, stride, row, valid):
     return peak, share, tl.load(at + 2 * plane, mask=valid, other=0.0)
 
 
-@triton.jit
-def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
-    """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
-    places, count, b, h, _ = where
-    first, stride_row, stride_key = matrix_at(places, count, b, h, DBIAS_AT)
-    stored, column = row.to(tl.int64), key.to(tl.int64)
-    if KIND == TABLE:
-        stored, column = table_place(stored, column, lengths[0], lengths[1])
-    tl.atomic_add(dbias + first + stored * stride_row + column * stride_key, gradient, mask=seen, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
 def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slopes, blocked, bits, flat, places,
                    lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
@@ -154,8 +139,8 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
             tail = load_part(kr, at * stride_r, inside, 0, R, DIM_ROPE, True)
             s = tl.dot(rope, tl.trans(tail), s, input_precision="ieee")
         seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
-        s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None], j[None, :], seen,
-                    (q_len, kv_len, shift), BIAS)  # fmt: skip
+        s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None], j[None, :], seen,
+                   (q_len, kv_len, shift), BIAS)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], seen)
         dp = inner_three(do, load_three(v, at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)
@@ -228,8 +213,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         peak, share, delta = row_notes(flat, plane, at_flat + h * head_flat, stride_flat, row, valid)
         first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
         seen = (j[:, None] >= first_key[None, :]) & (j[:, None] < end_key[None, :])
-        s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[None, :], j[:, None], seen,
-                    (q_len, kv_len, shift), BIAS)  # fmt: skip
+        s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[None, :], j[:, None], seen,
+                   (q_len, kv_len, shift), BIAS)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h, row[None, :], j[:, None], seen)
         p = tl.where(seen, tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], 0.0)

@@ -1,4 +1,4 @@
-"""What all kernels share: addresses, intervals, biases, dropout. A kernel's rows and keys come as broadcast axes, so
+"""What all kernels share: addresses, intervals, dropout. A kernel's rows and keys come as broadcast axes, so
 that scores may stand either way round.
 """
 
@@ -9,18 +9,14 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton.memory import FIELDS, TILE_FIELDS, VIEWS
-from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
 from fusion_attention.waist.dropout import ROUNDS as _ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUNDS = tl.constexpr(_ROUNDS)
-TABLE_ROWS = tl.constexpr(_TABLE_ROWS)
 PER_VIEW = tl.constexpr(FIELDS)
 PER_TILE = tl.constexpr(TILE_FIELDS)
 
-NONE, MATRIX, TABLE, SLOPES, SLOPES_SQRT = (tl.constexpr(n) for n in range(5))
 BITS, PHILOX = tl.constexpr(1), tl.constexpr(2)
-BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
 DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 AT = {name: n for n, name in enumerate(VIEWS)}
@@ -94,36 +90,6 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dressed(
-    x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr
-):  # fmt: skip
-    """scale * x + factor * bias for rows and keys given as broadcast axes; lengths = (q_len, kv_len, shift)."""
-    q_len, kv_len, shift = lengths
-    x = x * scale
-    if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
-        first, stride_row, stride_key = matrix_at(places, count, b, h, BIAS_AT)
-        stored, column = row.to(tl.int64), key.to(tl.int64)
-        if KIND == TABLE:
-            stored, column = table_place(stored, column, q_len, kv_len)
-        value = tl.load(bias + first + stored * stride_row + column * stride_key, mask=there, other=0.0)
-        x += factor * value.to(tl.float32)
-    if KIND == SLOPES or KIND == SLOPES_SQRT:  # noqa: SIM109
-        distance = tl.abs(key - row + shift.to(tl.int32)).to(tl.float32)
-        if KIND == SLOPES_SQRT:
-            distance = tl.sqrt(distance)
-        x -= factor * tl.load(slopes + b * heads + h) * distance
-    return x
-
-
-@triton.jit
-def table_place(row, key, q_len, kv_len):
-    """Where a table of the last TABLE_ROWS rows holds (row, key)."""
-    first = q_len - TABLE_ROWS
-    stored = tl.where(row >= first, row - first, row % TABLE_ROWS)
-    return stored, tl.minimum(key + (first + stored - row), kv_len - 1)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A program owns the query rows that share a key head (group * q_len of them) and one share of the keys. Lengths are read
 on the device, so a captured graph computes with whatever they are when it is replayed. A page number is loaded one turn
-before its rows, which can then be loaded ahead, and is clamped: whatever the table says, only the pool is read.
+before its rows, which can then be loaded ahead.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +11,7 @@ before its rows, which can then be loaded ahead, and is clamped: whatever the ta
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
     FLAT,
     K_ROPE,
@@ -18,7 +19,6 @@ from fusion_attention.backends.triton.common import (
     OFFSET_K,
     OFFSET_V,
     OUT,
-    PER_VIEW,
     Q_ROPE,
     SCALE_K,
     SCALE_V,
@@ -27,7 +27,6 @@ from fusion_attention.backends.triton.common import (
     Q,
     V,
     add_three,
-    dressed,
     inner_three,
     interval,
     lengths_at,
@@ -39,94 +38,7 @@ from fusion_attention.backends.triton.common import (
     zeros_three,
 )
 from fusion_attention.backends.triton.forward import finish
-
-NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
-
-
-@triton.jit
-def cache_at(places, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of head hk, stride of a token, stride of a page) of a cache."""
-    first, token = rows_at(places, count, b, hk, VIEW, ALIGN)
-    page = tl.load(places + (VIEW * PER_VIEW + 3) * count + b)
-    if ALIGN > 1:
-        page = tl.multiple_of(page, ALIGN)
-    return first, token, page
-
-
-@triton.jit
-def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Where the rows of keys j lie in a cache; page: their page numbers."""
-    first, token, stride_page = cache
-    if PAGE:
-        return first + page * stride_page + (j % PAGE).to(tl.int64) * token
-    else:
-        return first + j.to(tl.int64) * token
-
-
-@triton.jit
-def dequantised(part, scale, offset, KIND: tl.constexpr, like):
-    """(part + offset) * scale in the dtype of `like`; scale and offset broadcast."""
-    if KIND == NO_SCALE:
-        return part.to(like.dtype)
-    else:
-        return ((part.to(tl.float32) + offset) * scale).to(like.dtype)
-
-
-@triton.jit
-def factors(scale, offset, at_scale, at_offset, inside, turn, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-            DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1].
-
-    turn: what is true in every turn of a loop, and not known before it: channels' factors are then loaded in it. Loaded
-    before the loop, those of 512 channels spill.
-    """
-    wanted, added = 1.0, 0.0
-    if KIND == PER_CHANNEL:
-        d = FIRST + tl.arange(0, WIDTH)
-        wanted = tl.load(scale + at_scale + d, mask=(d < DIM) & turn, other=0.0)[None, :]
-        if offset is not None:
-            added = tl.load(offset + at_offset + d, mask=(d < DIM) & turn, other=0.0)[None, :]
-    if KIND == PER_TOKEN:
-        wanted = tl.load(scale + at_scale, mask=inside, other=0.0)[:, None]
-        if offset is not None:
-            added = tl.load(offset + at_offset, mask=inside, other=0.0)[:, None]
-    return wanted, added
-
-
-@triton.jit
-def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, turn, like, KIND: tl.constexpr,
-                      W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """dequantised() for rows in parts."""
-    s, o = factors(scale, offset, at_scale, at_offset, inside, turn, 0, W0, DIM, KIND)
-    x0 = dequantised(parts[0], s, o, KIND, like)
-    x1, x2 = x0, x0
-    if W1:
-        s, o = factors(scale, offset, at_scale, at_offset, inside, turn, W0, W1, DIM, KIND)
-        x1 = dequantised(parts[1], s, o, KIND, like)
-    if W2:
-        s, o = factors(scale, offset, at_scale, at_offset, inside, turn, W0 + W1, W2, DIM, KIND)
-        x2 = dequantised(parts[2], s, o, KIND, like)
-    return x0, x1, x2
-
-
-@triton.jit
-def scale_offset(places, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Where the scales or offsets of keys j lie."""
-    cache = cache_at(places, count, b, hk, VIEW, 1)
-    if KIND == PER_TOKEN:
-        return offset_of(cache, page, j, PAGE)
-    else:
-        return cache[0]
-
-
-@triton.jit
-def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """int64 page numbers of keys j, within the pool whatever the table holds; step: from one row of it to the next."""
-    if PAGE:
-        page = tl.load(table + b * step + j // PAGE, mask=j < end, other=0)
-        return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
-    else:
-        return j.to(tl.int64)
+from fusion_attention.backends.triton.pages import cache_at, dequantised_three, offset_of, pages_of, scale_offset
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "width", "step", "last", "splits", "plane"])
@@ -190,8 +102,8 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
             s = tl.dot(rope, tl.trans(tail), s, input_precision="ieee")
         seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None]) & inside[None, :]
         if not RAW:
-            s = dressed(s, scale, factor, bias, slopes, places, count, b, h[:, None], heads_q, row[:, None], j[None, :],
-                        seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            s = biased(s, scale, factor, bias, slopes, places, count, b, h[:, None], heads_q, row[:, None], j[None, :],
+                       seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h[:, None], row[:, None], j[None, :], seen)
         s = tl.where(seen, s, -float("inf"))

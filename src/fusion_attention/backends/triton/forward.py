@@ -11,6 +11,7 @@ the exponent's factor, and the maximum is scaled once, when it is stored.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
     K_ROPE,
     LOG2E,
@@ -23,7 +24,6 @@ from fusion_attention.backends.triton.common import (
     Q,
     V,
     add_three,
-    dressed,
     inner_three,
     interval,
     kept_keys,
@@ -65,8 +65,8 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
             s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
-            s = dressed(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
-                        lengths, BIAS)  # fmt: skip
+            s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
+                       lengths, BIAS)  # fmt: skip
         if CUT:
             seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:

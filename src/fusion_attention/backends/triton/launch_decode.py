@@ -57,8 +57,8 @@ def decode_constants(
         "DEQUANT_V": DEQUANTS[p.dequant_v],
         "ALIGN_KV": stored_align(p, known["ALIGN"]),
     }
-    few = {name: known[name] for name in ("V0", "V1", "V2", "DIM_V", "ALIGN")} | {"SINK": p.has_sink}
-    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, few
+    of_join = {name: known[name] for name in ("V0", "V1", "V2", "DIM_V", "ALIGN")} | {"SINK": p.has_sink}
+    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, of_join
 
 
 def mend_constants(problem: Problem, aligned: bool) -> launch_dense.Constants:
@@ -160,7 +160,7 @@ def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: 
         longest = width * p.page_size
     splits = splits_of(blocks * p.heads_kv * count, longest, tile, device)
     plane = schedule.rows * p.heads_q * (p.dim_v + 2)
-    given = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
+    arguments = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
         "table": table, "width": width, "step": stride, "last": last, "splits": splits, "plane": plane,
         "count": count,
         "part": empty(tensors["q"], (splits * plane,), torch.float32),
@@ -169,11 +169,11 @@ def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: 
         "exponent": (p.scale if launch_dense.raw(p) else 1.0) * common.LOG2E.value,
         "unit": p.scale if launch_dense.raw(p) else 1.0,
     }  # fmt: skip
-    known, few = decode_constants(p, tile, aligned)
+    known, known_join = decode_constants(p, tile, aligned)
     with launch_dense.on(device):
-        launch_dense.launch(decode, (blocks * splits, p.heads_kv, count), given, known, tile)
-        launch_dense.launch(join, (most * p.heads_q, count), given, few, tile)
-        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, given, mend_constants(p, aligned))
+        launch_dense.launch(decode, (blocks * splits, p.heads_kv, count), arguments, known, tile)
+        launch_dense.launch(join, (most * p.heads_q, count), arguments, known_join, tile)
+        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, mend_constants(p, aligned))
 
 
 def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import common, memory, shapes
+from fusion_attention.backends.triton import bias, common, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
+from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
 from fusion_attention.memory import empty
@@ -24,6 +25,8 @@ from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 3  # of what prepare() notes of each row
 Constants = dict[str, Any]
+KERNELS = (forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
+TAKEN = frozenset(name for kernel in KERNELS for name in kernel.arg_names)
 # The arguments that say where a cache lies, where there is none.
 NO_CACHE = dict.fromkeys(("table", "scale_k", "offset_k", "scale_v", "offset_v")) | {"width": 0, "step": 0, "last": 0}
 
@@ -52,7 +55,7 @@ def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> 
     p = problem
     return widths(p) | {
         "GROUP": p.group,
-        "BIAS": common.BIASES[p.bias],
+        "BIAS": bias.BIASES[p.bias],
         "BLOCKED": p.has_blocked,
         "DROPOUT": common.DROPOUTS[p.dropout],
         "MEAN": mean,
@@ -211,13 +214,13 @@ def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
 
 
 def launch_mend(
-    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, given: dict[str, Any], known: Constants
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, arguments: dict[str, Any], known: Constants
 ) -> None:
     """Launches a kernel that mends: a program for every few rows of every sequence, or keys."""
     tile = shapes.mend_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is mend_key else tile.BM))
     if blocks:
-        launch(kernel, (blocks * len(lengths), heads), given | {"blocks": blocks}, known, tile)
+        launch(kernel, (blocks * len(lengths), heads), arguments | {"blocks": blocks}, known, tile)
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
@@ -232,7 +235,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
-    given = tensors | numbers(p, o) | {
+    arguments = tensors | numbers(p, o) | {
         "places": schedule.kept.places(table, device),
         "lengths": schedule.kept.on(device, "lengths", memory.lengths),
         "tiles": tiled,
@@ -242,8 +245,8 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     }  # fmt: skip
     known = forward_constants(p, tile, schedule.mean, aligned)
     with on(device):
-        launch(forward, (len(tiled), p.heads_q), given, known, tile)
-        launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | given, mend_out_constants(p, aligned))
+        launch(forward, (len(tiled), p.heads_q), arguments, known, tile)
+        launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | arguments, mend_out_constants(p, aligned))
 
 
 def backward_constants(
@@ -252,8 +255,8 @@ def backward_constants(
     """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
     known = constants(problem, tile, mean, aligned)
     names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM")
-    few = {name: known[name] for name in names} | {"SINK": problem.has_sink}
-    return few, {name: value for name, value in known.items() if name != "MEAN"}, known
+    of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
+    return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
@@ -279,12 +282,13 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
     plane = p.heads_q * schedule.rows
     shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
-    few, known, _ = backward_constants(p, query, schedule.mean, aligned)
+    known_prepare, known_query, _ = backward_constants(p, query, schedule.mean, aligned)
     _, _, known_key = backward_constants(p, key, schedule.mean, aligned)
     with on(device):
         if len(by_query):
-            launch(prepare, (len(by_query), p.heads_q), shared | {"tiles": by_query, "part": part}, few, query)
-            launch(backward_query, (len(by_query), p.heads_q), shared | {"tiles": by_query}, known, query)
+            of_rows = shared | {"tiles": by_query, "part": part}
+            launch(prepare, (len(by_query), p.heads_q), of_rows, known_prepare, query)
+            launch(backward_query, (len(by_query), p.heads_q), of_rows, known_query, query)
             launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants("mend_query", p, aligned))
         if len(by_key):
             launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
@@ -293,10 +297,12 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
-    """Launches a kernel with those of the given arguments that it names."""
-    arguments = {name: value for name, value in given.items() if name in kernel.arg_names and name not in known}
-    kernel[grid](**arguments, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each."""
+    if not TAKEN.issuperset(arguments):
+        raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(arguments.keys() - TAKEN))}")
+    named = {name: value for name, value in arguments.items() if name in kernel.arg_names and name not in known}
+    kernel[grid](**named, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def on(device: torch.device) -> Any:

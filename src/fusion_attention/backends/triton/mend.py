@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton.backward import row_notes
+from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
     DK,
     DK_ROPE,
@@ -35,7 +36,6 @@ from fusion_attention.backends.triton.common import (
     K,
     Q,
     V,
-    dressed,
     interval,
     kept_keys,
     lengths_at,
@@ -48,26 +48,26 @@ from fusion_attention.backends.triton.common import (
     store_three,
     zeros_three,
 )
-from fusion_attention.backends.triton.decode import cache_at, dequantised_three, offset_of, pages_of, scale_offset
+from fusion_attention.backends.triton.pages import cache_at, dequantised_three, offset_of, pages_of, scale_offset
 
 LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def strange(part):
+def nonfinite(part):
     """Whether some element is not finite: 0 or 1."""
     return tl.max(tl.max(tl.where(tl.abs(part.to(tl.float32)) < float("inf"), 0, 1), 1), 0)
 
 
 @triton.jit
-def strange_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
-    """strange() of rows in parts."""
+def nonfinite_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
+    """nonfinite() of rows in parts."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
-    found = strange(parts[0])
+    found = nonfinite(parts[0])
     if W1:
-        found = tl.maximum(found, strange(parts[1]))
+        found = tl.maximum(found, nonfinite(parts[1]))
     if W2:
-        found = tl.maximum(found, strange(parts[2]))
+        found = tl.maximum(found, nonfinite(parts[2]))
     return found
 
 
@@ -124,12 +124,12 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
     at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
-    found = strange_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
+    found = nonfinite_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
-        wrong = strange_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
+        wrong = nonfinite_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
         at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
@@ -164,8 +164,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                 tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             counted = (inside & (j >= first_key))[:, None]
-            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
-                        counted & ~mean[None, :], (q_len, kv_len, shift), BIAS)  # fmt: skip
+            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+                       counted & ~mean[None, :], (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
                 left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
@@ -200,11 +200,11 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
     at_dq, stride_dq = rows_at(places, count, b, h, DQ, ALIGN)
-    found = strange_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
+    found = nonfinite_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, h, DQ_ROPE, ALIGN)
         part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, strange(part))
+        found = tl.maximum(found, nonfinite(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
@@ -234,8 +234,8 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                 tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             seen = (inside & (j >= first_key))[:, None]
-            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
-                        seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+                       seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], seen)
             seen = seen & (s != -float("inf"))
@@ -268,12 +268,12 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
     j = begin + tl.arange(0, BN)
     at_dk, stride_dk = rows_at(places, count, b, hk, DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, DV, ALIGN)
-    found = strange_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, D0, D1, D2, DIM)
-    found = tl.maximum(found, strange_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
+    found = nonfinite_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, D0, D1, D2, DIM)
+    found = tl.maximum(found, nonfinite_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
     if R:
         at_dr, stride_dr = rows_at(places, count, b, hk, DK_ROPE, ALIGN)
         part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, strange(part))
+        found = tl.maximum(found, nonfinite(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         inside, wide = one < kv_len, one.to(tl.int64)
@@ -303,8 +303,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
             first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
             seen = ((one >= first_key) & (one < end_key))[:, None]
-            s = dressed(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
-                        one[None, :], seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
+                       one[None, :], seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))

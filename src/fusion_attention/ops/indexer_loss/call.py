@@ -16,7 +16,7 @@ from fusion_attention.ops.shared.call import Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.sparse.call import grouped, statistics
 from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.lowered import Filled, Lowered, Staged, room
+from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import (
     IndexerGrads,
     IndexerLossOperands,
@@ -126,24 +126,18 @@ class Loss(_Call):
         """Fresh memory."""
         return fresh(self.tensors)
 
+    def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
+        """The call that finds the indexer's statistics, and their memory; None where they were given or not needed."""
+        if self.tensors["sparse_indices"] is not None or self.tensors[INDEX_STATISTICS[0]] is not None:
+            return None
+        p = self.problem
+        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0)
+        call = Statistics(self.extents, self.layout, {name: self.tensors[name] for name in DIFFERENTIABLE}, problem)
+        return call, call.results()
+
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
         return _LossRun(self, outputs)
-
-
-class DenseLoss(Loss, Staged):
-    """A loss without selection that has yet to find the indexer's statistics."""
-
-    def first(self) -> Lowered:
-        """The call that finds them."""
-        p = self.problem
-        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0)
-        return Statistics(self.extents, self.layout, {name: self.tensors[name] for name in DIFFERENTIABLE}, problem)
-
-    def after(self, results: Mapping[str, Tensor]) -> Lowered:
-        """The loss with its statistics."""
-        found = {name: results[source] for name, source in zip(INDEX_STATISTICS, STATISTICS, strict=True)}
-        return Loss(self.extents, self.layout, {**self.tensors, **found}, self.problem)
 
 
 class _LossRun(Filled):
@@ -154,11 +148,13 @@ class _LossRun(Filled):
         self.call, self.stats, found = call, statistics(q), tuple(outputs[name] for name in RESULTS)
         dq, dk, dweights, loss = rooms = tuple(room(tensor) for tensor in found)
         query_rope, key_rope = t["query_rope"], t["key_rope"]
+        first = call.first()
+        index_stats = [t[name] for name in INDEX_STATISTICS] if first is None else first[1].values()
         operands = IndexerLossOperands(
             q=call.rows(q, p.heads_q),
             k=call.keys(call.given("key"), p.heads_kv),
             stats=Stats(*(call.rows(s.unsqueeze(-1), p.heads_q) for s in self.stats)),
-            index=call.index(p.heads_index, t["sparse_indices"], *(t[name] for name in INDEX_STATISTICS)),
+            index=call.index(p.heads_index, t["sparse_indices"], *index_stats),
             loss=loss,
             q_rope=None if query_rope is None else call.rows(query_rope, p.heads_q),
             k_rope=None if key_rope is None else call.keys(key_rope, p.heads_kv),
@@ -170,7 +166,7 @@ class _LossRun(Filled):
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
-        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing))
+        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing), first)
 
     def begin(self) -> None:
         super().begin()

@@ -1,0 +1,55 @@
+"""The bias of a score, from a matrix, a table of its last rows or slopes (ALiBi), and what a gradient adds to it."""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import BIAS_AT, DBIAS_AT, matrix_at
+from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
+
+TABLE_ROWS = tl.constexpr(_TABLE_ROWS)
+BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
+MATRIX, TABLE, SLOPES, SLOPES_SQRT = (tl.constexpr(n) for n in range(1, 5))
+
+
+@triton.jit
+def biased(
+    x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr
+):  # fmt: skip
+    """scale * x + factor * bias for rows and keys given as broadcast axes; lengths = (q_len, kv_len, shift)."""
+    q_len, kv_len, shift = lengths
+    x = x * scale
+    if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
+        first, stride_row, stride_key = matrix_at(places, count, b, h, BIAS_AT)
+        stored, column = row.to(tl.int64), key.to(tl.int64)
+        if KIND == TABLE:
+            stored, column = table_place(stored, column, q_len, kv_len)
+        value = tl.load(bias + first + stored * stride_row + column * stride_key, mask=there, other=0.0)
+        x += factor * value.to(tl.float32)
+    if KIND == SLOPES or KIND == SLOPES_SQRT:  # noqa: SIM109
+        distance = tl.abs(key - row + shift.to(tl.int32)).to(tl.float32)
+        if KIND == SLOPES_SQRT:
+            distance = tl.sqrt(distance)
+        x -= factor * tl.load(slopes + b * heads + h) * distance
+    return x
+
+
+@triton.jit
+def table_place(row, key, q_len, kv_len):
+    """Where a table of the last TABLE_ROWS rows holds (row, key)."""
+    first = q_len - TABLE_ROWS
+    stored = tl.where(row >= first, row - first, row % TABLE_ROWS)
+    return stored, tl.minimum(key + (first + stored - row), kv_len - 1)
+
+
+@triton.jit
+def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
+    """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
+    places, count, b, h, _ = where
+    first, stride_row, stride_key = matrix_at(places, count, b, h, DBIAS_AT)
+    stored, column = row.to(tl.int64), key.to(tl.int64)
+    if KIND == TABLE:
+        stored, column = table_place(stored, column, lengths[0], lengths[1])
+    tl.atomic_add(dbias + first + stored * stride_row + column * stride_key, gradient, mask=seen, sem="relaxed")
