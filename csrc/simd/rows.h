@@ -3,7 +3,7 @@
 #pragma once
 
 #include "data/variant.h"
-#include "simd/vec.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {

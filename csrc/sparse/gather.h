@@ -108,15 +108,11 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
 // Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their
 // end.
 FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
-#if defined(__AVX512F__)
-    FUSION_UNROLL for (int half = 0; half < 2; ++half) {
-        const auto here = static_cast<__mmask16>(bits >> half * lanes);
-        store(to, _mm512_maskz_compress_epi32(here, (__m512i)(lane_numbers() + (first + half * lanes))));
+    for (int at = 0; at < 32; at += lanes, bits >>= lanes) {
+        const std::uint32_t here = bits & ((1u << lanes) - 1);
+        compress(to, lane_numbers() + (first + at), here);
         to += __builtin_popcount(here);
     }
-#else
-    for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
-#endif
     return to;
 }
 

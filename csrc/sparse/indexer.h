@@ -170,27 +170,6 @@ inline float score_of(std::int32_t rank) {
     return score;
 }
 
-FUSION_INLINE std::uint32_t mask_of(Ints condition) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
-#else
-    std::uint32_t mask = 0;
-    for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;
-    return mask;
-#endif
-}
-
-// The lanes whose bits are set, side by side; a whole vector may be written.
-FUSION_INLINE void put_chosen(std::int32_t *to, Ints x, std::uint32_t mask) {
-#if defined(__AVX512F__)
-    store(to, (Ints)_mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), (__m512i)x));
-#else
-    for (int i = 0; i < lanes; ++i) {
-        if (mask >> i & 1) *to++ = x[i];
-    }
-#endif
-}
-
 // How many of n ranks, whole vectors of them, are at least `bound`.
 inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::int32_t bound) {
     Ints found = {};
@@ -236,7 +215,7 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
         for (std::int64_t i = 0; i < n; i += lanes) {
             const Ints x = load<Ints>(rest + i);
             const std::uint32_t mask = mask_of((x >= low) & (x <= high));
-            put_chosen(rest + kept, x, mask);
+            compress(rest + kept, x, mask);
             kept += __builtin_popcount(mask);
         }
         store(rest + kept, all(below));
@@ -262,8 +241,8 @@ template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot)
         const std::uint32_t above = mask_of(rank > floor) & there;
         while (__builtin_popcount(same) > equals) same &= ~(0x80000000u >> __builtin_clz(same));
         equals -= __builtin_popcount(same);
-        put_chosen(ranks + kept, rank, above | same);
-        put_chosen(places + kept, place, above | same);
+        compress(ranks + kept, rank, above | same);
+        compress(places + kept, place, above | same);
         kept += __builtin_popcount(above | same);
     }
     w.s.counts[slot] = kept;
@@ -283,8 +262,8 @@ void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std:
         std::uint32_t mask = mask_of(rank > floor);
         if (end - j < lanes) mask &= (1u << (end - j)) - 1;
         if (!mask) continue;
-        put_chosen(ranks + count, rank, mask);
-        put_chosen(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
+        compress(ranks + count, rank, mask);
+        compress(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
         count += __builtin_popcount(mask);
     }
     w.s.counts[slot] = count;

@@ -287,7 +287,7 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
                     sum[u] += dvalue * larger(Floats{}, score);
-                    bits |= positive_lanes(score) << u * lanes;
+                    bits |= mask_of(score > Floats{}) << u * lanes;
                 }
                 spread_weights(bits, dvalue, weight, dscore);
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];

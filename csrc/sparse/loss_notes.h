@@ -46,19 +46,6 @@ template <class Format> struct ListNotes {
     }
 };
 
-// Bit i: whether lane i is above zero.
-FUSION_INLINE std::uint32_t positive_lanes(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_GT_OQ);
-#elif defined(__AVX__)
-    return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)(x > Floats{})));
-#else
-    std::uint32_t bits = 0;
-    for (int i = 0; i < lanes; ++i) bits |= std::uint32_t{x[i] > 0.0f} << i;
-    return bits;
-#endif
-}
-
 // From dI to dS, two vectors of heads at a time: bits of scores that are positive say where it is not 0.
 FUSION_INLINE void spread_weights(std::uint32_t bits, Floats dvalue, const Floats (&weights)[2], Floats (&dscore)[2]) {
     FUSION_UNROLL for (int u = 0; u < 2; ++u) dscore[u] = pick(bits >> u * lanes, dvalue * weights[u], Floats{});
