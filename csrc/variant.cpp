@@ -31,11 +31,11 @@ std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, 
 }
 
 template <class Format> std::size_t row_bytes(const Problem &problem, std::int64_t rows) {
-    return RowPart<Format>(GradientSizes<Format>(problem), rows, nullptr).bytes;
+    return RowPart<Format>(Sizes<Format>(problem), rows, nullptr).bytes;
 }
 
 template <class Format> std::size_t key_bytes(const Problem &problem) {
-    return KeyPart<Format>(GradientSizes<Format>(problem), nullptr).bytes;
+    return KeyPart<Format>(Sizes<Format>(problem), nullptr).bytes;
 }
 
 RowNotes pack_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(pack_rows, (job, rows)) }

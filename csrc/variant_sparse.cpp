@@ -10,11 +10,11 @@ namespace fusion {
 namespace {
 
 template <class Format> std::size_t scratch_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return SparseScratch<Format>(p, SparseSizes<Format>(p), heads, longest, nullptr).bytes;
+    return SparseScratch<Format>(p, Sizes<Format>(p), heads, longest, nullptr).bytes;
 }
 
 template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return GradientScratch<Format>(p, SparseSizes<Format>(p), heads, longest, nullptr).bytes;
+    return GradientScratch<Format>(p, Sizes<Format>(p), heads, longest, nullptr).bytes;
 }
 
 template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "decode/queries.h"
+#include "simd/statistics.h"
 
 namespace fusion {
 namespace {
@@ -80,17 +81,10 @@ inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float
         const std::int64_t token = (r.row0 + i) / group, head = r.head * group + (r.row0 + i) % group;
         const float *state = merge_partials(p, r, i, partials);
         float *out = partials + r.place + i * partial_stride(p) + partial_head;
-        float peak = state[0] * natural_scale(p), sum = state[1], share = 1.0f;
-        if (p.has_sink && sum == sum) {
-            const float sink = o.sink[head], top = sink > peak ? sink : peak;
-            share = peak == top ? 1.0f : __builtin_expf(peak - top);
-            sum = sum * share + (sink == top ? 1.0f : __builtin_expf(sink - top));
-            if (sink == -infinity && top == -infinity) sum = 0.0f;
-            if (sink != sink) sum = nan;
-            peak = top;
-        }
-        if (sum != sum && peak != infinity) peak = nan;
+        float peak = state[0] * natural_scale(p), sum = state[1];
+        const float share = p.has_sink ? join_sink(o.sink[head], peak, sum) : 1.0f;
         if (peak == infinity) sum = nan;
+        else mark_nan(peak, sum);
         const bool none = peak == -infinity;
         const Floats factor = all(sum != sum ? nan : share / sum);
         for (std::int64_t d = 0; d < columns; d += lanes) {

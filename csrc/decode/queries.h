@@ -4,6 +4,7 @@
 
 #include "decode/formats.h"
 #include "decode/rows.h"
+#include "simd/carve.h"
 
 namespace fusion {
 namespace {
@@ -67,24 +68,30 @@ struct DecodeScratch {                        // one thread's
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
-        char *at = static_cast<char *>(memory), *const origin = at;
-        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
-            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-            at += round_up<std::size_t>(count * sizeof *part, 64);
-        };
+        Carver carver(memory);
         const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
         const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
-        take(q, rows * (k + r));
-        take(start, rows * 4);
-        take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
-        take(scores, lanes * decode_tile), take(weights, lanes * decode_tile);
-        take(seen, decode_tile / 8);
-        take(line, 3 * (k + r));
-        take(keys, decode_tile * k * 4), take(ropes, decode_tile * r * 4), take(values, decode_tile * v * 4);
-        for (float *&part : token) take(part, decode_tile);
-        take(key_rows, decode_tile), take(next_rows, decode_tile), take(rope_rows, decode_tile);
-        take(value_rows, decode_tile), take(spare_rows, decode_tile);
-        bytes = at - origin;
+        carver.take(q, rows * (k + r));
+        carver.take(start, rows * 4);
+        carver.take(row_scale, rows);
+        carver.take(row_offset, rows);
+        carver.take(row_sum, rows);
+        carver.take(fade, lanes);
+        carver.take(factor, lanes);
+        carver.take(scores, lanes * decode_tile);
+        carver.take(weights, lanes * decode_tile);
+        carver.take(seen, decode_tile / 8);
+        carver.take(line, 3 * (k + r));
+        carver.take(keys, decode_tile * k * 4);
+        carver.take(ropes, decode_tile * r * 4);
+        carver.take(values, decode_tile * v * 4);
+        for (float *&part : token) carver.take(part, decode_tile);
+        carver.take(key_rows, decode_tile);
+        carver.take(next_rows, decode_tile);
+        carver.take(rope_rows, decode_tile);
+        carver.take(value_rows, decode_tile);
+        carver.take(spare_rows, decode_tile);
+        bytes = carver.bytes();
     }
 };
 

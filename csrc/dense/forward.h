@@ -10,6 +10,8 @@
 #include "simd/prefetch.h"
 #include "simd/masks.h"
 #include "dense/pack.h"
+#include "simd/statistics.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -22,7 +24,7 @@ static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % 
 // A function of the problem alone, since it decides in which order weights are summed.
 template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
     std::int64_t keys = most_step;
-    while (keys > 128 && keys * (sizes.words + sizes.columns / Format::depth) * 4 > step_bytes) keys /= 2;
+    while (keys > 128 && keys * (sizes.words + sizes.value_columns / Format::depth) * 4 > step_bytes) keys /= 2;
     return keys;
 }
 
@@ -39,25 +41,21 @@ template <class Format> struct Scratch {  // one thread's
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
-        char *at = static_cast<char *>(memory), *const start = at;
-        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
-            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-            at += round_up<std::size_t>(count * sizeof *part, 64);
-        };
-        take(q, tile_rows * sizes.words);
-        take(out, tile_rows * sizes.columns);
-        take(sum, tile_rows * lanes);
-        take(peak, tile_rows + lanes);
-        take(shift, tile_rows + lanes);
-        take(scores, block_rows * most_step);
+        Carver carver(memory);
+        carver.take(q, tile_rows * sizes.words);
+        carver.take(out, tile_rows * sizes.value_columns);
+        carver.take(sum, tile_rows * lanes);
+        carver.take(peak, tile_rows + lanes);
+        carver.take(shift, tile_rows + lanes);
+        carver.take(scores, block_rows * most_step);
         if constexpr (Format::depth == 1) {
             weights = scores;
         } else {
-            take(weights, block_rows * most_step / Format::depth);
+            carver.take(weights, block_rows * most_step / Format::depth);
         }
-        take(seen, block_rows * most_step / 8);
-        take(keep, block_rows * most_step / 8);
-        bytes = at - start;
+        carver.take(seen, block_rows * most_step / 8);
+        carver.take(keep, block_rows * most_step / 8);
+        bytes = carver.bytes();
     }
 };
 
@@ -116,34 +114,14 @@ FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const fl
     const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
     const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
     multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
-                                    w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+                                    w.s.out + b.row * w.sizes.value_columns + d, w.sizes.value_columns, fade);
 }
 
 template <class Format, int M>
 __attribute__((noinline)) void value_rows(const Work<Format> &w, const Block &b, const float *fade) {
-    std::int64_t d = 0;
-    for (; d + panel <= w.sizes.columns; d += panel) value_columns<Format, M, panel_vectors>(w, b, fade, d);
-    const std::int64_t vectors = (w.sizes.columns - d) / lanes;
-    if (vectors == 1) value_columns<Format, M, 1>(w, b, fade, d);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) value_columns<Format, M, 2>(w, b, fade, d);
-        if (vectors == 3) value_columns<Format, M, 3>(w, b, fade, d);
-    }
-}
-
-// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
-template <class Format> void score_block(const Work<Format> &w, const Block &b, Errands &errands) {
-    constexpr int third = block_rows / 3;
-    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b, errands);
-    if (b.rows > third) return score_rows<Format, 2 * third>(w, b, errands);
-    score_rows<Format, third>(w, b, errands);
-}
-
-template <class Format> void value_block(const Work<Format> &w, const Block &b, const float *fade) {
-    constexpr int third = block_rows / 3;
-    if (b.rows > 2 * third) return value_rows<Format, block_rows>(w, b, fade);
-    if (b.rows > third) return value_rows<Format, 2 * third>(w, b, fade);
-    value_rows<Format, third>(w, b, fade);
+    for_panels(w.sizes.value_columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        value_columns<Format, M, vectors()>(w, b, fade, d);
+    });
 }
 
 // ------------------------------------------------------------------------------------------- between the two products
@@ -302,7 +280,7 @@ template <class Format, class T> void add_wild(const Work<Format> &w, const Bloc
             if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
             float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
             if (weight == 0.0f) weight = least_weight;
-            float *out = w.s.out + (b.row + i) * w.sizes.columns;
+            float *out = w.s.out + (b.row + i) * w.sizes.value_columns;
             for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
                 const Floats value = load_floats(v + d, w.p.dim_v - d);
                 store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
@@ -328,7 +306,8 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
 template <class Format, class T>
 void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, Errands &errands) {
     alignas(64) float fade[round_up(block_rows, lanes)];
-    score_block(w, b, errands);
+    // The last block of a tile may be short.
+    with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, errands); });
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
@@ -341,7 +320,7 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_w
     const bool wild = any_wild(w, b);
     if (wild) note_seen(w, b);
     weigh_block(w, b, fade);
-    value_block(w, b, first ? nullptr : fade);
+    with_height(b.rows, [&](auto height) { value_rows<Format, height()>(w, b, first ? nullptr : fade); });
     if (wild) add_wild<Format, T>(w, b);
     met_wild |= wild;
 }
@@ -359,20 +338,6 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
     std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
     for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
-}
-
-// One more logit in the denominators of `lanes` rows, from row `first` of the tile on.
-template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats &peak, Floats &share) {
-    const float sink = w.o.sink[w.head];
-    for (int i = 0; i < lanes; ++i) {
-        if (sum[i] != sum[i]) continue;
-        const float top = sink > peak[i] ? sink : peak[i];
-        const float fade = peak[i] == top ? 1.0f : __builtin_expf(peak[i] - top);
-        share[i] *= fade;
-        sum[i] = sum[i] * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
-        if (sink == -infinity && top == -infinity) sum[i] = 0.0f;
-        peak[i] = top;
-    }
 }
 
 // Divides, and writes out and statistics; returns how many rows are empty.
@@ -395,16 +360,19 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
             sum *= share;
         }
         Floats peak = highest * w.natural;
-        if (w.p.has_sink) add_sink(w, sum, peak, share);
-        peak = sum == sum ? peak : all(__builtin_nanf(""));
-        sum = peak == all(infinity) ? all(__builtin_nanf("")) : sum;
+        for (int i = 0; w.p.has_sink && i < lanes; ++i) {
+            float top = peak[i], joined = sum[i];
+            share[i] *= join_sink(w.o.sink[w.head], top, joined);
+            peak[i] = top, sum[i] = joined;
+        }
+        mark_nan(peak, sum);
         const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
             const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
-            const float *from = w.s.out + (first + i) * w.sizes.columns;
+            const float *from = w.s.out + (first + i) * w.sizes.value_columns;
             if (zeros) std::memset(out, 0, dim * sizeof *out);
             else store_scaled(out, from, dim, factors[i]);
             empty += none;

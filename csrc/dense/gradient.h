@@ -299,7 +299,7 @@ template <class T> void store_row(T *to, const float *from, std::int64_t n, floa
 
 template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
     const float scale = static_cast<float>(p.scale);
     if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
@@ -375,7 +375,7 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
 
 template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));

@@ -18,33 +18,6 @@ namespace {
 
 template <class Format> constexpr std::int64_t tile_keys = 128 * Format::depth;
 
-template <class Format> struct GradientSizes {
-    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v and dout
-    std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
-
-    explicit GradientSizes(const Problem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth),
-          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
-          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
-          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
-
-class Carver {  // cuts memory into parts that begin on cache lines
-public:
-    explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
-
-    template <class T> FUSION_INLINE void take(T *&part, std::int64_t count) {
-        part = reinterpret_cast<T *>(at_);
-        at_ += round_up<std::size_t>(count * sizeof(T), 64);
-    }
-    FUSION_INLINE std::size_t bytes() const { return at_ - start_; }
-
-private:
-    char *start_, *at_;
-};
-
 // Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
 constexpr float near_peak = 1024.0f;
 
@@ -60,7 +33,7 @@ template <class Format> struct RowPart {
     std::uint8_t *empty, *wild, *far;  // far: the maximum is too large for a shift
     std::size_t bytes;
 
-    RowPart(const GradientSizes<Format> &sizes, std::int64_t rows, void *memory)
+    RowPart(const Sizes<Format> &sizes, std::int64_t rows, void *memory)
         : padded(round_up<std::int64_t>(rows, block_rows)),
           deep(round_up<std::int64_t>(rows, lanes * Format::depth) / Format::depth) {
         Carver carver(memory);
@@ -93,7 +66,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
     std::size_t bytes;
 
-    KeyPart(const GradientSizes<Format> &sizes, void *memory) {
+    KeyPart(const Sizes<Format> &sizes, void *memory) {
         Carver carver(memory);
         carver.take(k, keys * sizes.words);
         carver.take(v, keys * sizes.value_words);
@@ -213,7 +186,7 @@ bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std
 
 // The words of rows from i on, at most a vector of them; returns the products of dout and out.
 template <class Format, class T>
-Floats pack_words(const Job &job, const GradientSizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
+Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
                   std::int64_t i, std::int64_t here) {
     constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
     const Problem &p = *job.problem;
@@ -289,7 +262,7 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Rows &dout = job.gradients->dout;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t rows = tile.row1 - tile.row0;
     const RowPart<Format> part(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
@@ -341,7 +314,7 @@ bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std:
 template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += panel) {

@@ -7,6 +7,7 @@
 #include "dense/bias.h"
 #include "simd/prefetch.h"
 #include "dense/gradient_pack.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -18,7 +19,7 @@ template <class Format> struct Meeting {
     const Operands &o;
     const Gradients &g;
     const Sequence &seq;
-    const GradientSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const RowTile &row_tile;
     const KeyTile &key_tile;
     const RowPart<Format> r;
@@ -56,26 +57,12 @@ template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
                                                float *c, std::int64_t c_stride, std::int64_t c_apart, bool add) {
-    Floats sum[M][Panels * N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
-    }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += Step * lanes) {
-        Words right[Panels * N];
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) right[j] = load<Words>(b + j / N * b_apart + j % N * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
-                sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-            }
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
-            float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
-            store(at, add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
-        }
-    }
+    RegisterTile<Format, M, Panels * N> tile;
+    tile.add(0, depth, RowMajor<typename Format::Word>{a, a_stride}, b, Step * lanes, InPanels<N>{b_apart});
+    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+        float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
+        store(at, add ? sum + load<Floats>(at) : sum);
+    });
 }
 
 // The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
@@ -197,17 +184,11 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
                            columns, add,
                            [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
-    const auto narrow = [&](auto vectors) {  // the last panel
+    narrow_panel(columns, [&](auto vectors) {
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
                                                           dq + whole, w.sizes.columns, 0, add);
-    };
-    const std::int64_t vectors = columns % panel / lanes;
-    if (vectors == 1) narrow(std::integral_constant<int, 1>{});
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) narrow(std::integral_constant<int, 2>{});
-        if (vectors == 3) narrow(std::integral_constant<int, 3>{});
-    }
+    });
 }
 
 template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
@@ -243,32 +224,18 @@ __attribute__((noinline)) void multiply_stairs(const typename Format::Word *a, s
                                                const typename Format::Word *b, std::int64_t b_apart,
                                                const Stairs<Panels> &stairs, float *c, std::int64_t c_apart) {
     constexpr int N = panel_vectors, V = Panels * N;
-    Floats sum[M][V];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < V; ++j) sum[i][j] = Floats{}; }
+    RegisterTile<Format, M, V> tile;
     const auto climb = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
-        const auto *row = b + first * panel;
-#pragma GCC unroll 2
-        for (std::int64_t k = first; k < end; ++k, row += panel) {
-            Words right[V];
-            FUSION_UNROLL for (int j = 0; j < V; ++j) {
-                if (j >= from && j < to) right[j] = load<Words>(row + j / N * b_apart + j % N * lanes);
-            }
-            FUSION_UNROLL for (int i = 0; i < M; ++i) {
-                FUSION_UNROLL for (int j = 0; j < V; ++j) {
-                    if (j >= from && j < to) sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-                }
-            }
-        }
+        tile.add(first, end, RowMajor<typename Format::Word>{a, a_stride}, b + first * panel, panel,
+                 InPanels<N>{b_apart}, from, to);
     };
     FUSION_UNROLL for (int j = 1; j < V; ++j) climb(0, j, stairs.begin[j - 1], stairs.begin[j]);
     climb(0, V, stairs.begin[V - 1], stairs.end[0]);
     FUSION_UNROLL for (int j = 1; j < V; ++j) climb(j, V, stairs.end[j - 1], stairs.end[j]);
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < V; ++j) {
-            float *at = c + i * panel + j / N * c_apart + j % N * lanes;
-            store(at, stairs.add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
-        }
-    }
+    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+        float *at = c + i * panel + j / N * c_apart + j % N * lanes;
+        store(at, stairs.add ? sum + load<Floats>(at) : sum);
+    });
 }
 
 // dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
@@ -289,7 +256,7 @@ void add_transposed(const typename Format::Word *rows, std::int64_t deep, const 
 
 // Panels of keys from `at` on begin at zero, unless they have sums already.
 template <class Format>
-void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
+void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
     for (int i = 0; i < panels; ++i, at += panel) {
         if (!k.fresh[at / panel]) continue;
         std::memset(k.dk + at * sizes.columns, 0, panel * sizes.columns * sizeof *k.dk);

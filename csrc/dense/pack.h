@@ -11,19 +11,11 @@
 
 #pragma once
 
-#include "simd/rows.h"
+#include "simd/carve.h"
+#include "simd/formats.h"
 
 namespace fusion {
 namespace {
-
-template <class Format> struct Sizes {  // of packed rows, in words
-    std::int64_t main_words, words, columns;
-
-    explicit Sizes(const Problem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
 
 template <class Format> struct Packed {  // where a unit's parts lie
     using Word = typename Format::Word;
@@ -33,7 +25,8 @@ template <class Format> struct Packed {  // where a unit's parts lie
 
     Packed(const Sizes<Format> &sizes, const Unit &unit)
         : first_key(unit.key_begin), keys(unit.key_end - unit.key_begin), k(reinterpret_cast<Word *>(unit.packed)),
-          v(k + keys * sizes.words), wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.columns)) {}
+          v(k + keys * sizes.words),
+          wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.value_columns)) {}
 
     std::size_t bytes() const {
         return round_up<std::size_t>(reinterpret_cast<char *>(wild) - reinterpret_cast<char *>(k) + keys / panel, 64);
@@ -165,8 +158,8 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
     Words wild = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
-        for (std::int64_t column = 0; column < sizes.columns; column += panel) {
-            const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
+        for (std::int64_t column = 0; column < sizes.value_columns; column += panel) {
+            const std::int64_t width = least<std::int64_t>(panel, sizes.value_columns - column);
             auto *at = to.values(column, key + i, width);
             if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild))
                 continue;

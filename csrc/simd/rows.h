@@ -3,7 +3,7 @@
 #pragma once
 
 #include "data/variant.h"
-#include "simd/tile.h"
+#include "simd/vec.h"
 
 namespace fusion {
 namespace {

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "simd/statistics.h"
 #include "sparse/stream.h"
 
 namespace fusion {
@@ -13,7 +14,7 @@ namespace {
 constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // what a chunk and its row may take of a cache
 
 // Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
-template <class Format> std::int64_t sparse_chunk(const SparseSizes<Format> &sizes, std::int64_t heads) {
+template <class Format> std::int64_t sparse_chunk(const Sizes<Format> &sizes, std::int64_t heads) {
     const std::int64_t unit = 48 * Format::depth;
     const std::int64_t row = 4 * heads * (sizes.words + sizes.value_columns);
     const std::int64_t key = 4 * (sizes.words + sizes.value_columns / Format::depth + 2 * heads);
@@ -29,7 +30,7 @@ template <class Format> struct SparseScratch {
     float *sum, *peak, *shift, *fade;   // [head]
     std::size_t bytes;
 
-    SparseScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
+    SparseScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                   void *memory)
         : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)),
           deep(chunk / Format::depth) {
@@ -55,7 +56,7 @@ template <class Format> struct Selected {  // an item and all that it needs
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
-    const SparseSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const SparseScratch<Format> s;
     const bool dressed;   // scores are scaled in a pass of their own: the largest product is not the largest score's
     const float natural;  // what a score is then multiplied by
@@ -217,16 +218,8 @@ template <class Format, class T> void store_heads(const Selected<Format> &w, std
             if (rounding == rounding) share = __builtin_exp2f(-rounding);
             sum *= share;
         }
-        if (w.p.has_sink && sum == sum) {
-            const float sink = w.o.sink[head], top = sink > peak ? sink : peak;
-            const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);
-            share *= fade;
-            sum = sum * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
-            if (sink == -infinity && top == -infinity) sum = 0.0f;
-            peak = top;
-        }
-        if (sum != sum) peak = __builtin_nanf("");
-        if (peak == infinity) sum = __builtin_nanf("");
+        if (w.p.has_sink) share *= join_sink(w.o.sink[head], peak, sum);
+        mark_nan(peak, sum);
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;

@@ -12,6 +12,7 @@
 
 #include "dense/gradient_pack.h"
 #include "data/variant_sparse.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -21,19 +22,6 @@ template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t 
     const std::int64_t page = keys.table[b * keys.stride_table + j / keys.page_size];
     return row_of<const T>(keys.rows, b, head, j % keys.page_size) + page * keys.stride_page;
 }
-
-template <class Format> struct SparseSizes {
-    std::int64_t main_words, words, value_words;
-    std::int64_t main_columns, columns, value_columns;
-
-    explicit SparseSizes(const SparseProblem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth),
-          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
-          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
-          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
 
 template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
     switch (dtype) {
@@ -213,22 +201,15 @@ struct Idle {  // does nothing while products are computed
 
 // C[M][columns] = A[M][depth] * B[column panel][deep][column] from its word row 0 on, added to what is there times
 // fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
-template <class Format, int M, bool Add, class Meanwhile>
+template <class Format, int M, bool Add, class Left = RowMajor<typename Format::Word>, class Meanwhile>
 __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
                                          float *c, std::int64_t c_stride, std::int64_t columns, const float *fade,
                                          Meanwhile &meanwhile) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        meanwhile(M * depth * panel);
-        multiply<Format, M, panel_vectors, panel_vectors, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    }
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) multiply<Format, M, 1, 1, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) multiply<Format, M, 2, 2, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-        if (vectors == 3) multiply<Format, M, 3, 3, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    }
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        if (vectors() == panel_vectors) meanwhile(M * depth * panel);
+        multiply<Format, M, vectors(), vectors(), Add, Left>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+    });
 }
 
 // Blocks of at most M rows: body(M, first row). Two of two thirds rather than a whole one and a third, which uses

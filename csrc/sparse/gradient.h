@@ -35,7 +35,7 @@ template <class Format> struct GradientScratch {
     float **sums;                         // [key]
     std::size_t bytes;
 
-    GradientScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
+    GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                     void *memory)
         : padded_heads(round_up<std::int64_t>(heads, lanes)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
@@ -75,7 +75,7 @@ template <class Format> struct Descent {  // an item of the backward and all tha
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
-    const SparseSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const GradientScratch<Format> s;
     const bool beside;   // values are the first words of keys' rows: they need no rows of their own
     const bool streams;  // blocks are gathered while others are multiplied
@@ -90,7 +90,7 @@ template <class Format> struct Descent {  // an item of the backward and all tha
 
 // Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
 template <class Format> std::int64_t sum_columns(const SparseProblem &p) {
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     return sizes.columns + (p.shares_kv ? 0 : sizes.value_columns);
 }
 
@@ -204,50 +204,26 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
 // ------------------------------------------------------------------------------------------------------------- sums
 
 // Adds factor * A[M][depth] * B to rows of sums, wherever they lie; rows of the block after it are asked for.
-template <class Format, int M, int N>
-FUSION_INLINE void add_to_sums(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
-                               std::int64_t depth, float *const *sums, std::int64_t d, float factor) {
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-    std::int64_t k = 0;
-    for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
-        for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
-            for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + d + j, 1);
-        }
-        const std::int64_t stop = depth * (third + 1) / 3;
-#pragma GCC unroll 2
-        for (; k < stop; ++k, b += N * lanes) {
-            Words right[N];
-            FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-            FUSION_UNROLL for (int i = 0; i < M; ++i) {
-                FUSION_UNROLL for (int j = 0; j < N; ++j) {
-                    sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-                }
-            }
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        float *const to = sums[i] + d;
-        FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            store(to + j * lanes, load<Floats>(to + j * lanes) + sum[i][j] * factor);
-        }
-    }
-}
-
 template <class Format, int M>
 __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a, std::int64_t a_stride,
                                                  const typename Format::Word *b, std::int64_t depth, float *const *sums,
                                                  std::int64_t first, std::int64_t columns, float factor) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        add_to_sums<Format, M, panel_vectors>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    }
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) add_to_sums<Format, M, 1>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) add_to_sums<Format, M, 2>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-        if (vectors == 3) add_to_sums<Format, M, 3>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    }
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        constexpr int N = vectors();
+        RegisterTile<Format, M, N> tile;
+        const auto *rows = b + d * depth;
+        for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
+            for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
+                for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + first + d + j, 1);
+            }
+            rows = tile.add(depth * third / 3, depth * (third + 1) / 3, RowMajor<typename Format::Word>{a, a_stride},
+                            rows, N * lanes);
+        }
+        tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+            float *const to = sums[i] + first + d + j * lanes;
+            store(to, load<Floats>(to) + sum * factor);
+        });
+    });
 }
 
 // Adds what keys [first, end) of a chunk give to the rows that s.sums names; first is a multiple of block_rows.
@@ -452,7 +428,7 @@ void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const K
                 std::int64_t end) {
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t pitch = sum_columns<Format>(p);
     for (std::int64_t j = first; j < end; ++j) {
         const float *from = table.memory + j * pitch;

@@ -39,7 +39,7 @@ template <class Format> struct IndexScratch {
 
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
         Carver carver(memory);
-        carver.take(q, rows * sizes.heads * SparseSizes<Format>(p).words);
+        carver.take(q, rows * sizes.heads * Sizes<Format>(p).words);
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
@@ -66,18 +66,18 @@ template <class Format> struct Indexing {
     const typename Format::Word *keys;  // [panel][word][key]
 
     Indexing(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
-        : job(job_), p(*job.problem), seq(seq_), words(SparseSizes<Format>(p).words), sizes(p),
-          s(p, sizes, rows, scratch), keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
+        : job(job_), p(*job.problem), seq(seq_), words(Sizes<Format>(p).words), sizes(p), s(p, sizes, rows, scratch),
+          keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
 };
 
 template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
-    return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * SparseSizes<Format>(p).words * 4, 64);
+    return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * Sizes<Format>(p).words * 4, 64);
 }
 
 template <class Format, class T>
 void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
     const SparseProblem &p = *job.problem;
-    const std::int64_t words = SparseSizes<Format>(p).words, there = job.sequences[seq].kv_len;
+    const std::int64_t words = Sizes<Format>(p).words, there = job.sequences[seq].kv_len;
     for (std::int64_t j = first * panel; j < end * panel; j += lanes) {
         auto *const to = reinterpret_cast<typename Format::Word *>(packed) + j / panel * panel * words + j % panel;
         const T *rows[lanes];
@@ -119,21 +119,13 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
                                                 const typename Format::Word *keys, const float *weights,
                                                 std::int64_t heads, float *to) {
     constexpr int N = panel_vectors;
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < words; ++k, keys += panel) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(keys + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], q[i * words + k], right[j]);
-        }
-    }
+    RegisterTile<Format, M, N> tile;
+    tile.add(0, words, RowMajor<typename Format::Word>{q, words}, keys, panel);
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
             if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
-            total += larger(Floats{}, sum[i][j]) * all(weights[i]);
+            total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);
         }
         store(to + j * lanes, total);
     }

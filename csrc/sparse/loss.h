@@ -150,7 +150,7 @@ template <class Format> struct ListScratch {
     ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch,
                 std::int64_t longest, void *memory)
         : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
-        const SparseSizes<Format> sizes(attention), own(index);
+        const Sizes<Format> sizes(attention), own(index);
         const std::int64_t listed = most_keys(index, longest);
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
@@ -172,7 +172,7 @@ template <class Format> struct ListScratch {
 template <class Format, class T> struct ListReader {
     const SparseJob job;
     const SparseItem item;
-    const SparseSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const std::int32_t *keys;
     typename Format::Word *rows;
     const std::int64_t deep;
@@ -240,7 +240,7 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
                  std::int64_t count) {
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t group = p.heads_q / p.heads_kv;
     const Probability<Format> probability(p);
     std::memset(s.target, 0, count * sizeof *s.target);
@@ -302,50 +302,13 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
     }
 }
 
-// C[M][N vectors] += A^T * B, A being [depth][pitch]: a broadcast does not mind where its words lie.
-template <class Format, int M, int N>
-FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
-                              std::int64_t depth, float *c, std::int64_t c_stride) {
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, a += pitch, b += N * lanes) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], a[i], right[j]);
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            float *const to = c + i * c_stride + j * lanes;
-            store(to, load<Floats>(to) + sum[i][j]);
-        }
-    }
-}
-
-// The same for one block of heads and all columns.
-template <class Format, int M>
-__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch,
-                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
-                                          float *c, std::int64_t columns) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel)
-        add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) add_across<Format, M, 1>(a, pitch, b + d * deep, depth, c + d, columns);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) add_across<Format, M, 2>(a, pitch, b + d * deep, depth, c + d, columns);
-        if (vectors == 3) add_across<Format, M, 3>(a, pitch, b + d * deep, depth, c + d, columns);
-    }
-}
-
 // From dI to dq and dweights, chunk by chunk.
 template <class Format, class T>
 void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
                   std::int64_t count) {
     const auto &s = w.s;
     const std::int64_t columns = w.sizes.columns;
+    Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
                            depth = (here + Format::depth - 1) / Format::depth;
@@ -353,7 +316,9 @@ void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, con
                            left.positive + at * s.pitch / 8, list.dscores);
         const auto *across = list.across + at / Format::depth * columns;
         in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            add_across<Format, height()>(list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns);
+            by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(list.dscores + h, s.pitch, across,
+                                                                                  s.deep, depth, s.dq + h * columns,
+                                                                                  columns, columns, s.ones + h, idle);
         });
     }
 }
@@ -369,6 +334,7 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     std::memset(s.delta, 0, rounded * sizeof *s.delta);
+    for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     *loss = 0.0;
     left.divide(s.keys, count, longest);
     if (count) {

@@ -23,7 +23,7 @@ template <class Format> struct ListNotes {
     std::size_t bytes;
 
     ListNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
-        : q_words(s.padded_heads / Format::depth * SparseSizes<Format>(index).columns), pitch(s.pitch) {
+        : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns), pitch(s.pitch) {
         const std::int64_t listed = most_keys(index, longest);
         Carver carver(memory);
         carver.take(keys, listed);

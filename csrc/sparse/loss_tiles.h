@@ -29,8 +29,8 @@ template <class Format> struct TileScratch {
 
     TileScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
         : heads(round_up<std::int64_t>(round_up<std::int64_t>(index.heads_q, 2 * lanes), block_rows)),
-          columns(SparseSizes<Format>(index).columns) {
-        const SparseSizes<Format> sizes(attention), own(index);
+          columns(Sizes<Format>(index).columns) {
+        const Sizes<Format> sizes(attention), own(index);
         Carver carver(memory);
         carver.take(q, rows_at_most * sizes.words);
         carver.take(keys, width * sizes.words);
@@ -125,7 +125,7 @@ template <class Format, class T>
 void tile_target(const SparseJob &job, const SparseItem &item, const Block &block, const TileScratch<Format> &t) {
     const SparseProblem &p = *job.attention;
     const SparseOperands &o = *job.attended;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t words = sizes.words, main = sizes.main_words, group = p.heads_q / p.heads_kv;
     const std::int64_t rows = block.row1 - block.row0, count = block.end - block.first;
     const Probability<Format> probability(p);
@@ -315,13 +315,13 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
 
 template <class Format>
 std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
     if (!index.select_count) return gradient.bytes + TileScratch<Format>(attention, index, nullptr).bytes;
     return gradient.bytes + ListScratch<Format>(attention, index, gradient.pitch, longest, nullptr).bytes;
 }
 
 template <class Format> std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
     return ListNotes<Format>(index, gradient, longest, nullptr).bytes;
 }
 

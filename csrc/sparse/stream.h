@@ -16,57 +16,38 @@ struct BlockRows {  // where the words of a block's rows begin, and those of the
     std::int64_t main_words, tail_words;
 };
 
-// Adds rows[M][from .. end) * B to sums; returns where B goes on.
-template <class Format, int M, int N, class Sums>
-FUSION_INLINE const typename Format::Word *add_rows(const char *const (&rows)[M], std::int64_t from, std::int64_t end,
-                                                    const typename Format::Word *b, Sums &sum) {
-    using Word = typename Format::Word;
-#pragma GCC unroll 2
-    for (std::int64_t k = from; k < end; ++k, b += N * lanes) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            const Word left = load<Word>(rows[i] + k * sizeof(Word));
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], left, right[j]);
-        }
-    }
-    return b;
-}
+template <class Word> struct Scattered {  // A's rows where they lie
+    const char *const (&rows)[block_rows];
+    FUSION_INLINE Word operator()(int i, std::int64_t k) const { return load<Word>(rows[i] + k * sizeof(Word)); }
+};
 
 // Products of a block's rows as by_panels() gives them; `side(i)` runs once for each i below `times`.
 template <class Format, class Side>
 __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const typename Format::Word *b, float *c,
                                                std::int64_t c_stride, std::int64_t columns, std::int64_t times,
                                                const Side &side) {
-    constexpr int M = block_rows;
+    using Word = typename Format::Word;
     const std::int64_t main = rows.main_words, depth = main + rows.tail_words;
     const std::int64_t panels = (columns + panel - 1) / panel;
     std::int64_t next = 0;
-    const auto one = [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
+    for_panels(columns, [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
         constexpr int N = vectors();
-        Floats sum[M][N];
-        FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-        const std::int64_t end = times * (at + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
-        const auto *row = b + at * panel * depth;
+        RegisterTile<Format, block_rows, N> tile;
+        const std::int64_t end = times * (at / panel + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
+        const auto *row = b + at * depth;
         for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
             if (next < end) side(next++);
             const std::int64_t stop = depth * piece / pieces;
-            if (k < main) row = add_rows<Format, M, N>(rows.main, k, least(stop, main), row, sum);
-            if (stop > main)
-                row = add_rows<Format, M, N>(rows.tail, most(k - main, std::int64_t{0}), stop - main, row, sum);
+            if (k < main) row = tile.add(k, least(stop, main), Scattered<Word>{rows.main}, row, N * lanes);
+            if (stop > main) {
+                row =
+                    tile.add(most(k - main, std::int64_t{0}), stop - main, Scattered<Word>{rows.tail}, row, N * lanes);
+            }
             k = stop;
         }
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) store(c + i * c_stride + at * panel + j * lanes, sum[i][j]);
-        }
-    };
-    for (std::int64_t at = 0; at < columns / panel; ++at) one(std::integral_constant<int, panel_vectors>{}, at);
-    const std::int64_t vectors = columns % panel / lanes, last = columns / panel;
-    if (vectors == 1) one(std::integral_constant<int, 1>{}, last);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) one(std::integral_constant<int, 2>{}, last);
-        if (vectors == 3) one(std::integral_constant<int, 3>{}, last);
-    }
+        tile.each([&](int i, int j, Floats sum)
+                      __attribute__((always_inline)) { store(c + i * c_stride + at + j * lanes, sum); });
+    });
 }
 
 // Whether rows can be met so; others take gather().
@@ -80,7 +61,7 @@ public:
     static constexpr std::int64_t width = lanes * Format::depth;  // elements of a vector of words
 
     // buffer: two blocks of rows; across: of the first `columns` elements of each row, with `deep` word rows.
-    Stream(const SparseJob &job, const SparseItem &item, const SparseSizes<Format> &sizes, const std::int32_t *keys,
+    Stream(const SparseJob &job, const SparseItem &item, const Sizes<Format> &sizes, const std::int32_t *keys,
            std::int64_t count, Word *buffer, Word *across, std::int64_t deep, std::int64_t columns)
         : p_(*job.problem), o_(*job.operands), item_(item), keys_(keys), count_(count), words_(sizes.words),
           main_(p_.dim_qk / width), times_(2 * (sizes.words / lanes)), crossed_(columns / width),
