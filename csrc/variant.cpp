@@ -25,8 +25,8 @@ template <class Format> std::size_t scratch_bytes(const Problem &problem) {
 void pack_single(const Job &job, const Unit &unit, std::int64_t first,
                  std::int64_t end){FUSION_SINGLE(pack_panels, (job, unit, first, end))}
 
-std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
-                           void *scratch) {
+std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile,
+                           const Prefetches &ahead, void *scratch) {
     FUSION_SINGLE(attend, (job, unit, head, tile, ahead, scratch))
 }
 
@@ -42,7 +42,7 @@ RowNotes pack_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(p
 
 void load_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(load_keys, (job, keys)) }
 
-void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const GradientAhead &ahead) {
+void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const Prefetches &ahead) {
     FUSION_SINGLE(meet, (job, rows, keys, ahead))
 }
 

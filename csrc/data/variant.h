@@ -17,7 +17,8 @@ struct Kernels {
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
     // Computes one tile of one query head; returns how many of its rows are empty.
-    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Ahead &, void *scratch);
+    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Prefetches &,
+                           void *scratch);
 };
 
 // The same for the backward. A tile of keys belongs to one thread from load_keys to store_keys.
@@ -27,7 +28,7 @@ struct GradientKernels {
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
     RowNotes (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
-    void (*meet)(const Job &, const RowTile &, const KeyTile &, const GradientAhead &);
+    void (*meet)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);
     void (*store_rows)(const Job &, const RowTile &);
 };

@@ -91,13 +91,13 @@ struct Block {
 
 // A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
-__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, Errands &errands) {
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue<3> &queue) {
     const std::int64_t words = w.sizes.words;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
     float *scores = w.s.scores;
     for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
-        errands.run();
+        queue.step();
         if (panel_vectors == 2 && b.some_begin >= c + lanes) {
             multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
                                                          nullptr);
@@ -304,10 +304,10 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
 }
 
 template <class Format, class T>
-void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, Errands &errands) {
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, PrefetchQueue<3> &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     // The last block of a tile may be short.
-    with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, errands); });
+    with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, queue); });
     if (w.dressed) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
@@ -387,21 +387,15 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
 }
 
 // What is asked for during a tile: its own results' memory, and what the thread reads next.
-template <class Format, class T>
-Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
-    const std::int64_t rows = w.tile.row1 - w.tile.row0;
-    const auto written = [&](auto *first, const Rows &view, std::int64_t dim) __attribute__((always_inline)) {
-        return Ahead::Part{reinterpret_cast<const char *>(first),
-                           view.stride_token * static_cast<std::int64_t>(sizeof *first), rows,
-                           dim * static_cast<std::int64_t>(sizeof *first)};
-    };
-    Errands out;
-    out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
+template <class Format, class T> PrefetchQueue<3> queue_of(const Work<Format> &w, const Prefetches &ahead) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
+    PrefetchQueue<3> out;
+    out.add(prefetch_rows<T>(w.o.out, seq, w.head, row0, rows, w.p.dim_v));
     if (w.o.max.base) {
-        out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
-        out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+        out.add(prefetch_rows<float>(w.o.max, seq, w.head, row0, rows, 1));
+        out.add(prefetch_rows<float>(w.o.sum, seq, w.head, row0, rows, 1));
     }
-    for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
+    for (int i = 0; i < ahead.count; ++i) out.add(ahead.parts[i]);
     std::int64_t panels = 0;  // that some block of rows meets
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         panels +=
@@ -412,10 +406,10 @@ Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
 }
 
 template <class Format, class T>
-std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
+std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
     const Work<Format> w(job, unit, head, tile, scratch);
-    Errands errands = errands_of<Format, T>(w, ahead);
+    PrefetchQueue<3> queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
@@ -425,7 +419,7 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (!b.count) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, errands);
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, queue);
             met[row / block_rows] = true;
         }
     }

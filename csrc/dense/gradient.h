@@ -258,13 +258,13 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, Meet 
 }
 
 template <class Format, class T>
-void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const GradientAhead &ahead) {
+void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const Prefetches &ahead) {
     const std::int64_t rows = row_tile.row1 - row_tile.row0;
     const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
-    Errands errands;
-    for (int i = 0; i < ahead.count; ++i) errands.add(ahead.parts[i]);
-    errands.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
-    const Meeting<Format> w(job, row_tile, key_tile, errands);
+    PrefetchQueue<3> queue;
+    for (int i = 0; i < ahead.count; ++i) queue.add(ahead.parts[i]);
+    queue.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
+    const Meeting<Format> w(job, row_tile, key_tile, queue);
     for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));

@@ -27,13 +27,13 @@ template <class Format> struct Meeting {
     const bool dressed;     // as in the forward
     const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
-    Errands &errands;
+    PrefetchQueue<3> &queue;
 
-    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, Errands &errands_)
+    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, PrefetchQueue<3> &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
           k(sizes, key_tile.memory), dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
-          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), errands(errands_) {}
+          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), queue(queue_) {}
 };
 
 struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
@@ -65,7 +65,7 @@ __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, s
     });
 }
 
-// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
+// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before() is
 // called for each step of columns.
 template <class Format, class Before>
 FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
@@ -73,70 +73,46 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
                                   std::int64_t c_stride, std::int64_t columns, bool add, Before before) {
     std::int64_t at = 0;
     for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
-        before(at);
+        before();
         for (std::int64_t i = 0; i < rows; i += low_rows) {
             multiply_panels<Format, low_rows, panel_vectors, abreast>(a + i * a_stride, a_stride, b, b_apart, depth,
                                                                       c + i * c_stride + at, c_stride, panel, add);
         }
     }
     if (abreast > 1 && at + panel <= columns) {
-        before(at);
+        before();
         multiply_panels<Format, block_rows, panel_vectors, 1>(a, a_stride, b, 0, depth, c + at, c_stride, 0, add);
         at += panel;
         b += b_apart;
     }
 }
 
-// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for
-// a few lines at a time, since a core waits for few misses at once.
-FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
-    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
-}
+// What the block behind this one reads, which lies in a farther cache: beside S its q, dq and bias, beside dP the rest.
+template <class Format> struct NextBlock {
+    PrefetchQueue<2> beside_scores, beside_dprobs;
 
-// Asks for what the block behind this one reads, while this one's products run. What does nothing else must be inlined
-// into what computes: a call of it has no effect in a compiler's eyes, and is left out.
-template <class Format> struct Next {
-    const Meeting<Format> &w;
-    const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
-    const bool bias, dbias;
-
-    Next(const Meeting<Format> &w_, const Meet &b)
-        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)),
-          first(w.key_tile.key0 + b.at), count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key),
-          dbias(bias && w.g.dbias.base && !w.g.owns_dbias) {}
-
-    // The share of column `at` in n elements.
-    template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {
-        const std::int64_t part = (n + steps - 1) / steps;
-        ask_for(from + at / (abreast * panel) * part, part * sizeof(T));
-    }
-    FUSION_INLINE void stored(const Matrix &m, std::int64_t at) const {
-        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
-                           there = least<std::int64_t>(abreast * panel, count - at);
-        for (std::int64_t i = w.row_tile.row0 + row; i < least(w.row_tile.row0 + row + block_rows, w.seq.q_len); ++i) {
-            const std::int64_t element = row_of(m, w.row_tile.seq, w.row_tile.head, i) + first + at;
-            ask_for(static_cast<const char *>(m.base) + element * size, there * size);
+    NextBlock(const Meeting<Format> &w, const Meet &b) {
+        const std::int64_t row = b.row + block_rows, row0 = w.row_tile.row0 + row;
+        const std::int64_t steps = (b.count + abreast * panel - 1) / (abreast * panel);
+        const auto add_matrix = [&](PrefetchQueue<2> &queue, const Matrix &m) {
+            const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
+                               rows = least(block_rows + row0, w.seq.q_len) - row0;
+            if (rows <= 0) return;
+            const std::int64_t first = row_of(m, w.row_tile.seq, w.row_tile.head, row0) + w.key_tile.key0 + b.at;
+            queue.add({static_cast<const char *>(m.base) + first * size, m.stride_row[w.row_tile.seq] * size, rows,
+                       b.count * size});
+        };
+        if (w.p.bias == Bias::matrix && w.o.bias.stride_key) {
+            add_matrix(beside_scores, w.o.bias);
+            if (w.g.dbias.base && !w.g.owns_dbias) add_matrix(beside_dprobs, w.g.dbias);
         }
-    }
-    FUSION_INLINE void queries(std::int64_t at) const {
-        w.errands.run();
-        if (bias) stored(w.o.bias, at);
-        if (row >= w.r.padded) return;
-        share(w.r.q + row * w.sizes.words, block_rows * w.sizes.words, at);
-        share(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns, at);
-    }
-    FUSION_INLINE void gradients(std::int64_t at) const {
-        w.errands.run();
-        if (dbias) stored(w.g.dbias, at);
-        if (row >= w.r.padded) return;
-        share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);
-    }
-    // All blocks together ask for the transposed rows, which are read after the last of them.
-    FUSION_INLINE void transposed(std::int64_t at, std::int64_t columns) const {
-        if (at) return;
-        const std::int64_t before = (row - block_rows) / Format::depth, part = block_rows / Format::depth;
-        ask_for(w.r.q_rows + before * columns, part * columns * 4);
-        ask_for(w.r.dout_rows + before * w.sizes.value_columns, part * w.sizes.value_columns * 4);
+        if (row < w.r.padded) {
+            beside_scores.add(w.r.q + row * w.sizes.words, block_rows * w.sizes.words * 4);
+            beside_scores.add(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns * 4);
+            beside_dprobs.add(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words * 4);
+        }
+        beside_scores.spread(steps);
+        beside_dprobs.spread(steps);
     }
 };
 
@@ -148,7 +124,7 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
     rows += b.row * words;
     std::int64_t at = b.from;
     const auto cut = [&](std::int64_t end) {
-        if (at < end) before(at - b.at);
+        if (at < end) before();
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
             multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys,
@@ -158,32 +134,38 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
     const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
     multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
-                           false, [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
+                           false, before);
     at += whole;
     cut(b.to);
 }
 
 template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
-    const Next<Format> next(w, b);
-    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores,
-                          [&](std::int64_t at) __attribute__((always_inline)) { next.queries(at); });
-    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs,
-                          [&](std::int64_t at) __attribute__((always_inline)) { next.gradients(at); });
+    NextBlock<Format> next(w, b);
+    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores, [&]() __attribute__((always_inline)) {
+        w.queue.step();
+        next.beside_scores.step();
+    });
+    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs, [&]() __attribute__((always_inline)) {
+        w.queue.step();
+        next.beside_dprobs.step();
+    });
 }
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together; fresh rows begin with it.
 template <class Format>
 void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
-    const Next<Format> next(w, b);
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
     const std::int64_t skip = b.from / Format::depth, depth = (b.to - b.from) / Format::depth;
     const auto *weights = w.k.dscores + (b.from - b.at) / Format::depth;
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     const bool add = !w.row_tile.fresh;
+    // All blocks together ask for the transposed rows, which are read after the last of them.
+    const std::int64_t word_row = b.row / Format::depth, part = block_rows / Format::depth;
+    prefetch<2>(w.r.q_rows + word_row * columns, part * columns);
+    prefetch<2>(w.r.dout_rows + word_row * w.sizes.value_columns, part * w.sizes.value_columns);
     multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                           columns, add,
-                           [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
+                           columns, add, [] {});
     narrow_panel(columns, [&](auto vectors) {
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + whole * deep + skip * rest, 0, depth,

@@ -331,12 +331,12 @@ BackwardPlan::Soon BackwardPlan::soon_after(const State &state, std::size_t at, 
 }
 
 // What is asked for in one of so many turns.
-GradientAhead BackwardPlan::ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
-                                     std::int64_t turns) const {
+Prefetches BackwardPlan::ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
+                                  std::int64_t turns) const {
     const Operands &o = *state.job.operands;
     const Gradients &g = *state.job.gradients;
     const std::int64_t dim_qk = problem_.dim_qk, dim_v = problem_.dim_v;
-    GradientAhead ahead;
+    Prefetches ahead;
     const auto add = [&](const Rows &rows, std::int64_t dim, std::int64_t seq, std::int64_t head, std::int64_t from,
                          std::int64_t to) {
         if (to <= from) return;  // perhaps there is no memory at all

@@ -87,8 +87,8 @@ private:
     void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
                    const Soon &soon) const;
     Soon soon_after(const State &state, std::size_t at, const Lot &lot, const Lot *then) const;
-    GradientAhead ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
-                           std::int64_t turns) const;
+    Prefetches ahead_of(const State &state, const Soon &soon, const KeyTile &keys, std::int64_t turn,
+                        std::int64_t turns) const;
     void clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const;
 
     const Variant &variant_;

@@ -215,8 +215,8 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
 
 namespace {
 
-Ahead::Part part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from,
-                    std::int64_t to, std::int64_t dim) {
+PrefetchRows part_of(const Rows &rows, const Problem &p, std::int64_t seq, std::int64_t head, std::int64_t from,
+                     std::int64_t to, std::int64_t dim) {
     if (to <= from) return {};  // perhaps there is no memory at all
     const std::int64_t size = p.dtype == Dtype::float32 ? 4 : 2;
     const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
@@ -234,9 +234,9 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
     const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
         return tile.begin < tile.end ? up_to(tile.end - u.unit.key_begin, panel) / panel : 0;
     };
-    const auto ask_keys = [&](Ahead &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
-        ahead.k = part_of(o.k, problem_, unit.seq, unit.head, from, to, problem_.dim_qk);
-        ahead.v = part_of(o.v, problem_, unit.seq, unit.head, from, to, problem_.dim_v);
+    const auto ask_keys = [&](Prefetches &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
+        ahead.add(part_of(o.k, problem_, unit.seq, unit.head, from, to, problem_.dim_qk));
+        ahead.add(part_of(o.v, problem_, unit.seq, unit.head, from, to, problem_.dim_v));
     };
     std::size_t taken = 0, end = 0;  // what is left of a bundle
     const auto take = [&] {
@@ -259,17 +259,17 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
             }
             if (done == all && turns == 0) turns = (u.end - t) * group;
             for (std::int64_t h = 0; h < group; ++h) {
-                Ahead ahead;
+                Prefetches ahead;
                 const bool last = h + 1 == group, ends = last && t + 1 == u.end;
                 if (!ends) {
                     const Tile &tile = tiles_[last ? t + 1 : t];
                     const std::int64_t head = unit.head * group + (last ? 0 : h + 1);
-                    ahead.q = part_of(o.q, problem_, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk);
+                    ahead.add(part_of(o.q, problem_, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk));
                     if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
                 } else if (then) {
                     const Tile &tile = tiles_[then->first];
-                    ahead.q = part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1,
-                                      problem_.dim_qk);
+                    ahead.add(part_of(o.q, problem_, tile.seq, then->unit.head * group, tile.row0, tile.row1,
+                                      problem_.dim_qk));
                 }
                 if (turns && then) {
                     const Tile &tile = tiles_[then->first];
@@ -314,7 +314,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
             if (turn > 1000) std::this_thread::yield();
         }
     }
-    return kernels_.attend(job, unit, item.head, tiles_[item.at], Ahead{}, scratch);
+    return kernels_.attend(job, unit, item.head, tiles_[item.at], Prefetches{}, scratch);
 }
 
 }  // namespace fusion

@@ -19,8 +19,8 @@ FUSION_INLINE std::int64_t row_of(const Matrix &m, std::int64_t b, std::int64_t 
 }
 
 // n elements that will be read soon; an address outside all memory is harmless.
-template <class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
-    for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+template <int locality = 3, class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, locality);
 }
 
 FUSION_INLINE std::int64_t first_key(const Sequence &seq, std::int64_t row) {

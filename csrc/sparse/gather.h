@@ -12,6 +12,7 @@
 
 #include "dense/gradient_pack.h"
 #include "data/variant_sparse.h"
+#include "simd/prefetch.h"
 #include "simd/tile.h"
 
 namespace fusion {
@@ -322,7 +323,7 @@ private:
         const std::int64_t key = keys_[asked_++];
         for (int i = 0; i < shown_; ++i) {
             const T *row = row_of<T>(*parts_[i].keys, item_.seq, item_.head_kv, key);
-            for (std::int64_t d = 0; d < parts_[i].n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+            prefetch<2>(row, parts_[i].n);
         }
     }
 

@@ -68,47 +68,17 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
     }
 }
 
-// Rows that the next head needs, asked for between the products of this one: in most layouts they lie far apart.
-template <class T> class NextHead {
-public:
-    void add(const Rows &rows, std::int64_t seq, std::int64_t head, std::int64_t first, std::int64_t count,
-             std::int64_t n) {
-        if (n <= 0 || count <= 0) return;
-        parts_[added_++] = {row_of<const T>(rows, seq, head, first), rows.stride_token, count, n};
-        left_ += count;
-    }
-    void spread(std::int64_t turns) { pace_ = turns > 0 ? (left_ + turns - 1) / turns : 0; }
-
-    void operator()(std::int64_t) {
-        for (std::int64_t i = 0; i < pace_ && part_ < added_; ++i) {
-            const Part &part = parts_[part_];
-            const T *row = part.first + next_ * part.stride;
-            for (std::int64_t d = 0; d < part.n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
-            if (++next_ < part.count) continue;
-            next_ = 0;
-            ++part_;
-        }
-    }
-
-private:
-    struct Part {
-        const T *first;
-        std::int64_t stride, count, n;
-    };
-    Part parts_[4];
-    std::int64_t added_ = 0, part_ = 0, next_ = 0, left_ = 0, pace_ = 0;
-};
-
 // Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of
 // those.
-template <class Format, class T>
+template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
-              const Block &block, const float *shift, const float *share, NextHead<T> &next) {
+              const Block &block, const float *shift, const float *share, PrefetchQueue<2> &next_head) {
     const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
-    next.spread((rows + block_rows - 1) / block_rows * (padded / panel));
+    next_head.spread((rows + block_rows - 1) / block_rows * (padded / panel));
+    const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { next_head.step(); };
     in_blocks(rows, [&](auto height, std::int64_t at) __attribute__((always_inline)) {
         by_panels<Format, height(), false>(t.q + at * words, words, t.keys, words, words, t.scores, t.width, padded,
-                                           nullptr, next);
+                                           nullptr, meanwhile);
         for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
@@ -148,14 +118,14 @@ void tile_target(const SparseJob &job, const SparseItem &item, const Block &bloc
             pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
                                t.q + r * words + main);
         }
-        NextHead<T> next;
+        PrefetchQueue<2> next;  // in most layouts rows of heads lie far apart
         if (head + 1 < p.heads_q) {
-            next.add(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk);
-            next.add(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope);
+            next.add(prefetch_rows<T>(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk));
+            next.add(prefetch_rows<T>(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope));
         }
         if (head + 1 < p.heads_q && (head + 1) % group == 0) {
-            next.add(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk);
-            next.add(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope);
+            next.add(prefetch_rows<T>(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk));
+            next.add(prefetch_rows<T>(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope));
         }
         add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.share + head * loss_tile_rows, next);
     }
