@@ -28,7 +28,7 @@ struct GradientKernels {
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
     RowNotes (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
-    void (*meet)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
+    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);
     void (*store_rows)(const Job &, const RowTile &);
 };
@@ -60,7 +60,7 @@ struct Variant {
         return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;
     }
     const GradientKernels &gradient_kernels(Dtype dtype) const {
-        return dtype == Dtype::bfloat16 && gradients_as_pairs.meet ? gradients_as_pairs : gradients_as_float;
+        return dtype == Dtype::bfloat16 && gradients_as_pairs.accumulate ? gradients_as_pairs : gradients_as_float;
     }
 };
 

@@ -35,10 +35,6 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     return first;
 }
 
-template <class T> void store_row(T *to, const float *from, std::int64_t n) {
-    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load<Floats>(from + d), n - d);
-}
-
 inline float at(const PerChannel &values, std::int64_t head, std::int64_t d, float otherwise) {
     return values.base ? values.base[head * values.stride_head + d * values.stride] : otherwise;
 }
@@ -65,9 +61,9 @@ inline void store_out(const DecodeProblem &p, const DecodeOperands &o, std::int6
     if (p.rounding != Rounding::none)
         return store_integers(p, o, head, from, row_of<std::int8_t>(o.out, b, head, token));
     switch (p.dtype) {
-        case Dtype::float32: return store_row(row_of<float>(o.out, b, head, token), from, p.dim_v);
-        case Dtype::float16: return store_row(row_of<Half>(o.out, b, head, token), from, p.dim_v);
-        case Dtype::bfloat16: return store_row(row_of<Brain>(o.out, b, head, token), from, p.dim_v);
+        case Dtype::float32: return store_scaled(row_of<float>(o.out, b, head, token), from, p.dim_v, 1.0f);
+        case Dtype::float16: return store_scaled(row_of<Half>(o.out, b, head, token), from, p.dim_v, 1.0f);
+        case Dtype::bfloat16: return store_scaled(row_of<Brain>(o.out, b, head, token), from, p.dim_v, 1.0f);
     }
 }
 

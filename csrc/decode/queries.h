@@ -20,10 +20,12 @@ FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
 
 // Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
 // under a positive scale); if not, what makes a product the problem's score.
-FUSION_INLINE bool is_dressed(const DecodeProblem &p) {
+FUSION_INLINE bool needs_score_pass(const DecodeProblem &p) {
     return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
 }
-FUSION_INLINE float natural_scale(const DecodeProblem &p) { return is_dressed(p) ? 1.0f : static_cast<float>(p.scale); }
+FUSION_INLINE float natural_scale(const DecodeProblem &p) {
+    return needs_score_pass(p) ? 1.0f : static_cast<float>(p.scale);
+}
 
 inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
     switch (storage) {
@@ -101,7 +103,7 @@ struct RowBlock {
     int phases, vectors;
 };
 
-template <class F> struct DecodeWork {  // a unit, of whose heads one has its turn, and all that it needs
+template <class F> struct DecodeWork {  // a unit, of whose heads one is selected, and all that it needs
     const DecodeProblem &p;
     const DecodeOperands &o;
     const Sequence &seq;
@@ -109,25 +111,25 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one has its tu
     DecodeScratch s;
     float *const partial;  // [heads][rows][partial_stride]
     const std::int64_t group, stride;
-    std::int64_t turn = 0, kv_head;
+    std::int64_t selected = 0, kv_head;
     const bool careful;
     const DecodeSizes<F> sizes;
-    const bool dressed;
+    const bool score_pass;
     const float natural, factor;  // what makes a score the problem's, and a power of two
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch),
           partial(partial_), group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head),
-          careful(careful_), sizes(p, careful_), dressed(is_dressed(p)), natural(natural_scale(p)),
+          careful(careful_), sizes(p, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)),
           factor(natural * log2_e) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
     std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
     std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
-    float *state(std::int64_t row) const { return partial + (turn * rows() + row) * stride; }  // peak, sum
+    float *state(std::int64_t row) const { return partial + (selected * rows() + row) * stride; }  // peak, sum
     float *out(std::int64_t row) const { return state(row) + partial_head; }
-    std::int64_t slot(std::int64_t row) const { return turn * slots_of(rows()) + row; }
-    void turn_to(std::int64_t head) { turn = head, kv_head = unit.head + head; }
+    std::int64_t slot(std::int64_t row) const { return selected * slots_of(rows()) + row; }
+    void select_head(std::int64_t head) { selected = head, kv_head = unit.head + head; }
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
@@ -195,18 +197,18 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     float *line = w.s.line;
     std::memset(line, 0, size * 4);
     load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
-    Floats plus = {}, sum = {}, top = {}, wild = {};
+    Floats plus = {}, sum = {}, top = {}, nonfinite = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         Floats x = load<Floats>(line + d);
         if (scale) x *= load_floats(scale + d, n - d);
         if (offset) plus += x * load_floats(offset + d, n - d);
         sum += x;
-        wild += x - x;
+        nonfinite += x - x;
         top = larger(top, larger(x, -x));
         store(line + d, x);
     }
     const float total = sum_of(sum), added = sum_of(plus);
-    if (!(sum_of(wild) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
+    if (!(sum_of(nonfinite) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
     // Digits that two signed bytes hold, and a sum that 32 bits hold.
     const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::bias * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;

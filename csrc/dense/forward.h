@@ -69,14 +69,14 @@ template <class Format> struct Work {  // a tile and all that it needs
     const Unit &unit;
     const Tile &tile;
     const std::int64_t head;
-    const bool dressed;   // scores are scaled and biased in a pass of their own
-    const float natural;  // what a score is multiplied by to give the problem's score
-    const float factor;   // and to give it as a power of two
+    const bool bias_pass;  // scores are scaled and biased in a pass of their own
+    const float natural;   // what a score is multiplied by to give the problem's score
+    const float factor;    // and to give it as a power of two
 
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
-          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), dressed(is_dressed(p)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), bias_pass(needs_bias_pass(p)),
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
 };
 
 // Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
@@ -152,7 +152,7 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
 
 // Updates the rows' peaks and gives the factors by which what was summed before shrinks. Where an infinity may be among
 // that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
-template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool wild, float *fade) {
+template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool nonfinite, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float found[padded];
     for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));
@@ -175,7 +175,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
         Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
         if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
-        if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
+        if (nonfinite) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
@@ -199,7 +199,7 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
             low = pick(lane_bits(keep, c), low, Floats{});
             high = pick(lane_bits(keep, c + lanes), high, Floats{});
         }
-        Format::put(weights, c, low, high);
+        Format::store_elements(weights, c, low, high);
     }
     return sum + other;
 }
@@ -243,18 +243,13 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
     }
 }
 
-// Bit c of row i of one of the scratch's fields of bits.
-FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t i, std::int64_t c) {
-    return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1;
+template <class Format> FUSION_INLINE bool is_nonfinite(const Work<Format> &w, std::int64_t key) {
+    return w.packed.nonfinite[(key - w.packed.first_key) / panel];
 }
 
-template <class Format> FUSION_INLINE bool is_wild(const Work<Format> &w, std::int64_t key) {
-    return w.packed.wild[(key - w.packed.first_key) / panel];
-}
-
-template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
+template <class Format> bool sees_nonfinite(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = 0; c < b.count; c += panel) {
-        if (is_wild(w, b.first + c)) return true;
+        if (is_nonfinite(w, b.first + c)) return true;
     }
     return false;
 }
@@ -271,13 +266,13 @@ template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
 
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
 // with a weight that is never 0: one that no float can hold is still more than nothing.
-template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
+template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
-        if (!is_wild(w, b.first + c)) continue;
+        if (!is_nonfinite(w, b.first + c)) continue;
         const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (!bit_of(w.s.seen, i, c)) continue;
-            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
+            if (!bit_of(w.s.seen + i * (most_step / 8), c)) continue;
+            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep + i * (most_step / 8), c)) continue;
             float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
             if (weight == 0.0f) weight = least_weight;
             float *out = w.s.out + (b.row + i) * w.sizes.value_columns;
@@ -304,25 +299,25 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
 }
 
 template <class Format, class T>
-void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, PrefetchQueue<3> &queue) {
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue<3> &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     // The last block of a tile may be short.
     with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, queue); });
-    if (w.dressed) {
+    if (w.bias_pass) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
             add_bias(row, w.p, w.o, w.seq);
         }
     }
     if (b.hidden) hide(w, b);
-    raise_peaks(w, b, met_wild, fade);
+    raise_peaks(w, b, met_nonfinite, fade);
     if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
-    const bool wild = any_wild(w, b);
-    if (wild) note_seen(w, b);
+    const bool nonfinite = sees_nonfinite(w, b);
+    if (nonfinite) note_seen(w, b);
     weigh_block(w, b, fade);
     with_height(b.rows, [&](auto height) { value_rows<Format, height()>(w, b, first ? nullptr : fade); });
-    if (wild) add_wild<Format, T>(w, b);
-    met_wild |= wild;
+    if (nonfinite) add_nonfinite_values<Format, T>(w, b);
+    met_nonfinite |= nonfinite;
 }
 
 template <class Format, class T> void load_rows(const Work<Format> &w) {
@@ -414,12 +409,12 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_wild = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (!b.count) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, queue);
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_nonfinite, queue);
             met[row / block_rows] = true;
         }
     }

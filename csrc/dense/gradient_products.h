@@ -1,6 +1,6 @@
 // The backward's five products of a block of rows or a tile of them, and what asks for memory while they run.
 //
-// Start reading at dense/gradient.h's meet().
+// Start reading at dense/gradient.h's accumulate().
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 
 static_assert(gradient_rows % block_rows == 0 && gradient_rows % 32 == 0 && block_rows % 2 == 0);
 
-template <class Format> struct Meeting {
+template <class Format> struct GradientWork {
     const Problem &p;
     const Operands &o;
     const Gradients &g;
@@ -24,23 +24,26 @@ template <class Format> struct Meeting {
     const KeyTile &key_tile;
     const RowPart<Format> r;
     const KeyPart<Format> k;
-    const bool dressed;     // as in the forward
+    const bool bias_pass;   // as in the forward
     const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
     PrefetchQueue<3> &queue;
 
-    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, PrefetchQueue<3> &queue_)
+    GradientWork(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, PrefetchQueue<3> &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
-          k(sizes, key_tile.memory), dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
+          k(sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)),
           wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), queue(queue_) {}
 };
 
-struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
+// Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels.
+struct GradientBlock {
     std::int64_t row, rows, at, count;
     std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
-    bool hidden, near;  // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
-    bool wild;          // something is not finite; hidden says so too
+    bool hidden;            // some row does not see some key
+    bool small_peaks;       // no row has a large one, and bfloat16 is all that becomes of weights
+    bool nonfinite;         // something is not finite; hidden says so too
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
@@ -91,7 +94,7 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
 template <class Format> struct NextBlock {
     PrefetchQueue<2> beside_scores, beside_dprobs;
 
-    NextBlock(const Meeting<Format> &w, const Meet &b) {
+    NextBlock(const GradientWork<Format> &w, const GradientBlock &b) {
         const std::int64_t row = b.row + block_rows, row0 = w.row_tile.row0 + row;
         const std::int64_t steps = (b.count + abreast * panel - 1) / (abreast * panel);
         const auto add_matrix = [&](PrefetchQueue<2> &queue, const Matrix &m) {
@@ -118,8 +121,8 @@ template <class Format> struct NextBlock {
 
 // The block's rows times the keys that it sees; a panel that is cut goes vector by vector.
 template <class Format, class Before>
-FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *rows, const typename Format::Word *panels,
-                                 std::int64_t words, float *c, Before before) {
+FUSION_INLINE void multiply_keys(const GradientBlock &b, const typename Format::Word *rows,
+                                 const typename Format::Word *panels, std::int64_t words, float *c, Before before) {
     constexpr std::int64_t keys = tile_keys<Format>;
     rows += b.row * words;
     std::int64_t at = b.from;
@@ -139,7 +142,7 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
     cut(b.to);
 }
 
-template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void multiply_rows(const GradientWork<Format> &w, const GradientBlock &b) {
     NextBlock<Format> next(w, b);
     multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores, [&]() __attribute__((always_inline)) {
         w.queue.step();
@@ -153,7 +156,7 @@ template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet 
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together; fresh rows begin with it.
 template <class Format>
-void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
+void add_dq_part(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t column, std::int64_t columns) {
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
     const std::int64_t skip = b.from / Format::depth, depth = (b.to - b.from) / Format::depth;
     const auto *weights = w.k.dscores + (b.from - b.at) / Format::depth;
@@ -173,7 +176,7 @@ void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, s
     });
 }
 
-template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void add_dq(const GradientWork<Format> &w, const GradientBlock &b) {
     const std::int64_t main = w.sizes.main_columns;
     add_dq_part(w, b, 0, main);
     if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
@@ -184,15 +187,15 @@ template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, s
     return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
 }
 
-// The words of a tile's transposed rows that some keys meet, vector by vector of them, and whether panels have sums
-// already.
-template <int Panels> struct Stairs {
+// The ragged edge of a band: the words of a tile's transposed rows that some keys meet, vector by vector of them, and
+// whether panels have sums already.
+template <int Panels> struct RaggedRows {
     static constexpr int vectors = Panels * panel_vectors;
     std::int64_t begin[vectors], end[vectors];
     bool add;
 
     // Later keys are met by later rows, and some rows meet all of them.
-    bool climb() const {
+    bool are_ordered() const {
         bool ordered = begin[vectors - 1] <= end[0];
         for (int j = 1; j < vectors; ++j) ordered &= begin[j - 1] <= begin[j] && end[j - 1] <= end[j];
         return ordered;
@@ -202,32 +205,32 @@ template <int Panels> struct Stairs {
 // [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows
 // that only some vectors of keys meet multiply those alone, and all add up in registers.
 template <class Format, int M, int Panels>
-__attribute__((noinline)) void multiply_stairs(const typename Format::Word *a, std::int64_t a_stride,
+__attribute__((noinline)) void multiply_ragged(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart,
-                                               const Stairs<Panels> &stairs, float *c, std::int64_t c_apart) {
+                                               const RaggedRows<Panels> &ragged, float *c, std::int64_t c_apart) {
     constexpr int N = panel_vectors, V = Panels * N;
     RegisterTile<Format, M, V> tile;
-    const auto climb = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
+    const auto add = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
         tile.add(first, end, RowMajor<typename Format::Word>{a, a_stride}, b + first * panel, panel,
                  InPanels<N>{b_apart}, from, to);
     };
-    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(0, j, stairs.begin[j - 1], stairs.begin[j]);
-    climb(0, V, stairs.begin[V - 1], stairs.end[0]);
-    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(j, V, stairs.end[j - 1], stairs.end[j]);
+    FUSION_UNROLL for (int j = 1; j < V; ++j) add(0, j, ragged.begin[j - 1], ragged.begin[j]);
+    add(0, V, ragged.begin[V - 1], ragged.end[0]);
+    FUSION_UNROLL for (int j = 1; j < V; ++j) add(j, V, ragged.end[j - 1], ragged.end[j]);
     tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
         float *at = c + i * panel + j / N * c_apart + j % N * lanes;
-        store(at, stairs.add ? sum + load<Floats>(at) : sum);
+        store(at, ragged.add ? sum + load<Floats>(at) : sum);
     });
 }
 
 // dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
 template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
-                    const Stairs<Panels> &stairs, std::int64_t columns, float *to) {
+                    const RaggedRows<Panels> &ragged, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
     const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
-        multiply_stairs<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel,
-                                                        stairs, to + d * panel, columns * panel);
+        multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel,
+                                                        ragged, to + d * panel, columns * panel);
     };
     std::int64_t d = 0;
     for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
@@ -248,42 +251,42 @@ void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int
 }
 
 // Which of the rows that a panel was weighed with meet its vectors.
-template <class Format, int Panels> Stairs<Panels> stairs_of(const Meeting<Format> &w, std::int64_t at) {
+template <class Format, int Panels> RaggedRows<Panels> ragged_rows(const GradientWork<Format> &w, std::int64_t at) {
     constexpr std::int64_t depth = Format::depth;
-    Stairs<Panels> stairs;
-    for (int j = 0; j < Stairs<Panels>::vectors; ++j, at += lanes) {
+    RaggedRows<Panels> ragged;
+    for (int j = 0; j < RaggedRows<Panels>::vectors; ++j, at += lanes) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
         const std::int64_t some = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
         const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0,
                            bottom = key + lanes - w.seq.lo - row0;
-        stairs.begin[j] = least(most(top, some), end) / depth;
-        stairs.end[j] = least(most((bottom + depth - 1), some), end) / depth;
+        ragged.begin[j] = least(most(top, some), end) / depth;
+        ragged.end[j] = least(most((bottom + depth - 1), some), end) / depth;
     }
-    return stairs;
+    return ragged;
 }
 
-template <class Format, int Panels> void add_dk_dv(const Meeting<Format> &w, std::int64_t at) {
-    Stairs<Panels> stairs = stairs_of<Format, Panels>(w, at);
-    if (!stairs.climb()) {  // few keys to a row, or other rows than those of neighbouring keys
+template <class Format, int Panels> void add_dk_dv(const GradientWork<Format> &w, std::int64_t at) {
+    RaggedRows<Panels> ragged = ragged_rows<Format, Panels>(w, at);
+    if (!ragged.are_ordered()) {  // few keys to a row, or other rows than those of neighbouring keys
         if constexpr (Panels > 1) {
             for (int i = 0; i < Panels; ++i) add_dk_dv<Format, 1>(w, at + i * panel);
             return;
         }
-        for (int j = 0; j < stairs.vectors; ++j) {
-            stairs.begin[j] = w.k.row_begin[at / panel] / Format::depth;
-            stairs.end[j] = w.k.row_end[at / panel] / Format::depth;
+        for (int j = 0; j < ragged.vectors; ++j) {
+            ragged.begin[j] = w.k.row_begin[at / panel] / Format::depth;
+            ragged.end[j] = w.k.row_end[at / panel] / Format::depth;
         }
     }
-    if (stairs.begin[0] >= stairs.end[stairs.vectors - 1]) return;
+    if (ragged.begin[0] >= ragged.end[ragged.vectors - 1]) return;
     std::uint8_t *const fresh = w.k.fresh + at / panel;
-    stairs.add = false;
-    for (int i = 0; i < Panels; ++i) stairs.add |= !fresh[i];
-    if (stairs.add) begin_panels(w.sizes, w.k, at, Panels);
+    ragged.add = false;
+    for (int i = 0; i < Panels; ++i) ragged.add |= !fresh[i];
+    if (ragged.add) begin_panels(w.sizes, w.k, at, Panels);
     for (int i = 0; i < Panels; ++i) fresh[i] = 0;
     const std::int64_t from = weight_at<Format>(0, at);
-    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, stairs, w.sizes.value_columns,
+    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, ragged, w.sizes.value_columns,
                                    w.k.dv + at * w.sizes.value_columns);
-    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, stairs, w.sizes.columns,
+    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, ragged, w.sizes.columns,
                                    w.k.dk + at * w.sizes.columns);
 }
 

@@ -6,8 +6,8 @@
 //   v  [column panel][keys / depth][column]   `panel` columns beside each other, the last panel perhaps narrower;
 //                                      with two elements per word, a word holds two neighbouring keys' elements
 //
-// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted as
-// wild and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
+// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted
+// as nonfinite and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
 
 #pragma once
 
@@ -21,15 +21,16 @@ template <class Format> struct Packed {  // where a unit's parts lie
     using Word = typename Format::Word;
     std::int64_t first_key, keys;
     Word *k, *v;
-    std::uint8_t *wild;  // one byte per panel of keys
+    std::uint8_t *nonfinite;  // one byte per panel of keys
 
     Packed(const Sizes<Format> &sizes, const Unit &unit)
         : first_key(unit.key_begin), keys(unit.key_end - unit.key_begin), k(reinterpret_cast<Word *>(unit.packed)),
           v(k + keys * sizes.words),
-          wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.value_columns)) {}
+          nonfinite(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.value_columns)) {}
 
     std::size_t bytes() const {
-        return round_up<std::size_t>(reinterpret_cast<char *>(wild) - reinterpret_cast<char *>(k) + keys / panel, 64);
+        return round_up<std::size_t>(reinterpret_cast<char *>(nonfinite) - reinterpret_cast<char *>(k) + keys / panel,
+                                     64);
     }
     // Where column `column` (a multiple of panel) of key `at` begins; `width` columns lie beside each other there.
     Word *values(std::int64_t column, std::int64_t at, std::int64_t width) const {
@@ -110,11 +111,11 @@ FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) 
 template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
 template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
-// Elements that are not finite set their signs in `wild`; where they are to be tame, zeros take their place.
-template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words &wild) {
+// Elements that are not finite set their signs in `nonfinite`; with Zeroed, zeros take their place.
+template <class Format, bool Zeroed> FUSION_INLINE Words checked(Words words, Words &nonfinite) {
     const Words found = (words & ~signs<Format>)+lowest<Format>;
-    wild |= found;
-    if constexpr (Tame) {
+    nonfinite |= found;
+    if constexpr (Zeroed) {
         const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
         words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
     }
@@ -122,56 +123,57 @@ template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words 
 }
 
 // A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
-template <class Format, class T, bool Tame>
-FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+template <class Format, class T, bool Zeroed>
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
         (void)stride, (void)second;
-        return noted<Format, Tame>(bits_of(load_floats(row, n)), wild);
+        return checked<Format, Zeroed>(bits_of(load_floats(row, n)), nonfinite);
     } else {
         const Words words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
-        return noted<Format, Tame>(words, wild);
+        return checked<Format, Zeroed>(words, nonfinite);
     }
 }
 
 // The same of a whole panel's columns of keys at and at + 1; false where there are no such words.
-template <class Format, class T, bool Tame>
-FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &wild) {
+template <class Format, class T, bool Zeroed>
+FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
-        (void)row, (void)stride, (void)to, (void)wild;
+        (void)row, (void)stride, (void)to, (void)nonfinite;
         return false;
     } else {
         Words both[2];
-        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild),
-                     both);
+        Format::interleave(checked<Format, Zeroed>(load<Words>(row), nonfinite),
+                           checked<Format, Zeroed>(load<Words>(row + stride), nonfinite), both);
         store(to, both[0]);
         store(to + lanes, both[1]);
         return true;
     }
 }
 
-template <class Format> FUSION_INLINE bool any_wild(Words wild) { return any(wild & signs<Format>); }
+template <class Format> FUSION_INLINE bool any_nonfinite(Words nonfinite) { return any(nonfinite & signs<Format>); }
 
 // One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
-template <class Format, class T, bool Tame>
+template <class Format, class T, bool Zeroed>
 bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
                  const Packed<Format> &to, std::int64_t key) {
-    Words wild = {};
+    Words nonfinite = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
         for (std::int64_t column = 0; column < sizes.value_columns; column += panel) {
             const std::int64_t width = least<std::int64_t>(panel, sizes.value_columns - column);
             auto *at = to.values(column, key + i, width);
-            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild))
+            if (i + 1 < here && column + panel <= n &&
+                value_pairs<Format, T, Zeroed>(row + column, stride, at, nonfinite))
                 continue;
             for (std::int64_t d = 0; d < width; d += lanes) {
-                const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
-                                                                            n - column - d, wild)
+                const Words words = i < here ? value_words<Format, T, Zeroed>(row + column + d, stride, i + 1 < here,
+                                                                              n - column - d, nonfinite)
                                              : Words{};
                 store(at + d, words);
             }
         }
     }
-    return any_wild<Format>(wild);
+    return any_nonfinite<Format>(nonfinite);
 }
 
 template <class Format, class T>
@@ -192,8 +194,8 @@ void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int6
                               p.dim_rope, sizes.words - sizes.main_words, k + sizes.main_words * panel);
         }
         const T *v = row_of<const T>(o.v, unit.seq, unit.head, token);
-        packed.wild[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
-        if (packed.wild[i]) pack_values<Format, T, true>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+        packed.nonfinite[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+        if (packed.nonfinite[i]) pack_values<Format, T, true>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
     }
 }
 

@@ -409,7 +409,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::
         rows.fresh = item.tile == first;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
-        kernels_.meet(state.job, rows, keys, ahead_of(state, soon, keys, turn_at++, turns));
+        kernels_.accumulate(state.job, rows, keys, ahead_of(state, soon, keys, turn_at++, turns));
         rows.fresh = false;
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);

@@ -16,15 +16,15 @@ struct Single {
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return sum + all(a) * floats_of(b); }
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return sum + floats_of(a) * floats_of(b); }
-    static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
+    static FUSION_INLINE void store_elements(Word *row, std::int64_t at, Floats low, Floats high) {
         store(row + at, low);
         store(row + at + lanes, high);
     }
     static FUSION_INLINE float get(const Word *row, std::int64_t at) { return row[at]; }
     // One word per lane, which holds the lane of every row.
-    static FUSION_INLINE Words stack(const Floats (&rows)[1]) { return bits_of(rows[0]); }
+    static FUSION_INLINE Words join(const Floats (&rows)[1]) { return bits_of(rows[0]); }
     // The same of twice as many lanes.
-    static FUSION_INLINE void stack(const Floats (&low)[1], const Floats (&high)[1], Words (&to)[2]) {
+    static FUSION_INLINE void join(const Floats (&low)[1], const Floats (&high)[1], Words (&to)[2]) {
         to[0] = bits_of(low[0]);
         to[1] = bits_of(high[0]);
     }
@@ -42,7 +42,7 @@ struct Pair {
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
     }
-    static FUSION_INLINE void put(Word *row, std::int64_t at, Floats low, Floats high) {
+    static FUSION_INLINE void store_elements(Word *row, std::int64_t at, Floats low, Floats high) {
         store(row + at / 2, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
     }
     static FUSION_INLINE float get(const Word *row, std::int64_t at) {
@@ -56,24 +56,24 @@ struct Pair {
         return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
     }
     // One word per lane, which holds the lane of both rows.
-    static FUSION_INLINE Words stack(const Floats (&rows)[2]) {
+    static FUSION_INLINE Words join(const Floats (&rows)[2]) {
         const Both both = joined(rows[0], rows[1]);
         return interleaved<0, lanes>(both, both, std::make_integer_sequence<int, 2 * lanes>{});
     }
-    static FUSION_INLINE void stack(const Floats (&low)[2], const Floats (&high)[2], Words (&to)[2]) {
+    static FUSION_INLINE void join(const Floats (&low)[2], const Floats (&high)[2], Words (&to)[2]) {
         using Lanes = std::make_integer_sequence<int, 2 * lanes>;
         const Both first = joined(low[0], high[0]), second = joined(low[1], high[1]);
         to[0] = interleaved<0, 2 * lanes>(first, second, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>(first, second, Lanes{});
     }
     // Elements of two rows beside each other: one word for each of 2 * lanes columns.
-    static FUSION_INLINE void pair(Words low, Words high, Words (&to)[2]) {
+    static FUSION_INLINE void interleave(Words low, Words high, Words (&to)[2]) {
         using Lanes = std::make_integer_sequence<int, 2 * lanes>;
         to[0] = interleaved<0, 2 * lanes>((Both)low, (Both)high, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>((Both)low, (Both)high, Lanes{});
     }
     // The same with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8 i + 4.
-    template <bool High> static FUSION_INLINE Words beside(Words low, Words high) {
+    template <bool High> static FUSION_INLINE Words unpack(Words low, Words high) {
         return (Words)(High ? _mm512_unpackhi_epi16((__m512i)low, (__m512i)high)
                             : _mm512_unpacklo_epi16((__m512i)low, (__m512i)high));
     }

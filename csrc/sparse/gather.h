@@ -125,34 +125,23 @@ FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std
     }
 }
 
-#if defined(__AVX512BF16__)
-template <int... I> FUSION_INLINE void interleave(Words a, Words b, Words (&out)[2], std::integer_sequence<int, I...>) {
-    typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
-    out[0] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + I % 2 * 2 * lanes)...);
-    out[1] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + lanes + I % 2 * 2 * lanes)...);
-}
-#endif
-
 // Rows of n elements as word row `at` of [column panel][deep][column].
 template <class Format, class T>
-FUSION_INLINE void put_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to, std::int64_t deep,
-                              std::int64_t at) {
+FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to,
+                                std::int64_t deep, std::int64_t at) {
     const std::int64_t columns = round_up<std::int64_t>(n, lanes);
     for (std::int64_t column = 0; column < columns; column += panel) {
         const std::int64_t width = least<std::int64_t>(panel, columns - column);
         auto *const words = to + column * deep + at * width;
-#if defined(__AVX512BF16__)
         if constexpr (Format::depth == 2) {
             if (column + panel <= n && two) {
                 Words pair[2];
-                interleave(load<Words>(one + column), load<Words>(two + column), pair,
-                           std::make_integer_sequence<int, 2 * lanes>{});
+                Format::interleave(load<Words>(one + column), load<Words>(two + column), pair);
                 store(words, pair[0]);
                 store(words + lanes, pair[1]);
                 continue;
             }
         }
-#endif
         for (std::int64_t d = 0; d < width; d += lanes) store(words + d, column_words<Format>(one, two, column + d, n));
     }
 }
@@ -163,15 +152,15 @@ void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::in
     const std::int64_t deep = (rows + Format::depth - 1) / Format::depth;
     for (std::int64_t at = 0; at < deep; ++at) {
         const T *one = first + at * Format::depth * stride;
-        put_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
+        store_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
     }
 }
 
 // Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
 // % panel].
 template <class Format, class T>
-void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
-                 std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
+void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
+                std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
     const std::int64_t padded = round_up<std::int64_t>(rows, lanes);
     for (std::int64_t i0 = 0; i0 < padded; i0 += lanes) {
         const std::int64_t width = least<std::int64_t>(panel, padded - i0 / panel * panel);
@@ -186,6 +175,17 @@ void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::in
                 store(own + (d + i) * width, block[i]);
         }
     }
+}
+
+// An item's query heads beside each other, rope behind the rest.
+template <class Format, class T>
+void pack_item_heads(const SparseProblem &p, const SparseOperands &o, const SparseItem &item,
+                     const Sizes<Format> &sizes, typename Format::Word *to) {
+    pack_heads<Format>(row_of<const T>(o.q, item.seq, item.head0, item.row), o.q.stride_head[item.seq], item.heads,
+                       p.dim_qk, sizes.main_words, 0, sizes.words, to);
+    if (!p.dim_rope) return;
+    pack_heads<Format>(row_of<const T>(o.q_rope, item.seq, item.head0, item.row), o.q_rope.stride_head[item.seq],
+                       item.heads, p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, to);
 }
 
 // ----------------------------------------------------------------------------------------------------------- products
@@ -243,8 +243,7 @@ void add_heads(const typename Format::Word *a, std::int64_t a_stride, const type
     });
 }
 
-// ------------------------------------------------------------------------------------------------------------
-// gathering
+// ----------------------------------------------------------------------------------------------------------- gathering
 
 constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
 
@@ -271,8 +270,8 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
         return row_of<T>(from, item.seq, item.head_kv, chunk.keys[e]);
     };
     if (rows) {
-        const std::int64_t soon = i + gather_ahead;
-        for (std::int64_t e = soon; e < least(soon + Format::depth, chunk.left); ++e) prefetch(row(e), n);
+        const std::int64_t upcoming = i + gather_ahead;
+        for (std::int64_t e = upcoming; e < least(upcoming + Format::depth, chunk.left); ++e) prefetch(row(e), n);
     }
     const T *one = row(i), *two = nullptr;
     if (Format::depth > 1 && i + 1 < chunk.count) two = row(i + 1);
@@ -280,16 +279,16 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
         pack_query<Format>(one, n, words, rows);
         if (two) pack_query<Format>(two, n, words, rows + stride);
     }
-    if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
+    if (across) store_across<Format>(one, two, n, across, deep, i / Format::depth);
 }
 
 // Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
 // the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
-template <class T> class Ahead {
+template <class T> class KeyPrefetch {
 public:
     // cost: words multiplied for each key.
-    Ahead(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count, std::int64_t lead,
-          std::int64_t cost)
+    KeyPrefetch(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count,
+                std::int64_t lead, std::int64_t cost)
         : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
         const SparseProblem &p = *job.problem;
         const SparseOperands &o = *job.operands;

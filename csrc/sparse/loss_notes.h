@@ -75,7 +75,7 @@ void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int
             Floats dscore[2];
             spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights,
                            dscore);
-            Format::put(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
+            Format::store_elements(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
         }
     }
 }
@@ -84,7 +84,7 @@ void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int
 template <class Format>
 void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range,
               const KeySums &table, void *scratch) {
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len;
     const ListNotes<Format> left(w.p, s, longest, notes), other(w.p, s, longest, next);
