@@ -60,11 +60,8 @@ inline void store_out(const DecodeProblem &p, const DecodeOperands &o, std::int6
                       std::int64_t token, const float *from) {
     if (p.rounding != Rounding::none)
         return store_integers(p, o, head, from, row_of<std::int8_t>(o.out, b, head, token));
-    switch (p.dtype) {
-        case Dtype::float32: return store_scaled(row_of<float>(o.out, b, head, token), from, p.dim_v, 1.0f);
-        case Dtype::float16: return store_scaled(row_of<Half>(o.out, b, head, token), from, p.dim_v, 1.0f);
-        case Dtype::bfloat16: return store_scaled(row_of<Brain>(o.out, b, head, token), from, p.dim_v, 1.0f);
-    }
+    by_dtype(p.dtype,
+             [&](auto stored) { store_scaled(row_of<decltype(stored)>(o.out, b, head, token), from, p.dim_v, 1.0f); });
 }
 
 inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float *partials) {

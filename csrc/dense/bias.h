@@ -73,11 +73,7 @@ inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Se
         return add_distances<true>(r, slope, seq.shift, scale);
     }
     const bool table = p.bias == Bias::table;
-    switch (o.bias.dtype) {
-        case Dtype::float32: return add_row<float>(r, o.bias, seq, table, scale, factor);
-        case Dtype::float16: return add_row<Half>(r, o.bias, seq, table, scale, factor);
-        case Dtype::bfloat16: return add_row<Brain>(r, o.bias, seq, table, scale, factor);
-    }
+    by_dtype(o.bias.dtype, [&](auto stored) { add_row<decltype(stored)>(r, o.bias, seq, table, scale, factor); });
 }
 
 }  // namespace

@@ -58,11 +58,7 @@ template <class T, class Format> void write_rows(const GradientWork<Format> &w, 
 }
 
 template <class Format> void write_dbias(const GradientWork<Format> &w, const GradientBlock &b) {
-    switch (w.g.dbias.dtype) {
-        case Dtype::float32: return write_rows<float>(w, b);
-        case Dtype::float16: return write_rows<Half>(w, b);
-        case Dtype::bfloat16: return write_rows<Brain>(w, b);
-    }
+    by_dtype(w.g.dbias.dtype, [&](auto stored) { write_rows<decltype(stored)>(w, b); });
 }
 
 }  // namespace

@@ -292,33 +292,6 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
 
 // -------------------------------------------------------------------------------------------------------------- keys
 
-// The panel of keys from `at` on, `here` rows of n elements, as the last operand of a product over keys, with zeros for
-// what is not finite.
-template <class Format, class T, bool Zeroed = false>
-bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std::int64_t here, std::int64_t n,
-                    typename Format::Word *to) {
-    const std::int64_t columns = round_up<std::int64_t>(n, lanes), stride = rows.stride_token;
-    const T *row = row_of<const T>(rows, tile.seq, tile.head, tile.key0 + at);
-    Words nonfinite = {};
-    for (std::int64_t i = 0; i < panel; i += Format::depth, row += Format::depth * stride) {
-        for (std::int64_t column = 0; column < columns; column += panel) {
-            const std::int64_t width = least<std::int64_t>(panel, columns - column);
-            auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
-            if (i + 1 < here && column + panel <= n &&
-                value_pairs<Format, T, Zeroed>(row + column, stride, words, nonfinite))
-                continue;
-            for (std::int64_t d = column; d < column + width; d += lanes) {
-                store(words + d - column,
-                      i < here ? value_words<Format, T, Zeroed>(row + d, stride, i + 1 < here, n - d, nonfinite)
-                               : Words{});
-            }
-        }
-    }
-    if (!any_nonfinite<Format>(nonfinite)) return false;
-    if constexpr (!Zeroed) pack_key_panel<Format, T, true>(rows, tile, at, here, n, to);
-    return true;
-}
-
 template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
@@ -332,17 +305,15 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
             prefetch(row_of<const T>(o.k, b, h, i), p.dim_qk);
             prefetch(row_of<const T>(o.v, b, h, i), p.dim_v);
         }
-        auto *k = part.k + at * sizes.words;
-        pack_keys<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, k);
+        pack_key_panel<Format, T>(p, o, sizes, b, h, key, here, part.k + at * sizes.words);
         pack_keys<Format>(row_of<const T>(o.v, b, h, key), o.v.stride_token, here, p.dim_v, sizes.value_words,
                           part.v + at * sizes.value_words);
-        bool nonfinite = pack_key_panel<Format, T>(o.k, tile, at, here, p.dim_qk, part.k_keys);
+        constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+        bool nonfinite = pack_values<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, deep,
+                                             at, part.k_keys);
         if (p.dim_rope) {
-            pack_keys<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here, p.dim_rope,
-                              sizes.words - sizes.main_words, k + sizes.main_words * panel);
-            nonfinite |=
-                pack_key_panel<Format, T>(o.k_rope, tile, at, here, p.dim_rope,
-                                          part.k_keys + sizes.main_columns * (tile_keys<Format> / Format::depth));
+            nonfinite |= pack_values<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here,
+                                             p.dim_rope, deep, at, part.k_keys + sizes.main_columns * deep);
         }
         part.nonfinite[at / panel] = nonfinite;
     }

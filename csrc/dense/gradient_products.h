@@ -228,15 +228,13 @@ template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
                     const RaggedRows<Panels> &ragged, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
-    const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
-        multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel,
-                                                        ragged, to + d * panel, columns * panel);
-    };
-    std::int64_t d = 0;
-    for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
-    // Columns are whole vectors: what remains is a third or two thirds.
-    if (columns - d > height / 3) multiply(std::integral_constant<int, height / 3 * 2>{}, d);
-    else if (columns > d) multiply(std::integral_constant<int, height / 3>{}, d);
+    for (std::int64_t d = 0; d < columns; d += height) {  // whole vectors: what remains is a third or two thirds
+        with_height<height>(columns - d, [&](auto rows_at_once) __attribute__((always_inline)) {
+            multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights,
+                                                            KeyPart<Format>::depth * panel, ragged, to + d * panel,
+                                                            columns * panel);
+        });
+    }
 }
 
 // Panels of keys from `at` on begin at zero, unless they have sums already.

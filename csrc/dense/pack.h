@@ -152,28 +152,41 @@ FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Forma
 
 template <class Format> FUSION_INLINE bool any_nonfinite(Words nonfinite) { return any(nonfinite & signs<Format>); }
 
-// One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
-template <class Format, class T, bool Zeroed>
-bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
-                 const Packed<Format> &to, std::int64_t key) {
+// A panel of keys, `here` rows of n elements, at key `key` of the last operand of a product over keys, which has `deep`
+// words of every column; with zeros for what is not finite. Returns whether anything is: few are, so first all is
+// packed.
+template <class Format, class T, bool Zeroed = false>
+bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t deep,
+                 std::int64_t key, typename Format::Word *to) {
+    const std::int64_t columns = round_up<std::int64_t>(n, lanes);
     Words nonfinite = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
-        for (std::int64_t column = 0; column < sizes.value_columns; column += panel) {
-            const std::int64_t width = least<std::int64_t>(panel, sizes.value_columns - column);
-            auto *at = to.values(column, key + i, width);
+        for (std::int64_t column = 0; column < columns; column += panel) {
+            const std::int64_t width = least<std::int64_t>(panel, columns - column);
+            auto *at = to + column * deep + (key + i) / Format::depth * width;
             if (i + 1 < here && column + panel <= n &&
                 value_pairs<Format, T, Zeroed>(row + column, stride, at, nonfinite))
                 continue;
-            for (std::int64_t d = 0; d < width; d += lanes) {
-                const Words words = i < here ? value_words<Format, T, Zeroed>(row + column + d, stride, i + 1 < here,
-                                                                              n - column - d, nonfinite)
-                                             : Words{};
-                store(at + d, words);
+            for (std::int64_t d = column; d < column + width; d += lanes, at += lanes) {
+                store(at, i < here ? value_words<Format, T, Zeroed>(row + d, stride, i + 1 < here, n - d, nonfinite)
+                                   : Words{});
             }
         }
     }
-    return any_nonfinite<Format>(nonfinite);
+    if (!any_nonfinite<Format>(nonfinite)) return false;
+    if constexpr (!Zeroed) pack_values<Format, T, true>(first, stride, here, n, deep, key, to);
+    return true;
+}
+
+// A panel of keys with their ropes.
+template <class Format, class T>
+void pack_key_panel(const Problem &p, const Operands &o, const Sizes<Format> &sizes, std::int64_t b, std::int64_t head,
+                    std::int64_t key, std::int64_t here, typename Format::Word *to) {
+    pack_keys<Format>(row_of<const T>(o.k, b, head, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, to);
+    if (!p.dim_rope) return;
+    pack_keys<Format>(row_of<const T>(o.k_rope, b, head, key), o.k_rope.stride_token, here, p.dim_rope,
+                      sizes.words - sizes.main_words, to + sizes.main_words * panel);
 }
 
 template <class Format, class T>
@@ -186,16 +199,9 @@ void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int6
     for (std::int64_t i = first; i < end; ++i) {
         const std::int64_t key = i * panel, token = unit.key_begin + key;
         const std::int64_t here = least<std::int64_t>(panel, seq.kv_len - token);
-        auto *k = packed.k + key * sizes.words;
-        pack_keys<Format>(row_of<const T>(o.k, unit.seq, unit.head, token), o.k.stride_token, here, p.dim_qk,
-                          sizes.main_words, k);
-        if (p.dim_rope) {
-            pack_keys<Format>(row_of<const T>(o.k_rope, unit.seq, unit.head, token), o.k_rope.stride_token, here,
-                              p.dim_rope, sizes.words - sizes.main_words, k + sizes.main_words * panel);
-        }
-        const T *v = row_of<const T>(o.v, unit.seq, unit.head, token);
-        packed.nonfinite[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
-        if (packed.nonfinite[i]) pack_values<Format, T, true>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+        pack_key_panel<Format, T>(p, o, sizes, unit.seq, unit.head, token, here, packed.k + key * sizes.words);
+        packed.nonfinite[i] = pack_values<Format>(row_of<const T>(o.v, unit.seq, unit.head, token), o.v.stride_token,
+                                                  here, p.dim_v, packed.keys / Format::depth, key, packed.v);
     }
 }
 

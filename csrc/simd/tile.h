@@ -92,10 +92,10 @@ template <class Body> FUSION_INLINE void for_panels(std::int64_t columns, Body b
     narrow_panel(columns, [&](auto vectors) __attribute__((always_inline)) { body(vectors, at); });
 }
 
-// body(height) with the least of a third, two thirds and all of a block's rows that holds so many.
-template <class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
-    constexpr int third = block_rows / 3;
-    if (rows > 2 * third) return body(std::integral_constant<int, block_rows>{});
+// body(height) with the least of a third, two thirds and all of `whole` rows that holds so many.
+template <int whole = block_rows, class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
+    constexpr int third = whole / 3;
+    if (rows > 2 * third) return body(std::integral_constant<int, whole>{});
     if (rows > third) return body(std::integral_constant<int, 2 * third>{});
     body(std::integral_constant<int, third>{});
 }

@@ -24,14 +24,6 @@ template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t 
     return row_of<const T>(keys.rows, b, head, j % keys.page_size) + page * keys.stride_page;
 }
 
-template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
-    switch (dtype) {
-        case Dtype::float32: return body(float{});
-        case Dtype::float16: return body(Half{});
-        case Dtype::bfloat16: return body(Brain{});
-    }
-}
-
 // The indexer's weights of one row, zeros behind them up to `pitch`.
 inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64_t b, std::int64_t row,
                          std::int64_t pitch, float *to) {
@@ -219,16 +211,10 @@ template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body)
     constexpr int third = block_rows / 3;
     for (std::int64_t at = 0; at < rows;) {
         const std::int64_t left = rows - at, thirds = (left + third - 1) / third;
-        if (thirds >= 3 && thirds != 4) {
-            body(std::integral_constant<int, block_rows>{}, at);
-            at += block_rows;
-        } else if (thirds > 1) {
-            body(std::integral_constant<int, 2 * third>{}, at);
-            at += 2 * third;
-        } else {
-            body(std::integral_constant<int, third>{}, at);
-            at += third;
-        }
+        with_height(thirds == 4 ? 2 * third : left, [&](auto height) __attribute__((always_inline)) {
+            body(height, at);
+            at += height();
+        });
     }
 }
 
