@@ -3,7 +3,7 @@
 #pragma once
 
 #include "data/problem.h"
-#include "simd/formats.h"
+#include "simd/types.h"
 
 namespace fusion {
 namespace {

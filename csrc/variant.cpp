@@ -10,6 +10,7 @@
 #include "dense/gradient.h"
 #include "peak.h"
 #include "kernel_table.h"
+#include "simd/formats.h"
 
 namespace fusion {
 namespace {

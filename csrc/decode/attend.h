@@ -228,12 +228,7 @@ __attribute__((noinline)) void finish_scores(const DecodeWork<F> &w, std::int64_
 }
 
 inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char **rows, float *scale, float *offset) {
-    if (q.kind == Dequant::channel) {
-        const auto *own = reinterpret_cast<const float *>(cache_row(q.scale, span.seq, span.head, 0));
-        const char *plus = q.offset.base ? cache_row(q.offset, span.seq, span.head, 0) : nullptr;
-        return {q.kind, own, reinterpret_cast<const float *>(plus)};
-    }
-    if (q.kind == Dequant::none) return {q.kind, nullptr, nullptr};
+    if (q.kind != Dequant::token) return channel_meaning(q, span.seq, span.head);
     find_values(q.scale, span, rows, scale);
     if (q.offset.base) find_values(q.offset, span, rows, offset);
     return {q.kind, scale, q.offset.base ? offset : nullptr};
@@ -325,13 +320,9 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
 
 // Brings columns in order and gives sums of stored integers their meaning; false where something is not finite.
 template <class F> bool settle(const DecodeWork<F> &w) {
-    const Quantised &v = w.o.quantised_values;
-    const bool scaled = F::integer && v.kind == Dequant::channel;
-    const float *scale =
-        scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
-    const float *offset = scaled && v.offset.base
-                              ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0))
-                              : nullptr;
+    // Floats have taken their meaning with them when they were staged.
+    const Meaning v = F::integer ? channel_meaning(w.o.quantised_values, w.unit.seq, w.kv_head)
+                                 : Meaning{Dequant::none, nullptr, nullptr};
     Ints largest = {};
     for (std::int64_t row = 0; row < w.rows(); ++row) {
         const float *state = w.state(row);
@@ -343,9 +334,9 @@ template <class F> bool settle(const DecodeWork<F> &w) {
             F::order(x[0], x[1]);
             FUSION_UNROLL for (int i = 0; i < 2; ++i) {
                 const std::int64_t at = d + i * lanes;
-                if (F::integer && v.kind == Dequant::token) x[i] += all(state[2]);
-                if (offset) x[i] += load_floats(offset + at, n - at) * all(state[1]);
-                if (scale) x[i] *= load_floats(scale + at, n - at);
+                if (v.kind == Dequant::token) x[i] += all(state[2]);
+                if (v.offset) x[i] += load_floats(v.offset + at, n - at) * all(state[1]);
+                if (v.scale) x[i] *= load_floats(v.scale + at, n - at);
                 const Ints size = (Ints)(bits_of(x[i]) & 0x7fffffff);
                 largest = size > largest ? size : largest;
                 store(out + at, x[i]);

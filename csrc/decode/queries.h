@@ -188,20 +188,15 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
     constexpr int word = F::elements, parts = F::parts;
     const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
-    const Quantised &k = w.o.quantised_keys;
-    const float *scale = nullptr, *offset = nullptr;
-    if (k.kind == Dequant::channel) {
-        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.kv_head, 0));
-        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.kv_head, 0));
-    }
+    const Meaning k = channel_meaning(w.o.quantised_keys, w.unit.seq, w.kv_head);
     float *line = w.s.line;
     std::memset(line, 0, size * 4);
     load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
     Floats plus = {}, sum = {}, top = {}, nonfinite = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         Floats x = load<Floats>(line + d);
-        if (scale) x *= load_floats(scale + d, n - d);
-        if (offset) plus += x * load_floats(offset + d, n - d);
+        if (k.scale) x *= load_floats(k.scale + d, n - d);
+        if (k.offset) plus += x * load_floats(k.offset + d, n - d);
         sum += x;
         nonfinite += x - x;
         top = larger(top, larger(x, -x));

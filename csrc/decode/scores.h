@@ -27,7 +27,7 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 template <class F> constexpr bool feeds = !F::integer;
 
 // The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own
-// order.
+// order. No PrefetchQueue: rows of pages are known by their addresses, and this stands in the loop over words of a key.
 class LinePrefetch {
 public:
     LinePrefetch() = default;

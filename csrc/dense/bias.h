@@ -38,7 +38,8 @@ inline Stored table_row(const Sequence &seq, std::int64_t row) {
 }
 
 template <class T>
-void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
+__attribute__((noinline)) void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale,
+                                       float factor) {
     const Stored at = table ? table_row(seq, r.row) : Stored{r.row, 0};
     const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, at.row);
     const std::int64_t from = r.first + at.shift;

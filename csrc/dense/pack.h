@@ -12,7 +12,6 @@
 #pragma once
 
 #include "simd/carve.h"
-#include "simd/formats.h"
 
 namespace fusion {
 namespace {

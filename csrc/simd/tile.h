@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "simd/formats.h"
+#include "simd/types.h"
 
 namespace fusion {
 namespace {

@@ -2,10 +2,11 @@
 
 #pragma once
 
+#include "simd/types.h"  // IWYU pragma: export
 #if defined(__AVX512F__)
-#include "simd/vec_avx512.h"
+#include "simd/vec_avx512.h"  // IWYU pragma: export
 #else
-#include "simd/vec_portable.h"
+#include "simd/vec_portable.h"  // IWYU pragma: export
 #endif
 
 namespace fusion {

@@ -269,7 +269,8 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
 }
 
 // Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
-// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
+// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead. No PrefetchQueue:
+// each key's rows lie elsewhere, and products between two keys differ in length.
 template <class T> class KeyPrefetch {
 public:
     // cost: words multiplied for each key.
