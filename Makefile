@@ -86,7 +86,7 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
 
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*)
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 # OpenMP's header is GCC's: clang-tidy brings none.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp)

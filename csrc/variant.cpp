@@ -9,7 +9,8 @@
 #include "dense/forward.h"
 #include "dense/gradient.h"
 #include "peak.h"
-#include "single.h"
+#include "kernel_table.h"
+#include "simd/formats.h"
 
 namespace fusion {
 namespace {
@@ -22,34 +23,22 @@ template <class Format> std::size_t scratch_bytes(const Problem &problem) {
     return Scratch<Format>(Sizes<Format>(problem), nullptr).bytes;
 }
 
-void pack_single(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
-    FUSION_SINGLE(pack_panels, (job, unit, first, end))
-}
-
-std::int64_t attend_single(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
-                           void *scratch) {
-    FUSION_SINGLE(attend, (job, unit, head, tile, ahead, scratch))
-}
-
 template <class Format> std::size_t row_bytes(const Problem &problem, std::int64_t rows) {
-    return RowPart<Format>(GradientSizes<Format>(problem), rows, nullptr).bytes;
+    return RowPart<Format>(Sizes<Format>(problem), rows, nullptr).bytes;
 }
 
 template <class Format> std::size_t key_bytes(const Problem &problem) {
-    return KeyPart<Format>(GradientSizes<Format>(problem), nullptr).bytes;
+    return KeyPart<Format>(Sizes<Format>(problem), nullptr).bytes;
 }
 
-RowNotes pack_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(pack_rows, (job, rows)) }
-
-void load_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(load_keys, (job, keys)) }
-
-void meet_single(const Job &job, const RowTile &rows, const KeyTile &keys, const GradientAhead &ahead) {
-    FUSION_SINGLE(meet, (job, rows, keys, ahead))
+template <class Format> constexpr Kernels kernels() {
+    return {packed_bytes<Format>, scratch_bytes<Format>, FUSION_KERNEL(pack_panels), FUSION_KERNEL(attend)};
 }
 
-void store_keys_single(const Job &job, const KeyTile &keys) { FUSION_SINGLE(store_dk_dv, (job, keys)) }
-
-void store_rows_single(const Job &job, const RowTile &rows) { FUSION_SINGLE(store_dq, (job, rows)) }
+template <class Format> constexpr GradientKernels gradient_kernels() {
+    return {tile_keys<Format>,        row_bytes<Format>,         key_bytes<Format>,          FUSION_KERNEL(pack_rows),
+            FUSION_KERNEL(load_keys), FUSION_KERNEL(accumulate), FUSION_KERNEL(store_dk_dv), FUSION_KERNEL(store_dq)};
+}
 
 std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }
 
@@ -110,21 +99,17 @@ constexpr Variant variant = {
     FUSION_VARIANT_NAME,
     lanes,
     panel,
-    {packed_bytes<Single>, scratch_bytes<Single>, pack_single, attend_single},
+    kernels<Single>(),
 #if defined(__AVX512BF16__)
-    {packed_bytes<Pair>, scratch_bytes<Pair>, pack_panels<Pair, Brain>, attend<Pair, Brain>},
-#else
-    {},
-#endif
-    {tile_keys<Single>, row_bytes<Single>, key_bytes<Single>, pack_rows_single, load_keys_single, meet_single,
-     store_keys_single, store_rows_single},
-#if defined(__AVX512BF16__)
-    {tile_keys<Pair>, row_bytes<Pair>, key_bytes<Pair>, pack_rows<Pair, Brain>, load_keys<Pair, Brain>,
-     meet<Pair, Brain>, store_dk_dv<Pair, Brain>, store_dq<Pair, Brain>},
+    kernels<Pair>(),
+    gradient_kernels<Single>(),
+    gradient_kernels<Pair>(),
     decode_kernels,
     float_work,
     pair_work,
 #else
+    {},
+    gradient_kernels<Single>(),
     {},
     decode_kernels,
     float_work,

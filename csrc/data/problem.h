@@ -81,21 +81,21 @@ struct Unit {
     char *packed;
 };
 
-// Rows that a thread reads after a tile, which are asked for while it computes the tile: nothing depends on them.
-struct Ahead {
-    struct Part {
-        const char *first = nullptr;
-        std::int64_t stride = 0, rows = 0, bytes = 0;  // from row to row; how many; of each
-    };
-    Part q, k, v;
+struct PrefetchRows {  // rows of memory that are read or written soon
+    const char *first;
+    std::int64_t stride, rows, bytes;  // from row to row; how many; of each
 };
 
-struct GradientAhead {               // the same for the backward, and the memory of results that are stored soon
+// What is asked for while a tile is computed: what its thread reads next, and the backward's results that are stored
+// soon. Nothing depends on it.
+struct Prefetches {
     static constexpr int most = 16;  // keys, their gradients, and three of each of four tiles of rows
-    Ahead::Part parts[most];
+    PrefetchRows parts[most];
     int count = 0;
 
-    void add(const Ahead::Part &part) { parts[count++] = part; }
+    void add(const PrefetchRows &part) {
+        if (part.rows > 0) parts[count++] = part;
+    }
 };
 
 struct RowTile {  // query rows [row0, row1) of one head, packed for the backward

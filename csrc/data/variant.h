@@ -18,7 +18,8 @@ struct Kernels {
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
     // Computes one tile of one query head; returns how many of its rows are empty.
-    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Ahead &, void *scratch);
+    std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Prefetches &,
+                           void *scratch);
 };
 
 // The same for the backward. A tile of keys belongs to one thread from load_keys to store_keys.
@@ -28,7 +29,7 @@ struct GradientKernels {
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
     RowNotes (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
-    void (*meet)(const Job &, const RowTile &, const KeyTile &, const GradientAhead &);
+    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);
     void (*store_rows)(const Job &, const RowTile &);
 };
@@ -60,7 +61,7 @@ struct Variant {
         return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;
     }
     const GradientKernels &gradient_kernels(Dtype dtype) const {
-        return dtype == Dtype::bfloat16 && gradients_as_pairs.meet ? gradients_as_pairs : gradients_as_float;
+        return dtype == Dtype::bfloat16 && gradients_as_pairs.accumulate ? gradients_as_pairs : gradients_as_float;
     }
 };
 

@@ -60,7 +60,7 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
 // stored integers become 16-bit numbers, of which each stands for `factor`.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                         float *scores, Ahead &keys, std::int64_t lines) {
+                                         float *scores, LinePrefetch &keys, std::int64_t lines) {
     float *state = w.state(row), peak = state[0];
     Floats largest = all(-infinity);
     for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
@@ -94,7 +94,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
                 if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
             }
         }
-        F::put(weights, c, low * all(share), high * all(share));
+        F::store_elements(weights, c, low * all(share), high * all(share));
     }
     w.s.fade[i] = fade;
     w.s.factor[i] = F::integer ? top / 32767.0f : 1.0f;
@@ -108,14 +108,14 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
 // Rows [i, i + M) of a block, N vectors of columns from column `d` on.
 template <class F, int M, int N>
 __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                          std::int64_t d, Ahead &ahead) {
+                                          std::int64_t d, LinePrefetch &ahead) {
     constexpr std::int64_t fetched = F::bytes(N * lanes);
     typename F::Sum sum[M][N] = {};
     const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t at = F::bytes(d);
     const char *const *rows = w.s.value_rows;
     constexpr int lines = F::bytes(F::depth * N * lanes) / 64;
-    Ahead next = ahead;
+    LinePrefetch next = ahead;
     const bool follows = next.any() && at % 64 == 0 && at < row_bytes(w.p.storage, w.p.dim_qk);
     const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
@@ -124,13 +124,13 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             const std::int64_t from = at + F::bytes(j * lanes);
             F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
         }
-        // Once more: of the rows soon to come, behind the last of which are the first of the rows ahead.
-        const char *const *const soon = key < again ? rows + key + again_values
-                                        : follows   ? w.s.next_rows + key - again
-                                                    : nullptr;
-        if (soon) {
+        // Once more: of the rows that come next, behind the last of which are the first of the rows ahead.
+        const char *const *const upcoming = key < again ? rows + key + again_values
+                                            : follows   ? w.s.next_rows + key - again
+                                                        : nullptr;
+        if (upcoming) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(soon[k], at + byte);
+                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(upcoming[k], at + byte);
             }
         }
         if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
@@ -157,7 +157,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
 }
 
 template <class F, int M>
-void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, Ahead &ahead) {
+void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, LinePrefetch &ahead) {
     std::int64_t d = 0;
     if constexpr (M <= 4 && lanes == 16) {
         for (; d + 4 * lanes <= w.sizes.columns; d += 4 * lanes) add_values<F, M, 4>(w, row, i, t, d, ahead);
@@ -165,7 +165,8 @@ void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, con
     for (; d < w.sizes.columns; d += column_unit) add_values<F, M, 2>(w, row, i, t, d, ahead);
 }
 
-template <class F> void value_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, Ahead ahead) {
+template <class F>
+void value_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, LinePrefetch ahead) {
     for (std::int64_t i = 0; i < b.rows; i += value_rows) {
         const std::int64_t left = b.rows - i, row = b.row + i;
         if (left > 4) {
@@ -207,8 +208,8 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
         const float weight = power((scores[c] - peak) * w.factor);
         const float *value = reinterpret_cast<const float *>(w.s.value_rows[c]);
         for (std::int64_t d = 0; d < w.p.dim_v; ++d) {
-            const bool wild = value[d] - value[d] != 0.0f;
-            out[d] += (wild ? most(weight, least_weight) : weight) * value[d];
+            const bool nonfinite = value[d] - value[d] != 0.0f;
+            out[d] += (nonfinite ? most(weight, least_weight) : weight) * value[d];
         }
         state[1] += weight;
     }
@@ -217,21 +218,17 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
 // ----------------------------------------------------------------------------------------------------- from end to end
 
 template <class F>
-__attribute__((noinline)) void dress_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
+__attribute__((noinline)) void finish_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t,
+                                             float *scores) {
     if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
     const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
-    if (w.dressed && !scaled)
+    if (w.score_pass && !scaled)
         add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
     hide_row(w, row, t, scores);
 }
 
 inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char **rows, float *scale, float *offset) {
-    if (q.kind == Dequant::channel) {
-        const auto *own = reinterpret_cast<const float *>(cache_row(q.scale, span.seq, span.head, 0));
-        const char *plus = q.offset.base ? cache_row(q.offset, span.seq, span.head, 0) : nullptr;
-        return {q.kind, own, reinterpret_cast<const float *>(plus)};
-    }
-    if (q.kind == Dequant::none) return {q.kind, nullptr, nullptr};
+    if (q.kind != Dequant::token) return channel_meaning(q, span.seq, span.head);
     find_values(q.scale, span, rows, scale);
     if (q.offset.base) find_values(q.offset, span, rows, offset);
     return {q.kind, scale, q.offset.base ? offset : nullptr};
@@ -266,11 +263,11 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
 
 // Where a unit's tiles lie: its heads side by side in memory are met tile by tile, others one after the other, so that
 // neighbouring reads are neighbours in memory.
-struct Course {
+struct TileOrder {
     std::int64_t first, tiles, heads;
     bool by_tile;
 
-    explicit Course(const DecodeUnit &u, const Cache &keys)
+    explicit TileOrder(const DecodeUnit &u, const Cache &keys)
         : first(u.begin / lanes * lanes), tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
           by_tile(keys.table || keys.stride_head[u.seq] < decode_tile * keys.stride_token) {}
 
@@ -280,11 +277,11 @@ struct Course {
 
 // The rows of the keys of a step, or of the first one of the next unit: to be fetched ahead.
 template <class F>
-void find_next(DecodeWork<F> &w, const Course &course, std::int64_t step, const DecodeUnit *next) {
+void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, const DecodeUnit *next) {
     const DecodeUnit *u = &w.unit;
     std::int64_t head = u->head, first = u->end - 1;  // nothing follows: rows that are near anyway
-    if (step < course.tiles * course.heads) {
-        head += course.head(step), first = course.key(step);
+    if (step < order.tiles * order.heads) {
+        head += order.head(step), first = order.key(step);
     } else if (next && next->begin < next->end) {
         u = next, head = u->head, first = u->begin / lanes * lanes;
     }
@@ -295,8 +292,8 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     const std::int64_t shared = w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
     const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
-    Ahead keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
-    Ahead values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes, met_keys);
+    LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
+    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes, met_keys);
     if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
@@ -307,7 +304,7 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
             float *scores = w.s.scores + i * decode_tile;
-            dress_row(w, row + i, t, scores);
+            finish_scores(w, row + i, t, scores);
             if constexpr (std::is_same_v<F, Floating>) {
                 if (w.careful) {
                     add_row_carefully(w, row + i, t, scores);
@@ -323,13 +320,9 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
 
 // Brings columns in order and gives sums of stored integers their meaning; false where something is not finite.
 template <class F> bool settle(const DecodeWork<F> &w) {
-    const Quantised &v = w.o.quantised_values;
-    const bool scaled = F::integer && v.kind == Dequant::channel;
-    const float *scale =
-        scaled ? reinterpret_cast<const float *>(cache_row(v.scale, w.unit.seq, w.kv_head, 0)) : nullptr;
-    const float *offset = scaled && v.offset.base
-                              ? reinterpret_cast<const float *>(cache_row(v.offset, w.unit.seq, w.kv_head, 0))
-                              : nullptr;
+    // Floats have taken their meaning with them when they were staged.
+    const Meaning v = F::integer ? channel_meaning(w.o.quantised_values, w.unit.seq, w.kv_head)
+                                 : Meaning{Dequant::none, nullptr, nullptr};
     Ints largest = {};
     for (std::int64_t row = 0; row < w.rows(); ++row) {
         const float *state = w.state(row);
@@ -341,9 +334,9 @@ template <class F> bool settle(const DecodeWork<F> &w) {
             F::order(x[0], x[1]);
             FUSION_UNROLL for (int i = 0; i < 2; ++i) {
                 const std::int64_t at = d + i * lanes;
-                if (F::integer && v.kind == Dequant::token) x[i] += all(state[2]);
-                if (offset) x[i] += load_floats(offset + at, n - at) * all(state[1]);
-                if (scale) x[i] *= load_floats(scale + at, n - at);
+                if (v.kind == Dequant::token) x[i] += all(state[2]);
+                if (v.offset) x[i] += load_floats(v.offset + at, n - at) * all(state[1]);
+                if (v.scale) x[i] *= load_floats(v.scale + at, n - at);
                 const Ints size = (Ints)(bits_of(x[i]) & 0x7fffffff);
                 largest = size > largest ? size : largest;
                 store(out + at, x[i]);
@@ -359,40 +352,40 @@ std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeU
                      float *partial, bool careful) {
     DecodeWork<F> w(job, unit, scratch, partial, careful);
     const bool sees = unit.begin < unit.end;
-    std::uint32_t wild = 0;
+    std::uint32_t nonfinite = 0;
     for (std::int64_t head = 0; head < unit.heads; ++head) {
-        w.turn_to(head);
+        w.select_head(head);
         for (std::int64_t row = 0; row < w.rows(); ++row) {
             std::memset(w.state(row), 0, w.stride * 4);
             w.state(row)[0] = -infinity;
         }
-        if (sees && !place_queries(w)) wild |= 1u << head;
+        if (sees && !place_queries(w)) nonfinite |= 1u << head;
     }
     if (!sees) return 0;
-    const Course course(unit, w.o.keys);
-    find_next(w, course, 0, nullptr);
-    for (std::int64_t step = 0; step < course.tiles * course.heads; ++step) {
-        const std::int64_t head = course.head(step), first = course.key(step);
+    const TileOrder order(unit, w.o.keys);
+    find_next(w, order, 0, nullptr);
+    for (std::int64_t step = 0; step < order.tiles * order.heads; ++step) {
+        const std::int64_t head = order.head(step), first = order.key(step);
         const std::int64_t count = least<std::int64_t>(decode_tile, round_up<std::int64_t>(unit.end, lanes) - first);
         DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
-        w.turn_to(head);
+        w.select_head(head);
         std::swap(w.s.key_rows, w.s.next_rows);
-        if (!(wild >> head & 1) && !load_tile(w, t)) wild |= 1u << head;
-        find_next(w, course, step + 1, next);
-        if (!(wild >> head & 1)) attend_tile(w, t);
+        if (!(nonfinite >> head & 1) && !load_tile(w, t)) nonfinite |= 1u << head;
+        find_next(w, order, step + 1, next);
+        if (!(nonfinite >> head & 1)) attend_tile(w, t);
     }
     for (std::int64_t head = 0; head < unit.heads; ++head) {
-        w.turn_to(head);
-        if (!careful && !(wild >> head & 1) && !settle(w)) wild |= 1u << head;
+        w.select_head(head);
+        if (!careful && !(nonfinite >> head & 1) && !settle(w)) nonfinite |= 1u << head;
     }
-    return wild;
+    return nonfinite;
 }
 
 template <class F>
 void attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
-    const std::uint32_t wild = attend<F>(job, unit, next, scratch, partial, false);
-    for (std::int64_t head = 0; wild >> head; ++head) {
-        if (!(wild >> head & 1)) continue;
+    const std::uint32_t nonfinite = attend<F>(job, unit, next, scratch, partial, false);
+    for (std::int64_t head = 0; nonfinite >> head; ++head) {
+        if (!(nonfinite >> head & 1)) continue;
         DecodeUnit one = unit;
         one.head += head, one.heads = 1;
         const std::int64_t floats = (unit.row1 - unit.row0) * partial_stride(*job.problem);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "decode/queries.h"
+#include "simd/statistics.h"
 
 namespace fusion {
 namespace {
@@ -34,10 +35,6 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     return first;
 }
 
-template <class T> void store_row(T *to, const float *from, std::int64_t n) {
-    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load<Floats>(from + d), n - d);
-}
-
 inline float at(const PerChannel &values, std::int64_t head, std::int64_t d, float otherwise) {
     return values.base ? values.base[head * values.stride_head + d * values.stride] : otherwise;
 }
@@ -63,11 +60,8 @@ inline void store_out(const DecodeProblem &p, const DecodeOperands &o, std::int6
                       std::int64_t token, const float *from) {
     if (p.rounding != Rounding::none)
         return store_integers(p, o, head, from, row_of<std::int8_t>(o.out, b, head, token));
-    switch (p.dtype) {
-        case Dtype::float32: return store_row(row_of<float>(o.out, b, head, token), from, p.dim_v);
-        case Dtype::float16: return store_row(row_of<Half>(o.out, b, head, token), from, p.dim_v);
-        case Dtype::bfloat16: return store_row(row_of<Brain>(o.out, b, head, token), from, p.dim_v);
-    }
+    by_dtype(p.dtype,
+             [&](auto stored) { store_scaled(row_of<decltype(stored)>(o.out, b, head, token), from, p.dim_v, 1.0f); });
 }
 
 inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float *partials) {
@@ -80,17 +74,10 @@ inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float
         const std::int64_t token = (r.row0 + i) / group, head = r.head * group + (r.row0 + i) % group;
         const float *state = merge_partials(p, r, i, partials);
         float *out = partials + r.place + i * partial_stride(p) + partial_head;
-        float peak = state[0] * natural_scale(p), sum = state[1], share = 1.0f;
-        if (p.has_sink && sum == sum) {
-            const float sink = o.sink[head], top = sink > peak ? sink : peak;
-            share = peak == top ? 1.0f : __builtin_expf(peak - top);
-            sum = sum * share + (sink == top ? 1.0f : __builtin_expf(sink - top));
-            if (sink == -infinity && top == -infinity) sum = 0.0f;
-            if (sink != sink) sum = nan;
-            peak = top;
-        }
-        if (sum != sum && peak != infinity) peak = nan;
+        float peak = state[0] * natural_scale(p), sum = state[1];
+        const float share = p.has_sink ? join_sink(o.sink[head], peak, sum) : 1.0f;
         if (peak == infinity) sum = nan;
+        else mark_nan(peak, sum);
         const bool none = peak == -infinity;
         const Floats factor = all(sum != sum ? nan : share / sum);
         for (std::int64_t d = 0; d < columns; d += lanes) {

@@ -113,7 +113,7 @@ struct Floating {
         x = load<Words>(row);
         y = load<Words>(row + lanes * 4);
     }
-    static FUSION_INLINE void put(Weight *row, std::int64_t at, Floats low, Floats high) {
+    static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         store(row + at, low);
         store(row + at + lanes, high);
     }
@@ -147,7 +147,7 @@ struct Paired {
         x = (Words)_mm512_unpacklo_epi16(a, b);
         y = (Words)_mm512_unpackhi_epi16(a, b);
     }
-    static FUSION_INLINE void put(Weight *row, std::int64_t at, Floats low, Floats high) {
+    static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         store(row + at / 2, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
     }
     static FUSION_INLINE void order(Floats &x, Floats &y) {  // four columns of x, four of y, ...
@@ -184,14 +184,14 @@ struct Integer {
                __builtin_shufflevector(row[0], row[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     }
     // Four lanes to each of four rows.
-    static FUSION_INLINE void put_quads(float *to, std::int64_t stride, Floats x) {
+    static FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
         store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
         store(to + stride, __builtin_shufflevector(x, x, 4, 5, 6, 7));
         store(to + 2 * stride, __builtin_shufflevector(x, x, 8, 9, 10, 11));
         store(to + 3 * stride, __builtin_shufflevector(x, x, 12, 13, 14, 15));
     }
     static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
-    static FUSION_INLINE void put(Weight *row, std::int64_t at, Floats low, Floats high) {
+    static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         char *to = reinterpret_cast<char *>(row) + at * 2;
         store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)low)));
         store(to + 32, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)high)));

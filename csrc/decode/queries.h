@@ -4,6 +4,7 @@
 
 #include "decode/formats.h"
 #include "decode/rows.h"
+#include "simd/carve.h"
 
 namespace fusion {
 namespace {
@@ -19,10 +20,12 @@ FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
 
 // Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
 // under a positive scale); if not, what makes a product the problem's score.
-FUSION_INLINE bool is_dressed(const DecodeProblem &p) {
+FUSION_INLINE bool needs_score_pass(const DecodeProblem &p) {
     return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
 }
-FUSION_INLINE float natural_scale(const DecodeProblem &p) { return is_dressed(p) ? 1.0f : static_cast<float>(p.scale); }
+FUSION_INLINE float natural_scale(const DecodeProblem &p) {
+    return needs_score_pass(p) ? 1.0f : static_cast<float>(p.scale);
+}
 
 inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
     switch (storage) {
@@ -67,24 +70,30 @@ struct DecodeScratch {                        // one thread's
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
-        char *at = static_cast<char *>(memory), *const origin = at;
-        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
-            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-            at += round_up<std::size_t>(count * sizeof *part, 64);
-        };
+        Carver carver(memory);
         const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
         const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
-        take(q, rows * (k + r));
-        take(start, rows * 4);
-        take(row_scale, rows), take(row_offset, rows), take(row_sum, rows), take(fade, lanes), take(factor, lanes);
-        take(scores, lanes * decode_tile), take(weights, lanes * decode_tile);
-        take(seen, decode_tile / 8);
-        take(line, 3 * (k + r));
-        take(keys, decode_tile * k * 4), take(ropes, decode_tile * r * 4), take(values, decode_tile * v * 4);
-        for (float *&part : token) take(part, decode_tile);
-        take(key_rows, decode_tile), take(next_rows, decode_tile), take(rope_rows, decode_tile);
-        take(value_rows, decode_tile), take(spare_rows, decode_tile);
-        bytes = at - origin;
+        carver.take(q, rows * (k + r));
+        carver.take(start, rows * 4);
+        carver.take(row_scale, rows);
+        carver.take(row_offset, rows);
+        carver.take(row_sum, rows);
+        carver.take(fade, lanes);
+        carver.take(factor, lanes);
+        carver.take(scores, lanes * decode_tile);
+        carver.take(weights, lanes * decode_tile);
+        carver.take(seen, decode_tile / 8);
+        carver.take(line, 3 * (k + r));
+        carver.take(keys, decode_tile * k * 4);
+        carver.take(ropes, decode_tile * r * 4);
+        carver.take(values, decode_tile * v * 4);
+        for (float *&part : token) carver.take(part, decode_tile);
+        carver.take(key_rows, decode_tile);
+        carver.take(next_rows, decode_tile);
+        carver.take(rope_rows, decode_tile);
+        carver.take(value_rows, decode_tile);
+        carver.take(spare_rows, decode_tile);
+        bytes = carver.bytes();
     }
 };
 
@@ -94,7 +103,7 @@ struct RowBlock {
     int phases, vectors;
 };
 
-template <class F> struct DecodeWork {  // a unit, of whose heads one has its turn, and all that it needs
+template <class F> struct DecodeWork {  // a unit, of whose heads one is selected, and all that it needs
     const DecodeProblem &p;
     const DecodeOperands &o;
     const Sequence &seq;
@@ -102,25 +111,25 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one has its tu
     DecodeScratch s;
     float *const partial;  // [heads][rows][partial_stride]
     const std::int64_t group, stride;
-    std::int64_t turn = 0, kv_head;
+    std::int64_t selected = 0, kv_head;
     const bool careful;
     const DecodeSizes<F> sizes;
-    const bool dressed;
+    const bool score_pass;
     const float natural, factor;  // what makes a score the problem's, and a power of two
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch),
           partial(partial_), group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head),
-          careful(careful_), sizes(p, careful_), dressed(is_dressed(p)), natural(natural_scale(p)),
+          careful(careful_), sizes(p, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)),
           factor(natural * log2_e) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
     std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
     std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
-    float *state(std::int64_t row) const { return partial + (turn * rows() + row) * stride; }  // peak, sum
+    float *state(std::int64_t row) const { return partial + (selected * rows() + row) * stride; }  // peak, sum
     float *out(std::int64_t row) const { return state(row) + partial_head; }
-    std::int64_t slot(std::int64_t row) const { return turn * slots_of(rows()) + row; }
-    void turn_to(std::int64_t head) { turn = head, kv_head = unit.head + head; }
+    std::int64_t slot(std::int64_t row) const { return selected * slots_of(rows()) + row; }
+    void select_head(std::int64_t head) { selected = head, kv_head = unit.head + head; }
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
@@ -179,27 +188,22 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
     constexpr int word = F::elements, parts = F::parts;
     const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
-    const Quantised &k = w.o.quantised_keys;
-    const float *scale = nullptr, *offset = nullptr;
-    if (k.kind == Dequant::channel) {
-        scale = reinterpret_cast<const float *>(cache_row(k.scale, w.unit.seq, w.kv_head, 0));
-        if (k.offset.base) offset = reinterpret_cast<const float *>(cache_row(k.offset, w.unit.seq, w.kv_head, 0));
-    }
+    const Meaning k = channel_meaning(w.o.quantised_keys, w.unit.seq, w.kv_head);
     float *line = w.s.line;
     std::memset(line, 0, size * 4);
     load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
-    Floats plus = {}, sum = {}, top = {}, wild = {};
+    Floats plus = {}, sum = {}, top = {}, nonfinite = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         Floats x = load<Floats>(line + d);
-        if (scale) x *= load_floats(scale + d, n - d);
-        if (offset) plus += x * load_floats(offset + d, n - d);
+        if (k.scale) x *= load_floats(k.scale + d, n - d);
+        if (k.offset) plus += x * load_floats(k.offset + d, n - d);
         sum += x;
-        wild += x - x;
+        nonfinite += x - x;
         top = larger(top, larger(x, -x));
         store(line + d, x);
     }
     const float total = sum_of(sum), added = sum_of(plus);
-    if (!(sum_of(wild) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
+    if (!(sum_of(nonfinite) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
     // Digits that two signed bytes hold, and a sum that 32 bits hold.
     const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::bias * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;

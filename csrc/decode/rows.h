@@ -92,6 +92,14 @@ struct Meaning {
     }
 };
 
+// With scales and offsets of channels, where there are such.
+FUSION_INLINE Meaning channel_meaning(const Quantised &q, std::int64_t b, std::int64_t head) {
+    if (q.kind != Dequant::channel) return {q.kind, nullptr, nullptr};
+    const char *const scale = cache_row(q.scale, b, head, 0);
+    const char *const offset = q.offset.base ? cache_row(q.offset, b, head, 0) : nullptr;
+    return {q.kind, reinterpret_cast<const float *>(scale), reinterpret_cast<const float *>(offset)};
+}
+
 // Rows of n elements become rows of `words` words behind each other, filled up with zeros: of float32 that carry their
 // meaning, or (F::stored) as they are.
 template <class F>

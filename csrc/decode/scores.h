@@ -27,14 +27,14 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 template <class F> constexpr bool feeds = !F::integer;
 
 // The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own
-// order.
-class Ahead {
+// order. No PrefetchQueue: rows of pages are known by their addresses, and this stands in the loop over words of a key.
+class LinePrefetch {
 public:
-    Ahead() = default;
+    LinePrefetch() = default;
     // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied:
     // staged ones are longer than what is stored.
-    Ahead(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
-          std::int64_t met)
+    LinePrefetch(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
+                 std::int64_t met)
         : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
         if (size_ <= 0) return;
         every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
@@ -67,8 +67,8 @@ private:
     std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
 };
 
-// Rows whose turn comes soon, once more, in the order in which they will be read.
-struct Again {
+// Rows that are read next, once more, in the order in which they will be read.
+struct RepeatPrefetch {
     const char *const *rows = nullptr;  // null: none
     std::int64_t to = 0;
 
@@ -87,14 +87,14 @@ struct Again {
 };
 
 // While P words of each of N rows are multiplied: as many lines.
-template <int P, int N> FUSION_INLINE void follow(Ahead &ahead, std::int64_t step) {
+template <int P, int N> FUSION_INLINE void follow(LinePrefetch &ahead, std::int64_t step) {
     if constexpr (P * N >= 16) ahead.fetch<P * N / 16>();
     else if (step * P * N % 16 == 0) ahead.fetch<1>();
 }
 
 template <class F, int P>
 FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
-                                Ahead &ahead, const Again &again) {
+                                LinePrefetch &ahead, const RepeatPrefetch &again) {
     for (std::int64_t step = 0; step < steps; ++step) {
         const Words query = load<Words>(q + step);
         follow<P, lanes>(ahead, step);
@@ -105,7 +105,7 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
 
 template <class F, int P>
 FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
-                              std::int64_t steps, Ahead &ahead, const Again &again) {
+                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
     constexpr int half = lanes / 2;
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints high[half], low[half];
@@ -127,14 +127,15 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
     }
 }
 
-// Once more: of the keys soon to come, behind the last of which are the first values.
+// Once more: of the keys that come next, behind the last of which are the first values.
 template <class F>
-FUSION_INLINE Again soon_again(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead,
-                               std::int64_t key) {
-    const std::int64_t soon = key + again_keys - t.count;
-    if (b.row == 0 && w.sizes.direct_keys && soon < 0) return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
-    if (soon >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
-        return {w.s.value_rows + soon, row_bytes(w.p.storage, w.p.dim_v)};
+FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                        const LinePrefetch &ahead, std::int64_t key) {
+    const std::int64_t upcoming = key + again_keys - t.count;
+    if (b.row == 0 && w.sizes.direct_keys && upcoming < 0)
+        return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
+    if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
+        return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
     }
     return {};
 }
@@ -145,7 +146,7 @@ constexpr int narrow_keys = 8;  // that are met together
 // Three or four rows, a pair of them in a vector: each key has a sum of either pair.
 template <class F>
 FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
-                              std::int64_t steps, Ahead &ahead, const Again &again, std::int64_t row) {
+                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
     for (std::int64_t line = 0; line < steps; line += 4) {
         ahead.fetch<narrow_keys>();
         again.fetch<narrow_keys>(row, line * 16);
@@ -163,12 +164,12 @@ FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *
 
 template <class F>
 __attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                          const Ahead &ahead) {
+                                          const LinePrefetch &ahead) {
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
-    Ahead next = ahead, none;
+    LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
-        const Again again = soon_again(w, b, t, ahead, from);
+        const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
         for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
             NarrowFloats sum[2][narrow_keys] = {};
             add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
@@ -212,10 +213,10 @@ FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *
 // next four, for which the processor would otherwise wait.
 template <class F, bool Fetches>
 __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                           const Ahead &ahead) {
+                                           const LinePrefetch &ahead) {
     const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
-    const char *const *rows = w.s.key_rows, *const *soon = rows + again_keys;
-    Ahead next = ahead;
+    const char *const *rows = w.s.key_rows, *const *upcoming = rows + again_keys;
+    LinePrefetch next = ahead;
     const Words *const q = w.query(b.row);
     const Ints *const start = w.start(b.row);
     float *const scores = w.s.scores, *to_scores = scores;
@@ -225,7 +226,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     }
     Ints sum[2][4] = {};  // of the four keys before
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
-        if (Fetches && key == count - again_keys) soon = w.s.value_rows;
+        if (Fetches && key == count - again_keys) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
         Ints high[2][4], low[2][4];
@@ -234,34 +235,34 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
                 high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
             }
         }
-        if (Fetches) next.fetch<4>(), fetch_four(soon, 0);
+        if (Fetches) next.fetch<4>(), fetch_four(upcoming, 0);
         add_pairs<F>(high, low, row, 0, digits);
-        F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+        F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
             add_pairs<F>(high, low, row, byte, digits);
-            if (Fetches) next.fetch<4>(), fetch_four(soon, byte + 32);
+            if (Fetches) next.fetch<4>(), fetch_four(upcoming, byte + 32);
             add_pairs<F>(high, low, row, byte + 32, digits);
         }
         if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
         FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
             FUSION_UNROLL for (int k = 0; k < 4; ++k) sum[pair][k] = (high[pair][k] << 8) + low[pair][k];
         }
-        if (Fetches) soon += 4;
+        if (Fetches) upcoming += 4;
     }
-    F::put_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+    F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
 }
 
 template <class F, int P>
 __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                          const Ahead &ahead) {
+                                          const LinePrefetch &ahead) {
     constexpr int rows = lanes / P;
     const Words *q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / P, rope_steps = w.sizes.rope_words / P;
-    Ahead next = ahead, none;
+    LinePrefetch next = ahead, none;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
-        const Again again = soon_again(w, b, t, ahead, key);
+        const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
@@ -283,7 +284,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
 }
 
 template <class F>
-void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const Ahead &ahead) {
+void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
     switch (b.phases) {
         case 1: return score_rows<F, 1>(w, b, t, ahead);
         case 2: return score_rows<F, 2>(w, b, t, ahead);

@@ -38,7 +38,8 @@ inline Stored table_row(const Sequence &seq, std::int64_t row) {
 }
 
 template <class T>
-void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale, float factor) {
+__attribute__((noinline)) void add_row(const Row &r, const Matrix &m, const Sequence &seq, bool table, float scale,
+                                       float factor) {
     const Stored at = table ? table_row(seq, r.row) : Stored{r.row, 0};
     const T *values = static_cast<const T *>(m.base) + row_of(m, r.seq, r.head, at.row);
     const std::int64_t from = r.first + at.shift;
@@ -58,7 +59,7 @@ template <bool Root> void add_distances(const Row &r, float slope, std::int64_t 
 
 // Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only
 // under a positive scale.
-inline bool is_dressed(const Problem &p) { return p.bias != Bias::none || !(p.scale > 1e-30); }
+inline bool needs_bias_pass(const Problem &p) { return p.bias != Bias::none || !(p.scale > 1e-30); }
 
 // With Bias::none the row is only scaled.
 inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq) {
@@ -73,11 +74,7 @@ inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Se
         return add_distances<true>(r, slope, seq.shift, scale);
     }
     const bool table = p.bias == Bias::table;
-    switch (o.bias.dtype) {
-        case Dtype::float32: return add_row<float>(r, o.bias, seq, table, scale, factor);
-        case Dtype::float16: return add_row<Half>(r, o.bias, seq, table, scale, factor);
-        case Dtype::bfloat16: return add_row<Brain>(r, o.bias, seq, table, scale, factor);
-    }
+    by_dtype(o.bias.dtype, [&](auto stored) { add_row<decltype(stored)>(r, o.bias, seq, table, scale, factor); });
 }
 
 }  // namespace

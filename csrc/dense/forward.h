@@ -10,6 +10,8 @@
 #include "simd/prefetch.h"
 #include "simd/masks.h"
 #include "dense/pack.h"
+#include "simd/statistics.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -22,7 +24,7 @@ static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % 
 // A function of the problem alone, since it decides in which order weights are summed.
 template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
     std::int64_t keys = most_step;
-    while (keys > 128 && keys * (sizes.words + sizes.columns / Format::depth) * 4 > step_bytes) keys /= 2;
+    while (keys > 128 && keys * (sizes.words + sizes.value_columns / Format::depth) * 4 > step_bytes) keys /= 2;
     return keys;
 }
 
@@ -39,25 +41,21 @@ template <class Format> struct Scratch {  // one thread's
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
-        char *at = static_cast<char *>(memory), *const start = at;
-        const auto take = [&at](auto *&part, std::int64_t count) __attribute__((always_inline)) {
-            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-            at += round_up<std::size_t>(count * sizeof *part, 64);
-        };
-        take(q, tile_rows * sizes.words);
-        take(out, tile_rows * sizes.columns);
-        take(sum, tile_rows * lanes);
-        take(peak, tile_rows + lanes);
-        take(shift, tile_rows + lanes);
-        take(scores, block_rows * most_step);
+        Carver carver(memory);
+        carver.take(q, tile_rows * sizes.words);
+        carver.take(out, tile_rows * sizes.value_columns);
+        carver.take(sum, tile_rows * lanes);
+        carver.take(peak, tile_rows + lanes);
+        carver.take(shift, tile_rows + lanes);
+        carver.take(scores, block_rows * most_step);
         if constexpr (Format::depth == 1) {
             weights = scores;
         } else {
-            take(weights, block_rows * most_step / Format::depth);
+            carver.take(weights, block_rows * most_step / Format::depth);
         }
-        take(seen, block_rows * most_step / 8);
-        take(keep, block_rows * most_step / 8);
-        bytes = at - start;
+        carver.take(seen, block_rows * most_step / 8);
+        carver.take(keep, block_rows * most_step / 8);
+        bytes = carver.bytes();
     }
 };
 
@@ -71,14 +69,14 @@ template <class Format> struct Work {  // a tile and all that it needs
     const Unit &unit;
     const Tile &tile;
     const std::int64_t head;
-    const bool dressed;   // scores are scaled and biased in a pass of their own
-    const float natural;  // what a score is multiplied by to give the problem's score
-    const float factor;   // and to give it as a power of two
+    const bool bias_pass;  // scores are scaled and biased in a pass of their own
+    const float natural;   // what a score is multiplied by to give the problem's score
+    const float factor;    // and to give it as a power of two
 
     Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
         : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
-          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), dressed(is_dressed(p)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), bias_pass(needs_bias_pass(p)),
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
 };
 
 // Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
@@ -93,13 +91,13 @@ struct Block {
 
 // A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
-__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, Errands &errands) {
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue<3> &queue) {
     const std::int64_t words = w.sizes.words;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
     float *scores = w.s.scores;
     for (std::int64_t c = 0; c < b.count; c += panel, k += panel * words, scores += panel) {
-        errands.run();
+        queue.step();
         if (panel_vectors == 2 && b.some_begin >= c + lanes) {
             multiply<Format, M, 1, panel_vectors, false>(q, words, k + lanes, words, scores + lanes, most_step,
                                                          nullptr);
@@ -116,34 +114,14 @@ FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const fl
     const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
     const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
     multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
-                                    w.s.out + b.row * w.sizes.columns + d, w.sizes.columns, fade);
+                                    w.s.out + b.row * w.sizes.value_columns + d, w.sizes.value_columns, fade);
 }
 
 template <class Format, int M>
 __attribute__((noinline)) void value_rows(const Work<Format> &w, const Block &b, const float *fade) {
-    std::int64_t d = 0;
-    for (; d + panel <= w.sizes.columns; d += panel) value_columns<Format, M, panel_vectors>(w, b, fade, d);
-    const std::int64_t vectors = (w.sizes.columns - d) / lanes;
-    if (vectors == 1) value_columns<Format, M, 1>(w, b, fade, d);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) value_columns<Format, M, 2>(w, b, fade, d);
-        if (vectors == 3) value_columns<Format, M, 3>(w, b, fade, d);
-    }
-}
-
-// The last block of a tile may be short: a third or two thirds of the accumulators serve it.
-template <class Format> void score_block(const Work<Format> &w, const Block &b, Errands &errands) {
-    constexpr int third = block_rows / 3;
-    if (b.rows > 2 * third) return score_rows<Format, block_rows>(w, b, errands);
-    if (b.rows > third) return score_rows<Format, 2 * third>(w, b, errands);
-    score_rows<Format, third>(w, b, errands);
-}
-
-template <class Format> void value_block(const Work<Format> &w, const Block &b, const float *fade) {
-    constexpr int third = block_rows / 3;
-    if (b.rows > 2 * third) return value_rows<Format, block_rows>(w, b, fade);
-    if (b.rows > third) return value_rows<Format, 2 * third>(w, b, fade);
-    value_rows<Format, third>(w, b, fade);
+    for_panels(w.sizes.value_columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        value_columns<Format, M, vectors()>(w, b, fade, d);
+    });
 }
 
 // ------------------------------------------------------------------------------------------- between the two products
@@ -174,7 +152,7 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
 
 // Updates the rows' peaks and gives the factors by which what was summed before shrinks. Where an infinity may be among
 // that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
-template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool wild, float *fade) {
+template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool nonfinite, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float found[padded];
     for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));
@@ -197,7 +175,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
         Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
         if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
-        if (wild) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
+        if (nonfinite) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
@@ -221,7 +199,7 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
             low = pick(lane_bits(keep, c), low, Floats{});
             high = pick(lane_bits(keep, c + lanes), high, Floats{});
         }
-        Format::put(weights, c, low, high);
+        Format::store_elements(weights, c, low, high);
     }
     return sum + other;
 }
@@ -265,18 +243,13 @@ template <class Format> void weigh_block(const Work<Format> &w, const Block &b, 
     }
 }
 
-// Bit c of row i of one of the scratch's fields of bits.
-FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t i, std::int64_t c) {
-    return bits[i * (most_step / 8) + c / 8] >> (c % 8) & 1;
+template <class Format> FUSION_INLINE bool is_nonfinite(const Work<Format> &w, std::int64_t key) {
+    return w.packed.nonfinite[(key - w.packed.first_key) / panel];
 }
 
-template <class Format> FUSION_INLINE bool is_wild(const Work<Format> &w, std::int64_t key) {
-    return w.packed.wild[(key - w.packed.first_key) / panel];
-}
-
-template <class Format> bool any_wild(const Work<Format> &w, const Block &b) {
+template <class Format> bool sees_nonfinite(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = 0; c < b.count; c += panel) {
-        if (is_wild(w, b.first + c)) return true;
+        if (is_nonfinite(w, b.first + c)) return true;
     }
     return false;
 }
@@ -293,16 +266,16 @@ template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
 
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
 // with a weight that is never 0: one that no float can hold is still more than nothing.
-template <class Format, class T> void add_wild(const Work<Format> &w, const Block &b) {
+template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
-        if (!is_wild(w, b.first + c)) continue;
+        if (!is_nonfinite(w, b.first + c)) continue;
         const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (!bit_of(w.s.seen, i, c)) continue;
-            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep, i, c)) continue;
+            if (!bit_of(w.s.seen + i * (most_step / 8), c)) continue;
+            if (w.p.dropout != Dropout::none && !bit_of(w.s.keep + i * (most_step / 8), c)) continue;
             float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
             if (weight == 0.0f) weight = least_weight;
-            float *out = w.s.out + (b.row + i) * w.sizes.columns;
+            float *out = w.s.out + (b.row + i) * w.sizes.value_columns;
             for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
                 const Floats value = load_floats(v + d, w.p.dim_v - d);
                 store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
@@ -326,24 +299,25 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
 }
 
 template <class Format, class T>
-void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_wild, Errands &errands) {
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue<3> &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
-    score_block(w, b, errands);
-    if (w.dressed) {
+    // The last block of a tile may be short.
+    with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, queue); });
+    if (w.bias_pass) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
             add_bias(row, w.p, w.o, w.seq);
         }
     }
     if (b.hidden) hide(w, b);
-    raise_peaks(w, b, met_wild, fade);
+    raise_peaks(w, b, met_nonfinite, fade);
     if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
-    const bool wild = any_wild(w, b);
-    if (wild) note_seen(w, b);
+    const bool nonfinite = sees_nonfinite(w, b);
+    if (nonfinite) note_seen(w, b);
     weigh_block(w, b, fade);
-    value_block(w, b, first ? nullptr : fade);
-    if (wild) add_wild<Format, T>(w, b);
-    met_wild |= wild;
+    with_height(b.rows, [&](auto height) { value_rows<Format, height()>(w, b, first ? nullptr : fade); });
+    if (nonfinite) add_nonfinite_values<Format, T>(w, b);
+    met_nonfinite |= nonfinite;
 }
 
 template <class Format, class T> void load_rows(const Work<Format> &w) {
@@ -359,20 +333,6 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     std::memset(w.s.q + rows * words, 0, (padded - rows) * words * sizeof *w.s.q);
     std::memset(w.s.sum, 0, padded * lanes * sizeof *w.s.sum);
     for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
-}
-
-// One more logit in the denominators of `lanes` rows, from row `first` of the tile on.
-template <class Format> void add_sink(const Work<Format> &w, Floats &sum, Floats &peak, Floats &share) {
-    const float sink = w.o.sink[w.head];
-    for (int i = 0; i < lanes; ++i) {
-        if (sum[i] != sum[i]) continue;
-        const float top = sink > peak[i] ? sink : peak[i];
-        const float fade = peak[i] == top ? 1.0f : __builtin_expf(peak[i] - top);
-        share[i] *= fade;
-        sum[i] = sum[i] * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
-        if (sink == -infinity && top == -infinity) sum[i] = 0.0f;
-        peak[i] = top;
-    }
 }
 
 // Divides, and writes out and statistics; returns how many rows are empty.
@@ -395,16 +355,19 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
             sum *= share;
         }
         Floats peak = highest * w.natural;
-        if (w.p.has_sink) add_sink(w, sum, peak, share);
-        peak = sum == sum ? peak : all(__builtin_nanf(""));
-        sum = peak == all(infinity) ? all(__builtin_nanf("")) : sum;
+        for (int i = 0; w.p.has_sink && i < lanes; ++i) {
+            float top = peak[i], joined = sum[i];
+            share[i] *= join_sink(w.o.sink[w.head], top, joined);
+            peak[i] = top, sum[i] = joined;
+        }
+        mark_nan(peak, sum);
         const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
             const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
-            const float *from = w.s.out + (first + i) * w.sizes.columns;
+            const float *from = w.s.out + (first + i) * w.sizes.value_columns;
             if (zeros) std::memset(out, 0, dim * sizeof *out);
             else store_scaled(out, from, dim, factors[i]);
             empty += none;
@@ -419,21 +382,15 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
 }
 
 // What is asked for during a tile: its own results' memory, and what the thread reads next.
-template <class Format, class T>
-Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
-    const std::int64_t rows = w.tile.row1 - w.tile.row0;
-    const auto written = [&](auto *first, const Rows &view, std::int64_t dim) __attribute__((always_inline)) {
-        return Ahead::Part{reinterpret_cast<const char *>(first),
-                           view.stride_token * static_cast<std::int64_t>(sizeof *first), rows,
-                           dim * static_cast<std::int64_t>(sizeof *first)};
-    };
-    Errands out;
-    out.add(written(row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0), w.o.out, w.p.dim_v));
+template <class Format, class T> PrefetchQueue<3> queue_of(const Work<Format> &w, const Prefetches &ahead) {
+    const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
+    PrefetchQueue<3> out;
+    out.add(prefetch_rows<T>(w.o.out, seq, w.head, row0, rows, w.p.dim_v));
     if (w.o.max.base) {
-        out.add(written(row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0), w.o.max, 1));
-        out.add(written(row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0), w.o.sum, 1));
+        out.add(prefetch_rows<float>(w.o.max, seq, w.head, row0, rows, 1));
+        out.add(prefetch_rows<float>(w.o.sum, seq, w.head, row0, rows, 1));
     }
-    for (const Ahead::Part *part : {&ahead.q, &ahead.k, &ahead.v}) out.add(*part);
+    for (int i = 0; i < ahead.count; ++i) out.add(ahead.parts[i]);
     std::int64_t panels = 0;  // that some block of rows meets
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         panels +=
@@ -444,20 +401,20 @@ Errands errands_of(const Work<Format> &w, const Ahead &ahead) {
 }
 
 template <class Format, class T>
-std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Ahead &ahead,
+std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
     const Work<Format> w(job, unit, head, tile, scratch);
-    Errands errands = errands_of<Format, T>(w, ahead);
+    PrefetchQueue<3> queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_wild = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += block_rows) {
             const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
             if (!b.count) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_wild, errands);
+            attend_block<Format, T>(w, b, !met[row / block_rows], met_nonfinite, queue);
             met[row / block_rows] = true;
         }
     }

@@ -5,7 +5,7 @@
 //   dq += dS k                    block by block
 //   dv^T += dout^T (P * M), dk^T += q^T dS            for all rows of the tile at once, one panel of keys at a time
 //
-// Start reading at meet().
+// Start reading at accumulate().
 
 #pragma once
 
@@ -17,13 +17,33 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ between the products
 
-FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
+// What makes weights of scores in `depth` rows of a block, from row i on.
+template <class Format, bool SmallPeaks> struct RowFactors {
+    static constexpr int depth = Format::depth;
+    float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
+    bool small_peak[depth] = {};
+    int there;
+
+    FUSION_INLINE RowFactors(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t i)
+        : there(static_cast<int>(least<std::int64_t>(depth, b.rows - i))) {
+        for (int e = 0; e < there; ++e) {
+            peak[e] = w.r.peak[b.row + i + e];
+            share[e] = w.r.share[b.row + i + e];
+            delta[e] = w.r.delta[b.row + i + e];
+            if constexpr (Format::fused) {
+                shift[e] = w.r.shift[b.row + i + e];
+                small_peak[e] = SmallPeaks || (!w.wide_dbias && !w.r.large_peak[b.row + i + e]);
+            }
+        }
+    }
+};
 
 // P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen (where something is
 // not finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were.
-// Near: scale, maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's bits
-// depend on its neighbours.
-template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(const Meeting<Format> &w, const Meet &b) {
+// SmallPeaks: scale, maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's
+// bits depend on its neighbours.
+template <class Format, bool Drops, bool Hidden, bool SmallPeaks>
+void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
     // Copies: for all the compiler knows, a store may change what w refers to.
@@ -32,31 +52,22 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
-        float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
-        bool near[depth] = {};
-        const int there = static_cast<int>(least<std::int64_t>(depth, b.rows - i));
-        for (int e = 0; e < there; ++e) {
-            peak[e] = w.r.peak[b.row + i + e];
-            share[e] = w.r.share[b.row + i + e];
-            delta[e] = w.r.delta[b.row + i + e];
-            if constexpr (Format::fused) {
-                shift[e] = w.r.shift[b.row + i + e];
-                near[e] = Near || (!w.wide_dbias && !w.r.far[b.row + i + e]);
-            }
-        }
+        const RowFactors<Format, SmallPeaks> r(w, b, i);
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
         for (std::int64_t c = 0; c < count; c += 2 * lanes) {
             Floats p[2][depth] = {}, ds[2][depth] = {};
             FUSION_UNROLL for (int e = 0; e < depth; ++e) {
-                if (e >= there) break;
+                if (e >= r.there) break;
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     Floats weight = load<Floats>(scores + at);
                     // The product is rounded as the saved maximum was, so that their difference is exact.
-                    const auto exact = [&] { return exp2((rounded(weight * natural) - peak[e]) * log2_e) * share[e]; };
+                    const auto exact = [&] {
+                        return exp2((rounded(weight * natural) - r.peak[e]) * log2_e) * r.share[e];
+                    };
                     if constexpr (Format::fused) {
-                        weight = Near || near[e] ? Format::power(weight * factor - shift[e]) : exact();
+                        weight = SmallPeaks || r.small_peak[e] ? Format::power(weight * factor - r.shift[e]) : exact();
                     } else {
                         weight = exact();
                     }
@@ -66,7 +77,7 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
                         kept = pick(bits, weight, Floats{});
                         dprob = pick(bits, dprob * kept_factor, Floats{});
                     }
-                    Floats dscore = weight * (dprob - delta[e]);
+                    Floats dscore = weight * (dprob - r.delta[e]);
                     if constexpr (Hidden) {
                         const std::uint32_t bits = lane_bits(k.seen + (i + e) * (keys / 8), c + u * lanes);
                         kept = pick(bits, kept, Floats{});
@@ -76,12 +87,12 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
                     ds[u][e] = dscore;
                     if (wants_dbias) store(scores + at, dscore);
                 }
-                Format::put(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
+                Format::store_elements(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
             Words kept[2], dscores[2];
-            Format::stack(p[0], p[1], kept);
-            Format::stack(ds[0], ds[1], dscores);
+            Format::join(p[0], p[1], kept);
+            Format::join(ds[0], ds[1], dscores);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                 store(k.prob_rows + to + u * lanes, kept[u]);
                 store(k.dscore_rows + to + u * lanes, dscores[u]);
@@ -90,19 +101,18 @@ template <class Format, bool Drops, bool Hidden, bool Near> void weigh_block(con
     }
 }
 
-template <class Format, bool Near> void weigh_any(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void choose_softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     const bool drops = w.p.dropout != Dropout::none;
-    if (drops && b.hidden) return weigh_block<Format, true, true, Near>(w, b);
-    if (drops) return weigh_block<Format, true, false, Near>(w, b);
-    if (b.hidden) return weigh_block<Format, false, true, Near>(w, b);
-    weigh_block<Format, false, false, Near>(w, b);
-}
-
-template <class Format> void weigh(const Meeting<Format> &w, const Meet &b) {
+    const auto choose = [&](auto small_peaks) {
+        if (drops && b.hidden) return softmax_gradient<Format, true, true, small_peaks()>(w, b);
+        if (drops) return softmax_gradient<Format, true, false, small_peaks()>(w, b);
+        if (b.hidden) return softmax_gradient<Format, false, true, small_peaks()>(w, b);
+        softmax_gradient<Format, false, false, small_peaks()>(w, b);
+    };
     if constexpr (Format::fused) {
-        if (b.near) return weigh_any<Format, true>(w, b);
+        if (b.small_peaks) return choose(std::true_type{});
     }
-    weigh_any<Format, false>(w, b);
+    choose(std::false_type{});
 }
 
 // -------------------------------------------------------------------------------------------------- what is not finite
@@ -114,69 +124,70 @@ float weight_of(const typename Format::Word *weights, std::int64_t row, std::int
 }
 
 // The elements of a row that packing left out, times a weight, to every `stride`-th float from `to` on.
-template <class T> void add_wild_row(const T *row, std::int64_t n, float weight, float *to, std::int64_t stride) {
+template <class T> void add_nonfinite_row(const T *row, std::int64_t n, float weight, float *to, std::int64_t stride) {
     for (std::int64_t d = 0; d < n; ++d) {
         const Floats value = load_floats(row + d, 1);
         if (any(not_finite(bits_of(value)))) to[d * stride] += value[0] * weight;
     }
 }
 
-template <class Format, class T> void add_wild_keys(const Meeting<Format> &w, const Meet &b) {
+template <class Format, class T> void add_nonfinite_keys(const GradientWork<Format> &w, const GradientBlock &b) {
     const std::int64_t seq = w.key_tile.seq, head = w.key_tile.head, end = w.key_tile.key1 - w.key_tile.key0;
     for (std::int64_t c = 0; c < b.count && b.at + c < end; ++c) {
-        if (!w.k.wild[(b.at + c) / panel]) continue;
+        if (!w.k.nonfinite[(b.at + c) / panel]) continue;
         const std::int64_t key = w.key_tile.key0 + b.at + c;
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if (!bit_of(w.k.seen + i * (w.k.keys / 8), c)) continue;
             const float weight = Format::get(w.k.dscores + i * (w.k.keys / Format::depth), c);
             float *dq = w.r.dq + (b.row + i) * w.sizes.columns;
-            add_wild_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
+            add_nonfinite_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
             if (!w.p.dim_rope) continue;
-            add_wild_row(row_of<const T>(w.o.k_rope, seq, head, key), w.p.dim_rope, weight, dq + w.sizes.main_columns,
-                         1);
+            add_nonfinite_row(row_of<const T>(w.o.k_rope, seq, head, key), w.p.dim_rope, weight,
+                              dq + w.sizes.main_columns, 1);
         }
     }
 }
 
-template <class Format, class T> void add_wild_rows(const Meeting<Format> &w, const Meet &b, std::int64_t i) {
+template <class Format, class T>
+void add_nonfinite_rows(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t i) {
     const std::int64_t seq = w.row_tile.seq, head = w.row_tile.head, row = w.row_tile.row0 + b.row + i;
     const std::int64_t end = least(b.at + b.count, w.key_tile.key1 - w.key_tile.key0);
     for (std::int64_t at = b.at; at < end; ++at) {
         if (!bit_of(w.k.seen + i * (w.k.keys / 8), at - b.at)) continue;
         const std::int64_t first = at / panel * panel, lane = at % panel;
-        if (w.r.wild[b.row + i] & wild_q) {
+        if (w.r.nonfinite[b.row + i] & nonfinite_q) {
             const float weight = weight_of<Format>(w.k.dscore_rows, b.row + i, at);
             float *dk = w.k.dk + first * w.sizes.columns + lane;
-            add_wild_row(row_of<const T>(w.o.q, seq, head, row), w.p.dim_qk, weight, dk, panel);
+            add_nonfinite_row(row_of<const T>(w.o.q, seq, head, row), w.p.dim_qk, weight, dk, panel);
             if (w.p.dim_rope) {
-                add_wild_row(row_of<const T>(w.o.q_rope, seq, head, row), w.p.dim_rope, weight,
-                             dk + w.sizes.main_columns * panel, panel);
+                add_nonfinite_row(row_of<const T>(w.o.q_rope, seq, head, row), w.p.dim_rope, weight,
+                                  dk + w.sizes.main_columns * panel, panel);
             }
         }
         if (w.p.dropout != Dropout::none && !bit_of(w.k.keep + i * (w.k.keys / 8), at - b.at)) continue;
-        if (w.r.wild[b.row + i] & wild_dout) {
+        if (w.r.nonfinite[b.row + i] & nonfinite_dout) {
             const float weight = weight_of<Format>(w.k.prob_rows, b.row + i, at);
             float *dv = w.k.dv + first * w.sizes.value_columns + lane;
-            add_wild_row(row_of<const T>(w.g.dout, seq, head, row), w.p.dim_v, weight, dv, panel);
+            add_nonfinite_row(row_of<const T>(w.g.dout, seq, head, row), w.p.dim_v, weight, dv, panel);
         }
     }
 }
 
-template <class Format, class T> void add_wild(const Meeting<Format> &w, const Meet &b) {
+template <class Format, class T> void add_nonfinite(const GradientWork<Format> &w, const GradientBlock &b) {
     bool some = false;
-    for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.wild[(b.at + c) / panel] != 0;
-    if (some) add_wild_keys<Format, T>(w, b);
+    for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.nonfinite[(b.at + c) / panel] != 0;
+    if (some) add_nonfinite_keys<Format, T>(w, b);
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        if (!(w.r.wild[b.row + i] & (wild_q | wild_dout))) continue;
+        if (!(w.r.nonfinite[b.row + i] & (nonfinite_q | nonfinite_dout))) continue;
         begin_panels(w.sizes, w.k, b.at, static_cast<int>(b.count / panel));
-        add_wild_rows<Format, T>(w, b, i);
+        add_nonfinite_rows<Format, T>(w, b, i);
     }
 }
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
 // The part of the key tile that the block's rows see, in whole panels; count 0 if they see none.
-template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std::int64_t rows) {
+template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::int64_t row, std::int64_t rows) {
     const std::int64_t top = w.row_tile.row0 + row, bottom = top + rows - 1, begin = w.key_tile.key0;
     const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
     const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
@@ -184,22 +195,23 @@ template <class Format> Meet cut(const Meeting<Format> &w, std::int64_t row, std
     const std::int64_t last = least(begin + round_up<std::int64_t>(w.key_tile.key1 - begin, panel),
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
     bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
-    bool near = Format::fused && !w.wide_dbias;
-    std::uint8_t wild = 0;
+    bool small_peaks = Format::fused && !w.wide_dbias;
+    std::uint8_t nonfinite = 0;
     for (std::int64_t i = 0; i < rows; ++i) {
         hidden |= w.r.empty[row + i] != 0;
-        wild |= w.r.wild[row + i];
-        if constexpr (Format::fused) near &= !w.r.far[row + i];
+        nonfinite |= w.r.nonfinite[row + i];
+        if constexpr (Format::fused) small_peaks &= !w.r.large_peak[row + i];
     }
-    for (std::int64_t at = first - begin; at < last - begin; at += panel) wild |= w.k.wild[at / panel];
+    for (std::int64_t at = first - begin; at < last - begin; at += panel) nonfinite |= w.k.nonfinite[at / panel];
     const std::int64_t from = most(first, some_begin / lanes * lanes);
     const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
     const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
-    return {row, rows, first - begin, count, from - begin, to - begin, hidden || wild, near, wild != 0};
+    return {row,         rows,          first - begin, count, from - begin, to - begin, hidden || nonfinite,
+            small_peaks, nonfinite != 0};
 }
 
 // Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.
-template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void note_rows(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
@@ -218,22 +230,22 @@ template <class Format> void note_rows(const Meeting<Format> &w, const Meet &b) 
     }
 }
 
-template <class Format> void clear_dq(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void clear_dq(const GradientWork<Format> &w, const GradientBlock &b) {
     std::memset(w.r.dq + b.row * w.sizes.columns, 0, b.rows * w.sizes.columns * sizeof *w.r.dq);
 }
 
 // Whether an element of V is not finite: it has made every row's dP so, and one row is asked.
-template <class Format> bool met_wild_values(const Meeting<Format> &w, const Meet &b) {
-    Words wild = {};
+template <class Format> bool has_nonfinite_values(const GradientWork<Format> &w, const GradientBlock &b) {
+    Words nonfinite = {};
     for (std::int64_t at = b.from; at < b.to; at += lanes)
-        wild |= not_finite(bits_of(load<Floats>(w.k.dprobs + at - b.at)));
-    return any(wild);
+        nonfinite |= not_finite(bits_of(load<Floats>(w.k.dprobs + at - b.at)));
+    return any(nonfinite);
 }
 
-template <class Format, class T> void meet_block(const Meeting<Format> &w, Meet b) {
+template <class Format, class T> void accumulate_block(const GradientWork<Format> &w, GradientBlock b) {
     multiply_rows(w, b);
-    if (met_wild_values(w, b)) b.wild = b.hidden = true;
-    if (w.dressed) {
+    if (has_nonfinite_values(w, b)) b.nonfinite = b.hidden = true;
+    if (w.bias_pass) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
                       w.k.scores + i * w.k.keys},
@@ -246,30 +258,30 @@ template <class Format, class T> void meet_block(const Meeting<Format> &w, Meet 
         mark_seen(w.k.seen, block, w.p, w.o, w.seq);
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if (w.r.empty[b.row + i]) std::memset(w.k.seen + i * block.stride, 0, block.stride);
-            if (b.wild) clear_unseen(w.k.seen + i * block.stride, w.k.scores + i * w.k.keys, b.count);
+            if (b.nonfinite) clear_unseen(w.k.seen + i * block.stride, w.k.scores + i * w.k.keys, b.count);
         }
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
-    weigh(w, b);
+    choose_softmax_gradient(w, b);
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
     note_rows(w, b);
-    if (b.wild) add_wild<Format, T>(w, b);
+    if (b.nonfinite) add_nonfinite<Format, T>(w, b);
 }
 
 template <class Format, class T>
-void meet(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const GradientAhead &ahead) {
+void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const Prefetches &ahead) {
     const std::int64_t rows = row_tile.row1 - row_tile.row0;
     const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
-    Errands errands;
-    for (int i = 0; i < ahead.count; ++i) errands.add(ahead.parts[i]);
-    errands.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
-    const Meeting<Format> w(job, row_tile, key_tile, errands);
+    PrefetchQueue<3> queue;
+    for (int i = 0; i < ahead.count; ++i) queue.add(ahead.parts[i]);
+    queue.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
+    const GradientWork<Format> w(job, row_tile, key_tile, queue);
     for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
     for (std::int64_t row = 0; row < rows; row += block_rows) {
-        const Meet b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
+        const GradientBlock b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) {
-            meet_block<Format, T>(w, b);
+            accumulate_block<Format, T>(w, b);
         } else if (row_tile.fresh) {
             clear_dq(w, b);
         }
@@ -299,7 +311,7 @@ template <class T> void store_row(T *to, const float *from, std::int64_t n, floa
 
 template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
     const float scale = static_cast<float>(p.scale);
     if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
@@ -322,7 +334,7 @@ FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&wor
     } else if constexpr (Format::depth == 2) {
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
             const float *const two = from + 2 * i * panel;
-            words[i] = Format::stack({load<Floats>(two) * factor, load<Floats>(two + panel) * factor});
+            words[i] = Format::join({load<Floats>(two) * factor, load<Floats>(two + panel) * factor});
         }
         return true;
     }
@@ -375,7 +387,7 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
 
 template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));

@@ -9,11 +9,11 @@
 namespace fusion {
 namespace {
 
-template <class Format> FUSION_INLINE float dbias_factor(const Meeting<Format> &w) {
+template <class Format> FUSION_INLINE float dbias_factor(const GradientWork<Format> &w) {
     return w.p.bias_scaled ? static_cast<float>(w.p.scale) : 1.0f;
 }
 
-template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void add_dbias(const GradientWork<Format> &w, const GradientBlock &b) {
     const Matrix &m = w.g.dbias;
     const float factor = dbias_factor(w);
     const std::int64_t first = w.key_tile.key0 + b.at;
@@ -38,7 +38,7 @@ template <class Format> void add_dbias(const Meeting<Format> &w, const Meet &b) 
 }
 
 // All keys of the tile, also those outside [b.at, b.at + b.count), which the block's rows do not see.
-template <class T, class Format> void write_rows(const Meeting<Format> &w, const Meet &b) {
+template <class T, class Format> void write_rows(const GradientWork<Format> &w, const GradientBlock &b) {
     const float factor = dbias_factor(w);
     const std::int64_t there = w.key_tile.key1 - w.key_tile.key0;
     for (std::int64_t i = 0; i < b.rows; ++i) {
@@ -57,12 +57,8 @@ template <class T, class Format> void write_rows(const Meeting<Format> &w, const
     }
 }
 
-template <class Format> void write_dbias(const Meeting<Format> &w, const Meet &b) {
-    switch (w.g.dbias.dtype) {
-        case Dtype::float32: return write_rows<float>(w, b);
-        case Dtype::float16: return write_rows<Half>(w, b);
-        case Dtype::bfloat16: return write_rows<Brain>(w, b);
-    }
+template <class Format> void write_dbias(const GradientWork<Format> &w, const GradientBlock &b) {
+    by_dtype(w.g.dbias.dtype, [&](auto stored) { write_rows<decltype(stored)>(w, b); });
 }
 
 }  // namespace

@@ -18,49 +18,23 @@ namespace {
 
 template <class Format> constexpr std::int64_t tile_keys = 128 * Format::depth;
 
-template <class Format> struct GradientSizes {
-    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v and dout
-    std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
-
-    explicit GradientSizes(const Problem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth),
-          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
-          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
-          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
-
-class Carver {  // cuts memory into parts that begin on cache lines
-public:
-    explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
-
-    template <class T> FUSION_INLINE void take(T *&part, std::int64_t count) {
-        part = reinterpret_cast<T *>(at_);
-        at_ += round_up<std::size_t>(count * sizeof(T), 64);
-    }
-    FUSION_INLINE std::size_t bytes() const { return at_ - start_; }
-
-private:
-    char *start_, *at_;
-};
-
 // Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
-constexpr float near_peak = 1024.0f;
+constexpr float small_peak = 1024.0f;
 
-constexpr std::uint8_t wild_q = 1, wild_dout = 2, wild_notes = 4;  // what of a row is not finite: its statistics, or D
+constexpr std::uint8_t nonfinite_q = 1, nonfinite_dout = 2,
+                       nonfinite_statistics = 4;  // what of a row is not finite: its statistics, or D
 
 template <class Format> struct RowPart {
     using Word = typename Format::Word;
     std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
-    float *dq;                         // [padded][columns], before scale
-    float *peak, *share, *delta;       // the saved maximum, 1 / sum, dout . out
-    float *shift;                      // where Format::fused: peak * log2_e + log2(sum)
-    std::uint8_t *empty, *wild, *far;  // far: the maximum is too large for a shift
+    float *dq;                                     // [padded][columns], before scale
+    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, dout . out
+    float *shift;                                  // where Format::fused: peak * log2_e + log2(sum)
+    std::uint8_t *empty, *nonfinite, *large_peak;  // large_peak: the maximum is too large for a shift
     std::size_t bytes;
 
-    RowPart(const GradientSizes<Format> &sizes, std::int64_t rows, void *memory)
+    RowPart(const Sizes<Format> &sizes, std::int64_t rows, void *memory)
         : padded(round_up<std::int64_t>(rows, block_rows)),
           deep(round_up<std::int64_t>(rows, lanes * Format::depth) / Format::depth) {
         Carver carver(memory);
@@ -74,8 +48,8 @@ template <class Format> struct RowPart {
         carver.take(delta, padded);
         carver.take(shift, padded);
         carver.take(empty, padded);
-        carver.take(wild, padded);
-        carver.take(far, padded);
+        carver.take(nonfinite, padded);
+        carver.take(large_peak, padded);
         bytes = carver.bytes();
     }
 };
@@ -89,11 +63,11 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     Word *dscores;                      // [block_rows][keys / depth]
     Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
     std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
-    std::uint8_t *wild, *fresh;         // [panel]; fresh: nothing is added up yet, whatever lies there
+    std::uint8_t *nonfinite, *fresh;    // [panel]; fresh: nothing is added up yet, whatever lies there
     std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
     std::size_t bytes;
 
-    KeyPart(const GradientSizes<Format> &sizes, void *memory) {
+    KeyPart(const Sizes<Format> &sizes, void *memory) {
         Carver carver(memory);
         carver.take(k, keys * sizes.words);
         carver.take(v, keys * sizes.value_words);
@@ -107,7 +81,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
         carver.take(dscore_rows, keys * depth);
         carver.take(seen, block_rows * keys / 8);
         carver.take(keep, block_rows * keys / 8);
-        carver.take(wild, keys / panel);
+        carver.take(nonfinite, keys / panel);
         carver.take(fresh, keys / panel);
         carver.take(row_begin, keys / panel);
         carver.take(row_end, keys / panel);
@@ -117,10 +91,10 @@ template <class Format> struct KeyPart {  // and one thread's scratch
 
 // -------------------------------------------------------------------------------------------------------------- rows
 
-template <class T> bool has_wild(const T *row, std::int64_t n) {
-    Words wild = {};
-    for (std::int64_t d = 0; d < n; d += lanes) wild |= not_finite(bits_of(load_floats(row + d, n - d)));
-    return any(wild);
+template <class T> bool has_nonfinite(const T *row, std::int64_t n) {
+    Words nonfinite = {};
+    for (std::int64_t d = 0; d < n; d += lanes) nonfinite |= not_finite(bits_of(load_floats(row + d, n - d)));
+    return any(nonfinite);
 }
 
 // Packs a row of dout; returns products that add up to that of dout and out.
@@ -142,20 +116,20 @@ FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std:
 // Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both
 // is joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the
 // compiler would compute all of them beforehand and keep them in memory.
-template <class Format, class T, bool Tame, int Half>
+template <class Format, class T, bool Zeroed, int Half>
 __attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep,
                                            typename Format::Word *to) {
-    Words wild = {}, block[lanes];
+    Words nonfinite = {}, block[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         FUSION_UNROLL for (int j = i; j < i + 4; ++j, row += Format::depth * stride) {
             if constexpr (Format::depth == 1) {
-                block[j] = noted<Format, Tame>(bits_of(load_floats(row, lanes)), wild);
-            } else if constexpr (Half == 0 || Tame) {
-                const Words low = noted<Format, Tame>(load<Words>(row), wild);
-                const Words high = noted<Format, Tame>(load<Words>(row + stride), wild);
-                block[j] = Format::template beside<Half == 1>(low, high);
-            } else {  // the other half has noted them
-                block[j] = Format::template beside<true>(load<Words>(row), load<Words>(row + stride));
+                block[j] = checked<Format, Zeroed>(bits_of(load_floats(row, lanes)), nonfinite);
+            } else if constexpr (Half == 0 || Zeroed) {
+                const Words low = checked<Format, Zeroed>(load<Words>(row), nonfinite);
+                const Words high = checked<Format, Zeroed>(load<Words>(row + stride), nonfinite);
+                block[j] = Format::template unpack<Half == 1>(low, high);
+            } else {  // the other half has checked them
+                block[j] = Format::template unpack<true>(load<Words>(row), load<Words>(row + stride));
             }
         }
         __asm__("" : "+r"(row));
@@ -169,51 +143,53 @@ __attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, st
         }
         __asm__("" : "+r"(to));
     }
-    return wild;
+    return nonfinite;
 }
 
 // The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
-template <class Format, class T, bool Tame>
+template <class Format, class T, bool Zeroed>
 __attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
                                          std::int64_t deep, typename Format::Word *to) {
-    Words wild = {}, block[lanes];
+    Words nonfinite = {}, block[lanes];
     for (int i = 0; i < lanes; ++i) {
         const std::int64_t row = i * Format::depth;
-        block[i] =
-            row < here ? value_words<Format, T, Tame>(first + row * stride, stride, row + 1 < here, n, wild) : Words{};
+        block[i] = row < here
+                       ? value_words<Format, T, Zeroed>(first + row * stride, stride, row + 1 < here, n, nonfinite)
+                       : Words{};
     }
     transpose(block);
     for (int i = 0; i < lanes; ++i) store(to + i * deep, block[i]);
-    return wild;
+    return nonfinite;
 }
 
-// Rows of n elements, transposed and tame; returns whether any element was not finite. Few are: first all are packed.
-template <class Format, class T, bool Tame = false>
+// Rows of n elements, transposed, with zeros for what is not finite; returns whether any element was not finite. Few
+// are: first all are packed.
+template <class Format, class T, bool Zeroed = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
     constexpr std::int64_t side = lanes * Format::depth;
-    Words wild = {};
+    Words nonfinite = {};
     for (std::int64_t at = 0; at < deep; at += lanes) {
         const T *row = first + at * Format::depth * stride;
         const std::int64_t here = rows - at * Format::depth;
         std::int64_t d = 0;
         for (; here >= side && d + side <= n; d += side) {
-            wild |= lay_across<Format, T, Tame, 0>(row + d, stride, deep, to + d * deep + at);
+            nonfinite |= lay_across<Format, T, Zeroed, 0>(row + d, stride, deep, to + d * deep + at);
             if constexpr (Format::depth == 1) continue;
-            wild |= lay_across<Format, T, Tame, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
+            nonfinite |= lay_across<Format, T, Zeroed, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
         }
         for (; d < n; d += lanes) {
-            wild |= lay_some<Format, T, Tame>(row + d, stride, here, n - d, deep, to + d * deep + at);
+            nonfinite |= lay_some<Format, T, Zeroed>(row + d, stride, here, n - d, deep, to + d * deep + at);
         }
     }
-    if (!any_wild<Format>(wild)) return false;
-    if constexpr (!Tame) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
+    if (!any_nonfinite<Format>(nonfinite)) return false;
+    if constexpr (!Zeroed) pack_transposed<Format, T, true>(first, stride, rows, n, deep, to);
     return true;
 }
 
 // The words of rows from i on, at most a vector of them; returns the products of dout and out.
 template <class Format, class T>
-Floats pack_words(const Job &job, const GradientSizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
+Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
                   std::int64_t i, std::int64_t here) {
     constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
     const Problem &p = *job.problem;
@@ -255,15 +231,15 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
     const auto empty = peaks == all(-infinity);
     const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;
     delta = empty ? Floats{} : delta;
-    const Words wild = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
+    const Words nonfinite = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
     store(part.peak + i, peak);
     store(part.share + i, share);
     store(part.delta + i, delta);
     store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
-    store(part.wild + i, __builtin_convertvector(wild & wild_notes, Bytes));
+    store(part.nonfinite + i, __builtin_convertvector(nonfinite & nonfinite_statistics, Bytes));
     if constexpr (Format::fused) {
-        const auto near = (peak <= all(near_peak)) & (peak >= all(-near_peak));
-        store(part.far + i, __builtin_convertvector(~(Words)near & 1, Bytes));
+        const auto small = (peak <= all(small_peak)) & (peak >= all(-small_peak));
+        store(part.large_peak + i, __builtin_convertvector(~(Words)small & 1, Bytes));
         store(part.shift + i, peak * log2_e + Format::log2(sums));
     }
     for (int e = 0; e < here; ++e) {
@@ -273,15 +249,17 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
     }
 }
 
-template <class Format, class T> void note_wild_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
+template <class Format, class T>
+void note_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     for (std::int64_t i = 0; i < tile.row1 - tile.row0; ++i) {
         const std::int64_t row = tile.row0 + i;
-        bool q = has_wild(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk);
-        if (p.dim_rope) q |= has_wild(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope);
-        const bool dout = has_wild(row_of<const T>(job.gradients->dout, tile.seq, tile.head, row), p.dim_v);
-        part.wild[i] = static_cast<std::uint8_t>(part.wild[i] | (q ? wild_q : 0) | (dout ? wild_dout : 0));
+        bool q = has_nonfinite(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk);
+        if (p.dim_rope) q |= has_nonfinite(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope);
+        const bool dout = has_nonfinite(row_of<const T>(job.gradients->dout, tile.seq, tile.head, row), p.dim_v);
+        part.nonfinite[i] =
+            static_cast<std::uint8_t>(part.nonfinite[i] | (q ? nonfinite_q : 0) | (dout ? nonfinite_dout : 0));
     }
 }
 
@@ -289,7 +267,7 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Rows &dout = job.gradients->dout;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t rows = tile.row1 - tile.row0;
     const RowPart<Format> part(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
@@ -300,48 +278,24 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
-    bool wild = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk,
-                                        part.deep, part.q_rows);
+    bool nonfinite = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk,
+                                             part.deep, part.q_rows);
     if (p.dim_rope) {
-        wild |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows,
-                                        p.dim_rope, part.deep, part.q_rows + sizes.main_columns * part.deep);
+        nonfinite |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows,
+                                             p.dim_rope, part.deep, part.q_rows + sizes.main_columns * part.deep);
     }
-    wild |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v, part.deep,
-                                    part.dout_rows);
-    if (wild) note_wild_rows<Format, T>(job, tile, part);
+    nonfinite |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v,
+                                         part.deep, part.dout_rows);
+    if (nonfinite) note_nonfinite_rows<Format, T>(job, tile, part);
     return notes;
 }
 
 // -------------------------------------------------------------------------------------------------------------- keys
 
-// The panel of keys from `at` on, `here` rows of n elements, as the last operand of a product over keys, tame.
-template <class Format, class T, bool Tame = false>
-bool pack_key_panel(const Rows &rows, const KeyTile &tile, std::int64_t at, std::int64_t here, std::int64_t n,
-                    typename Format::Word *to) {
-    const std::int64_t columns = round_up<std::int64_t>(n, lanes), stride = rows.stride_token;
-    const T *row = row_of<const T>(rows, tile.seq, tile.head, tile.key0 + at);
-    Words wild = {};
-    for (std::int64_t i = 0; i < panel; i += Format::depth, row += Format::depth * stride) {
-        for (std::int64_t column = 0; column < columns; column += panel) {
-            const std::int64_t width = least<std::int64_t>(panel, columns - column);
-            auto *words = to + column * (tile_keys<Format> / Format::depth) + (at + i) / Format::depth * width;
-            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, words, wild))
-                continue;
-            for (std::int64_t d = column; d < column + width; d += lanes) {
-                store(words + d - column,
-                      i < here ? value_words<Format, T, Tame>(row + d, stride, i + 1 < here, n - d, wild) : Words{});
-            }
-        }
-    }
-    if (!any_wild<Format>(wild)) return false;
-    if constexpr (!Tame) pack_key_panel<Format, T, true>(rows, tile, at, here, n, to);
-    return true;
-}
-
 template <class Format, class T> void load_keys(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
-    const GradientSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const KeyPart<Format> part(sizes, tile.memory);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += panel) {
@@ -351,18 +305,17 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
             prefetch(row_of<const T>(o.k, b, h, i), p.dim_qk);
             prefetch(row_of<const T>(o.v, b, h, i), p.dim_v);
         }
-        auto *k = part.k + at * sizes.words;
-        pack_keys<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, k);
+        pack_key_panel<Format, T>(p, o, sizes, b, h, key, here, part.k + at * sizes.words);
         pack_keys<Format>(row_of<const T>(o.v, b, h, key), o.v.stride_token, here, p.dim_v, sizes.value_words,
                           part.v + at * sizes.value_words);
-        bool wild = pack_key_panel<Format, T>(o.k, tile, at, here, p.dim_qk, part.k_keys);
+        constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
+        bool nonfinite = pack_values<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, deep,
+                                             at, part.k_keys);
         if (p.dim_rope) {
-            pack_keys<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here, p.dim_rope,
-                              sizes.words - sizes.main_words, k + sizes.main_words * panel);
-            wild |= pack_key_panel<Format, T>(o.k_rope, tile, at, here, p.dim_rope,
-                                              part.k_keys + sizes.main_columns * (tile_keys<Format> / Format::depth));
+            nonfinite |= pack_values<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here,
+                                             p.dim_rope, deep, at, part.k_keys + sizes.main_columns * deep);
         }
-        part.wild[at / panel] = wild;
+        part.nonfinite[at / panel] = nonfinite;
     }
     std::memset(part.fresh, 1, tile_keys<Format> / panel);
 }

@@ -1,45 +1,49 @@
 // The backward's five products of a block of rows or a tile of them, and what asks for memory while they run.
 //
-// Start reading at dense/gradient.h's meet().
+// Start reading at dense/gradient.h's accumulate().
 
 #pragma once
 
 #include "dense/bias.h"
 #include "simd/prefetch.h"
 #include "dense/gradient_pack.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
 
 static_assert(gradient_rows % block_rows == 0 && gradient_rows % 32 == 0 && block_rows % 2 == 0);
 
-template <class Format> struct Meeting {
+template <class Format> struct GradientWork {
     const Problem &p;
     const Operands &o;
     const Gradients &g;
     const Sequence &seq;
-    const GradientSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const RowTile &row_tile;
     const KeyTile &key_tile;
     const RowPart<Format> r;
     const KeyPart<Format> k;
-    const bool dressed;     // as in the forward
+    const bool bias_pass;   // as in the forward
     const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
-    Errands &errands;
+    PrefetchQueue<3> &queue;
 
-    Meeting(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, Errands &errands_)
+    GradientWork(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, PrefetchQueue<3> &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
-          k(sizes, key_tile.memory), dressed(is_dressed(p)), natural(dressed ? 1.0f : static_cast<float>(p.scale)),
-          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), errands(errands_) {}
+          k(sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)),
+          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), queue(queue_) {}
 };
 
-struct Meet {  // rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels
+// Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels.
+struct GradientBlock {
     std::int64_t row, rows, at, count;
     std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
-    bool hidden, near;  // some row does not see some key; no row is far, and bfloat16 is all that becomes of weights
-    bool wild;          // something is not finite; hidden says so too
+    bool hidden;            // some row does not see some key
+    bool small_peaks;       // no row has a large one, and bfloat16 is all that becomes of weights
+    bool nonfinite;         // something is not finite; hidden says so too
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
@@ -56,29 +60,15 @@ template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
                                                float *c, std::int64_t c_stride, std::int64_t c_apart, bool add) {
-    Floats sum[M][Panels * N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) sum[i][j] = Floats{};
-    }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, b += Step * lanes) {
-        Words right[Panels * N];
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) right[j] = load<Words>(b + j / N * b_apart + j % N * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
-                sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-            }
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < Panels * N; ++j) {
-            float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
-            store(at, add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
-        }
-    }
+    RegisterTile<Format, M, Panels * N> tile;
+    tile.add(0, depth, RowMajor<typename Format::Word>{a, a_stride}, b, Step * lanes, InPanels<N>{b_apart});
+    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+        float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
+        store(at, add ? sum + load<Floats>(at) : sum);
+    });
 }
 
-// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before(at) is
+// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before() is
 // called for each step of columns.
 template <class Format, class Before>
 FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
@@ -86,82 +76,58 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
                                   std::int64_t c_stride, std::int64_t columns, bool add, Before before) {
     std::int64_t at = 0;
     for (; at + abreast * panel <= columns; at += abreast * panel, b += abreast * b_apart) {
-        before(at);
+        before();
         for (std::int64_t i = 0; i < rows; i += low_rows) {
             multiply_panels<Format, low_rows, panel_vectors, abreast>(a + i * a_stride, a_stride, b, b_apart, depth,
                                                                       c + i * c_stride + at, c_stride, panel, add);
         }
     }
     if (abreast > 1 && at + panel <= columns) {
-        before(at);
+        before();
         multiply_panels<Format, block_rows, panel_vectors, 1>(a, a_stride, b, 0, depth, c + at, c_stride, 0, add);
         at += panel;
         b += b_apart;
     }
 }
 
-// What the next block will read lies in a farther cache, or in memory in rows that no hardware follows: it is asked for
-// a few lines at a time, since a core waits for few misses at once.
-FUSION_INLINE void ask_for(const void *from, std::int64_t bytes) {
-    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(from) + i, 0, 2);
-}
+// What the block behind this one reads, which lies in a farther cache: beside S its q, dq and bias, beside dP the rest.
+template <class Format> struct NextBlock {
+    PrefetchQueue<2> beside_scores, beside_dprobs;
 
-// Asks for what the block behind this one reads, while this one's products run. What does nothing else must be inlined
-// into what computes: a call of it has no effect in a compiler's eyes, and is left out.
-template <class Format> struct Next {
-    const Meeting<Format> &w;
-    const std::int64_t row, steps, first, count;  // of the tile; steps of columns that asking is spread over
-    const bool bias, dbias;
-
-    Next(const Meeting<Format> &w_, const Meet &b)
-        : w(w_), row(b.row + block_rows), steps((b.count + abreast * panel - 1) / (abreast * panel)),
-          first(w.key_tile.key0 + b.at), count(b.count), bias(w.p.bias == Bias::matrix && w.o.bias.stride_key),
-          dbias(bias && w.g.dbias.base && !w.g.owns_dbias) {}
-
-    // The share of column `at` in n elements.
-    template <class T> FUSION_INLINE void share(const T *from, std::int64_t n, std::int64_t at) const {
-        const std::int64_t part = (n + steps - 1) / steps;
-        ask_for(from + at / (abreast * panel) * part, part * sizeof(T));
-    }
-    FUSION_INLINE void stored(const Matrix &m, std::int64_t at) const {
-        const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
-                           there = least<std::int64_t>(abreast * panel, count - at);
-        for (std::int64_t i = w.row_tile.row0 + row; i < least(w.row_tile.row0 + row + block_rows, w.seq.q_len); ++i) {
-            const std::int64_t element = row_of(m, w.row_tile.seq, w.row_tile.head, i) + first + at;
-            ask_for(static_cast<const char *>(m.base) + element * size, there * size);
+    NextBlock(const GradientWork<Format> &w, const GradientBlock &b) {
+        const std::int64_t row = b.row + block_rows, row0 = w.row_tile.row0 + row;
+        const std::int64_t steps = (b.count + abreast * panel - 1) / (abreast * panel);
+        const auto add_matrix = [&](PrefetchQueue<2> &queue, const Matrix &m) {
+            const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
+                               rows = least(block_rows + row0, w.seq.q_len) - row0;
+            if (rows <= 0) return;
+            const std::int64_t first = row_of(m, w.row_tile.seq, w.row_tile.head, row0) + w.key_tile.key0 + b.at;
+            queue.add({static_cast<const char *>(m.base) + first * size, m.stride_row[w.row_tile.seq] * size, rows,
+                       b.count * size});
+        };
+        if (w.p.bias == Bias::matrix && w.o.bias.stride_key) {
+            add_matrix(beside_scores, w.o.bias);
+            if (w.g.dbias.base && !w.g.owns_dbias) add_matrix(beside_dprobs, w.g.dbias);
         }
-    }
-    FUSION_INLINE void queries(std::int64_t at) const {
-        w.errands.run();
-        if (bias) stored(w.o.bias, at);
-        if (row >= w.r.padded) return;
-        share(w.r.q + row * w.sizes.words, block_rows * w.sizes.words, at);
-        share(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns, at);
-    }
-    FUSION_INLINE void gradients(std::int64_t at) const {
-        w.errands.run();
-        if (dbias) stored(w.g.dbias, at);
-        if (row >= w.r.padded) return;
-        share(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words, at);
-    }
-    // All blocks together ask for the transposed rows, which are read after the last of them.
-    FUSION_INLINE void transposed(std::int64_t at, std::int64_t columns) const {
-        if (at) return;
-        const std::int64_t before = (row - block_rows) / Format::depth, part = block_rows / Format::depth;
-        ask_for(w.r.q_rows + before * columns, part * columns * 4);
-        ask_for(w.r.dout_rows + before * w.sizes.value_columns, part * w.sizes.value_columns * 4);
+        if (row < w.r.padded) {
+            beside_scores.add(w.r.q + row * w.sizes.words, block_rows * w.sizes.words * 4);
+            beside_scores.add(w.r.dq + row * w.sizes.columns, block_rows * w.sizes.columns * 4);
+            beside_dprobs.add(w.r.dout + row * w.sizes.value_words, block_rows * w.sizes.value_words * 4);
+        }
+        beside_scores.spread(steps);
+        beside_dprobs.spread(steps);
     }
 };
 
 // The block's rows times the keys that it sees; a panel that is cut goes vector by vector.
 template <class Format, class Before>
-FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *rows, const typename Format::Word *panels,
-                                 std::int64_t words, float *c, Before before) {
+FUSION_INLINE void multiply_keys(const GradientBlock &b, const typename Format::Word *rows,
+                                 const typename Format::Word *panels, std::int64_t words, float *c, Before before) {
     constexpr std::int64_t keys = tile_keys<Format>;
     rows += b.row * words;
     std::int64_t at = b.from;
     const auto cut = [&](std::int64_t end) {
-        if (at < end) before(at - b.at);
+        if (at < end) before();
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
             multiply_panels<Format, block_rows, 1, 1, panel_vectors>(rows, words, vector, 0, words, c + at - b.at, keys,
@@ -171,46 +137,46 @@ FUSION_INLINE void multiply_keys(const Meet &b, const typename Format::Word *row
     cut(least(b.to, round_up<std::int64_t>(at, panel)));
     const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
     multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
-                           false, [&](std::int64_t column) __attribute__((always_inline)) { before(first + column); });
+                           false, before);
     at += whole;
     cut(b.to);
 }
 
-template <class Format> void multiply_rows(const Meeting<Format> &w, const Meet &b) {
-    const Next<Format> next(w, b);
-    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores,
-                          [&](std::int64_t at) __attribute__((always_inline)) { next.queries(at); });
-    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs,
-                          [&](std::int64_t at) __attribute__((always_inline)) { next.gradients(at); });
+template <class Format> void multiply_rows(const GradientWork<Format> &w, const GradientBlock &b) {
+    NextBlock<Format> next(w, b);
+    multiply_keys<Format>(b, w.r.q, w.k.k, w.sizes.words, w.k.scores, [&]() __attribute__((always_inline)) {
+        w.queue.step();
+        next.beside_scores.step();
+    });
+    multiply_keys<Format>(b, w.r.dout, w.k.v, w.sizes.value_words, w.k.dprobs, [&]() __attribute__((always_inline)) {
+        w.queue.step();
+        next.beside_dprobs.step();
+    });
 }
 
 // Adds dS times the keys' columns [column, column + columns), which are packed together; fresh rows begin with it.
 template <class Format>
-void add_dq_part(const Meeting<Format> &w, const Meet &b, std::int64_t column, std::int64_t columns) {
-    const Next<Format> next(w, b);
+void add_dq_part(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t column, std::int64_t columns) {
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
     const std::int64_t skip = b.from / Format::depth, depth = (b.to - b.from) / Format::depth;
     const auto *weights = w.k.dscores + (b.from - b.at) / Format::depth;
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     const bool add = !w.row_tile.fresh;
+    // All blocks together ask for the transposed rows, which are read after the last of them.
+    const std::int64_t word_row = b.row / Format::depth, part = block_rows / Format::depth;
+    prefetch<2>(w.r.q_rows + word_row * columns, part * columns);
+    prefetch<2>(w.r.dout_rows + word_row * w.sizes.value_columns, part * w.sizes.value_columns);
     multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
-                           columns, add,
-                           [&](std::int64_t at) __attribute__((always_inline)) { next.transposed(at, columns); });
-    const auto narrow = [&](auto vectors) {  // the last panel
+                           columns, add, [] {});
+    narrow_panel(columns, [&](auto vectors) {
         const std::int64_t rest = vectors() * lanes, whole = columns - rest;
         multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
                                                           dq + whole, w.sizes.columns, 0, add);
-    };
-    const std::int64_t vectors = columns % panel / lanes;
-    if (vectors == 1) narrow(std::integral_constant<int, 1>{});
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) narrow(std::integral_constant<int, 2>{});
-        if (vectors == 3) narrow(std::integral_constant<int, 3>{});
-    }
+    });
 }
 
-template <class Format> void add_dq(const Meeting<Format> &w, const Meet &b) {
+template <class Format> void add_dq(const GradientWork<Format> &w, const GradientBlock &b) {
     const std::int64_t main = w.sizes.main_columns;
     add_dq_part(w, b, 0, main);
     if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
@@ -221,15 +187,15 @@ template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, s
     return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
 }
 
-// The words of a tile's transposed rows that some keys meet, vector by vector of them, and whether panels have sums
-// already.
-template <int Panels> struct Stairs {
+// The ragged edge of a band: the words of a tile's transposed rows that some keys meet, vector by vector of them, and
+// whether panels have sums already.
+template <int Panels> struct RaggedRows {
     static constexpr int vectors = Panels * panel_vectors;
     std::int64_t begin[vectors], end[vectors];
     bool add;
 
     // Later keys are met by later rows, and some rows meet all of them.
-    bool climb() const {
+    bool are_ordered() const {
         bool ordered = begin[vectors - 1] <= end[0];
         for (int j = 1; j < vectors; ++j) ordered &= begin[j - 1] <= begin[j] && end[j - 1] <= end[j];
         return ordered;
@@ -239,57 +205,41 @@ template <int Panels> struct Stairs {
 // [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows
 // that only some vectors of keys meet multiply those alone, and all add up in registers.
 template <class Format, int M, int Panels>
-__attribute__((noinline)) void multiply_stairs(const typename Format::Word *a, std::int64_t a_stride,
+__attribute__((noinline)) void multiply_ragged(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart,
-                                               const Stairs<Panels> &stairs, float *c, std::int64_t c_apart) {
+                                               const RaggedRows<Panels> &ragged, float *c, std::int64_t c_apart) {
     constexpr int N = panel_vectors, V = Panels * N;
-    Floats sum[M][V];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < V; ++j) sum[i][j] = Floats{}; }
-    const auto climb = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
-        const auto *row = b + first * panel;
-#pragma GCC unroll 2
-        for (std::int64_t k = first; k < end; ++k, row += panel) {
-            Words right[V];
-            FUSION_UNROLL for (int j = 0; j < V; ++j) {
-                if (j >= from && j < to) right[j] = load<Words>(row + j / N * b_apart + j % N * lanes);
-            }
-            FUSION_UNROLL for (int i = 0; i < M; ++i) {
-                FUSION_UNROLL for (int j = 0; j < V; ++j) {
-                    if (j >= from && j < to) sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-                }
-            }
-        }
+    RegisterTile<Format, M, V> tile;
+    const auto add = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
+        tile.add(first, end, RowMajor<typename Format::Word>{a, a_stride}, b + first * panel, panel,
+                 InPanels<N>{b_apart}, from, to);
     };
-    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(0, j, stairs.begin[j - 1], stairs.begin[j]);
-    climb(0, V, stairs.begin[V - 1], stairs.end[0]);
-    FUSION_UNROLL for (int j = 1; j < V; ++j) climb(j, V, stairs.end[j - 1], stairs.end[j]);
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < V; ++j) {
-            float *at = c + i * panel + j / N * c_apart + j % N * lanes;
-            store(at, stairs.add ? sum[i][j] + load<Floats>(at) : sum[i][j]);
-        }
-    }
+    FUSION_UNROLL for (int j = 1; j < V; ++j) add(0, j, ragged.begin[j - 1], ragged.begin[j]);
+    add(0, V, ragged.begin[V - 1], ragged.end[0]);
+    FUSION_UNROLL for (int j = 1; j < V; ++j) add(j, V, ragged.end[j - 1], ragged.end[j]);
+    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+        float *at = c + i * panel + j / N * c_apart + j % N * lanes;
+        store(at, ragged.add ? sum + load<Floats>(at) : sum);
+    });
 }
 
 // dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
 template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
-                    const Stairs<Panels> &stairs, std::int64_t columns, float *to) {
+                    const RaggedRows<Panels> &ragged, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
-    const auto multiply = [&](auto rows_at_once, std::int64_t d) __attribute__((always_inline)) {
-        multiply_stairs<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights, KeyPart<Format>::depth * panel,
-                                                        stairs, to + d * panel, columns * panel);
-    };
-    std::int64_t d = 0;
-    for (; d + height <= columns; d += height) multiply(std::integral_constant<int, height>{}, d);
-    // Columns are whole vectors: what remains is a third or two thirds.
-    if (columns - d > height / 3) multiply(std::integral_constant<int, height / 3 * 2>{}, d);
-    else if (columns > d) multiply(std::integral_constant<int, height / 3>{}, d);
+    for (std::int64_t d = 0; d < columns; d += height) {  // whole vectors: what remains is a third or two thirds
+        with_height<height>(columns - d, [&](auto rows_at_once) __attribute__((always_inline)) {
+            multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights,
+                                                            KeyPart<Format>::depth * panel, ragged, to + d * panel,
+                                                            columns * panel);
+        });
+    }
 }
 
 // Panels of keys from `at` on begin at zero, unless they have sums already.
 template <class Format>
-void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
+void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
     for (int i = 0; i < panels; ++i, at += panel) {
         if (!k.fresh[at / panel]) continue;
         std::memset(k.dk + at * sizes.columns, 0, panel * sizes.columns * sizeof *k.dk);
@@ -299,42 +249,42 @@ void begin_panels(const GradientSizes<Format> &sizes, const KeyPart<Format> &k, 
 }
 
 // Which of the rows that a panel was weighed with meet its vectors.
-template <class Format, int Panels> Stairs<Panels> stairs_of(const Meeting<Format> &w, std::int64_t at) {
+template <class Format, int Panels> RaggedRows<Panels> ragged_rows(const GradientWork<Format> &w, std::int64_t at) {
     constexpr std::int64_t depth = Format::depth;
-    Stairs<Panels> stairs;
-    for (int j = 0; j < Stairs<Panels>::vectors; ++j, at += lanes) {
+    RaggedRows<Panels> ragged;
+    for (int j = 0; j < RaggedRows<Panels>::vectors; ++j, at += lanes) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
         const std::int64_t some = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
         const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0,
                            bottom = key + lanes - w.seq.lo - row0;
-        stairs.begin[j] = least(most(top, some), end) / depth;
-        stairs.end[j] = least(most((bottom + depth - 1), some), end) / depth;
+        ragged.begin[j] = least(most(top, some), end) / depth;
+        ragged.end[j] = least(most((bottom + depth - 1), some), end) / depth;
     }
-    return stairs;
+    return ragged;
 }
 
-template <class Format, int Panels> void add_dk_dv(const Meeting<Format> &w, std::int64_t at) {
-    Stairs<Panels> stairs = stairs_of<Format, Panels>(w, at);
-    if (!stairs.climb()) {  // few keys to a row, or other rows than those of neighbouring keys
+template <class Format, int Panels> void add_dk_dv(const GradientWork<Format> &w, std::int64_t at) {
+    RaggedRows<Panels> ragged = ragged_rows<Format, Panels>(w, at);
+    if (!ragged.are_ordered()) {  // few keys to a row, or other rows than those of neighbouring keys
         if constexpr (Panels > 1) {
             for (int i = 0; i < Panels; ++i) add_dk_dv<Format, 1>(w, at + i * panel);
             return;
         }
-        for (int j = 0; j < stairs.vectors; ++j) {
-            stairs.begin[j] = w.k.row_begin[at / panel] / Format::depth;
-            stairs.end[j] = w.k.row_end[at / panel] / Format::depth;
+        for (int j = 0; j < ragged.vectors; ++j) {
+            ragged.begin[j] = w.k.row_begin[at / panel] / Format::depth;
+            ragged.end[j] = w.k.row_end[at / panel] / Format::depth;
         }
     }
-    if (stairs.begin[0] >= stairs.end[stairs.vectors - 1]) return;
+    if (ragged.begin[0] >= ragged.end[ragged.vectors - 1]) return;
     std::uint8_t *const fresh = w.k.fresh + at / panel;
-    stairs.add = false;
-    for (int i = 0; i < Panels; ++i) stairs.add |= !fresh[i];
-    if (stairs.add) begin_panels(w.sizes, w.k, at, Panels);
+    ragged.add = false;
+    for (int i = 0; i < Panels; ++i) ragged.add |= !fresh[i];
+    if (ragged.add) begin_panels(w.sizes, w.k, at, Panels);
     for (int i = 0; i < Panels; ++i) fresh[i] = 0;
     const std::int64_t from = weight_at<Format>(0, at);
-    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, stairs, w.sizes.value_columns,
+    add_transposed<Format, Panels>(w.r.dout_rows, w.r.deep, w.k.prob_rows + from, ragged, w.sizes.value_columns,
                                    w.k.dv + at * w.sizes.value_columns);
-    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, stairs, w.sizes.columns,
+    add_transposed<Format, Panels>(w.r.q_rows, w.r.deep, w.k.dscore_rows + from, ragged, w.sizes.columns,
                                    w.k.dk + at * w.sizes.columns);
 }
 

@@ -6,37 +6,30 @@
 //   v  [column panel][keys / depth][column]   `panel` columns beside each other, the last panel perhaps narrower;
 //                                      with two elements per word, a word holds two neighbouring keys' elements
 //
-// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted as
-// wild and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
+// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted
+// as nonfinite and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
 
 #pragma once
 
-#include "simd/rows.h"
+#include "simd/carve.h"
 
 namespace fusion {
 namespace {
-
-template <class Format> struct Sizes {  // of packed rows, in words
-    std::int64_t main_words, words, columns;
-
-    explicit Sizes(const Problem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
 
 template <class Format> struct Packed {  // where a unit's parts lie
     using Word = typename Format::Word;
     std::int64_t first_key, keys;
     Word *k, *v;
-    std::uint8_t *wild;  // one byte per panel of keys
+    std::uint8_t *nonfinite;  // one byte per panel of keys
 
     Packed(const Sizes<Format> &sizes, const Unit &unit)
         : first_key(unit.key_begin), keys(unit.key_end - unit.key_begin), k(reinterpret_cast<Word *>(unit.packed)),
-          v(k + keys * sizes.words), wild(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.columns)) {}
+          v(k + keys * sizes.words),
+          nonfinite(reinterpret_cast<std::uint8_t *>(v + keys / Format::depth * sizes.value_columns)) {}
 
     std::size_t bytes() const {
-        return round_up<std::size_t>(reinterpret_cast<char *>(wild) - reinterpret_cast<char *>(k) + keys / panel, 64);
+        return round_up<std::size_t>(reinterpret_cast<char *>(nonfinite) - reinterpret_cast<char *>(k) + keys / panel,
+                                     64);
     }
     // Where column `column` (a multiple of panel) of key `at` begins; `width` columns lie beside each other there.
     Word *values(std::int64_t column, std::int64_t at, std::int64_t width) const {
@@ -117,11 +110,11 @@ FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) 
 template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
 template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
-// Elements that are not finite set their signs in `wild`; where they are to be tame, zeros take their place.
-template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words &wild) {
+// Elements that are not finite set their signs in `nonfinite`; with Zeroed, zeros take their place.
+template <class Format, bool Zeroed> FUSION_INLINE Words checked(Words words, Words &nonfinite) {
     const Words found = (words & ~signs<Format>)+lowest<Format>;
-    wild |= found;
-    if constexpr (Tame) {
+    nonfinite |= found;
+    if constexpr (Zeroed) {
         const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
         words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
     }
@@ -129,56 +122,70 @@ template <class Format, bool Tame> FUSION_INLINE Words noted(Words words, Words 
 }
 
 // A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
-template <class Format, class T, bool Tame>
-FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &wild) {
+template <class Format, class T, bool Zeroed>
+FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
         (void)stride, (void)second;
-        return noted<Format, Tame>(bits_of(load_floats(row, n)), wild);
+        return checked<Format, Zeroed>(bits_of(load_floats(row, n)), nonfinite);
     } else {
         const Words words = widen(load_halves(row, n)) | (second ? widen(load_halves(row + stride, n)) << 16 : Words{});
-        return noted<Format, Tame>(words, wild);
+        return checked<Format, Zeroed>(words, nonfinite);
     }
 }
 
 // The same of a whole panel's columns of keys at and at + 1; false where there are no such words.
-template <class Format, class T, bool Tame>
-FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &wild) {
+template <class Format, class T, bool Zeroed>
+FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
-        (void)row, (void)stride, (void)to, (void)wild;
+        (void)row, (void)stride, (void)to, (void)nonfinite;
         return false;
     } else {
         Words both[2];
-        Format::pair(noted<Format, Tame>(load<Words>(row), wild), noted<Format, Tame>(load<Words>(row + stride), wild),
-                     both);
+        Format::interleave(checked<Format, Zeroed>(load<Words>(row), nonfinite),
+                           checked<Format, Zeroed>(load<Words>(row + stride), nonfinite), both);
         store(to, both[0]);
         store(to + lanes, both[1]);
         return true;
     }
 }
 
-template <class Format> FUSION_INLINE bool any_wild(Words wild) { return any(wild & signs<Format>); }
+template <class Format> FUSION_INLINE bool any_nonfinite(Words nonfinite) { return any(nonfinite & signs<Format>); }
 
-// One panel of keys of V: `here` rows of n elements; returns whether any is not finite.
-template <class Format, class T, bool Tame>
-bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, const Sizes<Format> &sizes,
-                 const Packed<Format> &to, std::int64_t key) {
-    Words wild = {};
+// A panel of keys, `here` rows of n elements, at key `key` of the last operand of a product over keys, which has `deep`
+// words of every column; with zeros for what is not finite. Returns whether anything is: few are, so first all is
+// packed.
+template <class Format, class T, bool Zeroed = false>
+bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t deep,
+                 std::int64_t key, typename Format::Word *to) {
+    const std::int64_t columns = round_up<std::int64_t>(n, lanes);
+    Words nonfinite = {};
     for (std::int64_t i = 0; i < panel; i += Format::depth) {
         const T *row = first + i * stride;
-        for (std::int64_t column = 0; column < sizes.columns; column += panel) {
-            const std::int64_t width = least<std::int64_t>(panel, sizes.columns - column);
-            auto *at = to.values(column, key + i, width);
-            if (i + 1 < here && column + panel <= n && value_pairs<Format, T, Tame>(row + column, stride, at, wild))
+        for (std::int64_t column = 0; column < columns; column += panel) {
+            const std::int64_t width = least<std::int64_t>(panel, columns - column);
+            auto *at = to + column * deep + (key + i) / Format::depth * width;
+            if (i + 1 < here && column + panel <= n &&
+                value_pairs<Format, T, Zeroed>(row + column, stride, at, nonfinite))
                 continue;
-            for (std::int64_t d = 0; d < width; d += lanes) {
-                const Words words = i < here ? value_words<Format, T, Tame>(row + column + d, stride, i + 1 < here,
-                                                                            n - column - d, wild)
-                                             : Words{};
-                store(at + d, words);
+            for (std::int64_t d = column; d < column + width; d += lanes, at += lanes) {
+                store(at, i < here ? value_words<Format, T, Zeroed>(row + d, stride, i + 1 < here, n - d, nonfinite)
+                                   : Words{});
             }
         }
     }
-    return any_wild<Format>(wild);
+    if (!any_nonfinite<Format>(nonfinite)) return false;
+    if constexpr (!Zeroed) pack_values<Format, T, true>(first, stride, here, n, deep, key, to);
+    return true;
+}
+
+// A panel of keys with their ropes.
+template <class Format, class T>
+void pack_key_panel(const Problem &p, const Operands &o, const Sizes<Format> &sizes, std::int64_t b, std::int64_t head,
+                    std::int64_t key, std::int64_t here, typename Format::Word *to) {
+    pack_keys<Format>(row_of<const T>(o.k, b, head, key), o.k.stride_token, here, p.dim_qk, sizes.main_words, to);
+    if (!p.dim_rope) return;
+    pack_keys<Format>(row_of<const T>(o.k_rope, b, head, key), o.k_rope.stride_token, here, p.dim_rope,
+                      sizes.words - sizes.main_words, to + sizes.main_words * panel);
 }
 
 template <class Format, class T>
@@ -191,16 +198,9 @@ void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int6
     for (std::int64_t i = first; i < end; ++i) {
         const std::int64_t key = i * panel, token = unit.key_begin + key;
         const std::int64_t here = least<std::int64_t>(panel, seq.kv_len - token);
-        auto *k = packed.k + key * sizes.words;
-        pack_keys<Format>(row_of<const T>(o.k, unit.seq, unit.head, token), o.k.stride_token, here, p.dim_qk,
-                          sizes.main_words, k);
-        if (p.dim_rope) {
-            pack_keys<Format>(row_of<const T>(o.k_rope, unit.seq, unit.head, token), o.k_rope.stride_token, here,
-                              p.dim_rope, sizes.words - sizes.main_words, k + sizes.main_words * panel);
-        }
-        const T *v = row_of<const T>(o.v, unit.seq, unit.head, token);
-        packed.wild[i] = pack_values<Format, T, false>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
-        if (packed.wild[i]) pack_values<Format, T, true>(v, o.v.stride_token, here, p.dim_v, sizes, packed, key);
+        pack_key_panel<Format, T>(p, o, sizes, unit.seq, unit.head, token, here, packed.k + key * sizes.words);
+        packed.nonfinite[i] = pack_values<Format>(row_of<const T>(o.v, unit.seq, unit.head, token), o.v.stride_token,
+                                                  here, p.dim_v, packed.keys / Format::depth, key, packed.v);
     }
 }
 

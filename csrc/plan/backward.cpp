@@ -315,12 +315,12 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
 }
 
 // What is asked for in one of so many slices.
-GradientAhead BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys,
-                                     std::int64_t slice, std::int64_t slices) const {
+Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
+                                  std::int64_t slices) const {
     const Operands &o = *state.job.operands;
     const Gradients &g = *state.job.gradients;
     const std::int64_t dim_qk = problem_.dim_qk, dim_v = problem_.dim_v;
-    GradientAhead ahead;
+    Prefetches ahead;
     const auto add = [&](const Rows &rows, std::int64_t dim, std::int64_t seq, std::int64_t head, std::int64_t from,
                          std::int64_t to) {
         if (from < to) ahead.add(part_of(rows, problem_.dtype, seq, head, from, to, dim));
@@ -391,7 +391,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::
         rows.fresh = item.tile == first;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
         wait_for(turn, item.tile);
-        kernels_.meet(state.job, rows, keys, ahead_of(state, upcoming, keys, slice++, slices));
+        kernels_.accumulate(state.job, rows, keys, ahead_of(state, upcoming, keys, slice++, slices));
         rows.fresh = false;
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
         turn.store(item.tile + 1, std::memory_order_release);

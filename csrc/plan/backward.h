@@ -86,8 +86,8 @@ private:
     void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
                    const Upcoming &upcoming) const;
     Upcoming upcoming_after(const State &state, std::size_t at, const Task &task, const Task *then) const;
-    GradientAhead ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
-                           std::int64_t slices) const;
+    Prefetches ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
+                        std::int64_t slices) const;
     void clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const;
 
     const Variant &variant_;

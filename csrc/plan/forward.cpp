@@ -217,9 +217,9 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
     const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
         return tile.begin < tile.end ? ceil_div(tile.end - u.unit.key_begin, panel) : 0;
     };
-    const auto ask_keys = [&](Ahead &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
-        ahead.k = part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk);
-        ahead.v = part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v);
+    const auto ask_keys = [&](Prefetches &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
+        ahead.add(part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk));
+        ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
     std::size_t taken = 0, end = 0;  // what is left of a bundle
     const auto take = [&] {
@@ -242,17 +242,17 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
             }
             if (done == all && slices == 0) slices = (u.end - t) * group;
             for (std::int64_t h = 0; h < group; ++h) {
-                Ahead ahead;
+                Prefetches ahead;
                 const bool last = h + 1 == group, ends = last && t + 1 == u.end;
                 if (!ends) {
                     const Tile &tile = tiles_[last ? t + 1 : t];
                     const std::int64_t head = unit.head * group + (last ? 0 : h + 1);
-                    ahead.q = part_of(o.q, problem_.dtype, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk);
+                    ahead.add(part_of(o.q, problem_.dtype, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk));
                     if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
                 } else if (then) {
                     const Tile &tile = tiles_[then->first];
-                    ahead.q = part_of(o.q, problem_.dtype, tile.seq, then->unit.head * group, tile.row0, tile.row1,
-                                      problem_.dim_qk);
+                    ahead.add(part_of(o.q, problem_.dtype, tile.seq, then->unit.head * group, tile.row0, tile.row1,
+                                      problem_.dim_qk));
                 }
                 if (slices && then) {
                     const Tile &tile = tiles_[then->first];
@@ -294,7 +294,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
     for (std::size_t r = item.first; r < item.end; ++r) {
         wait_until([&] { return ready[r].load(std::memory_order_acquire); });
     }
-    return kernels_.attend(job, unit, item.head, tiles_[item.at], Ahead{}, scratch);
+    return kernels_.attend(job, unit, item.head, tiles_[item.at], Prefetches{}, scratch);
 }
 
 }  // namespace fusion

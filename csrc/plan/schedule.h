@@ -56,8 +56,8 @@ inline std::int64_t sequence_of(const std::vector<std::int64_t> &first_row, std:
 }
 
 // Rows [from, to) of a head, to be asked for.
-inline Ahead::Part part_of(const Rows &rows, Dtype dtype, std::int64_t seq, std::int64_t head, std::int64_t from,
-                           std::int64_t to, std::int64_t dim) {
+inline PrefetchRows part_of(const Rows &rows, Dtype dtype, std::int64_t seq, std::int64_t head, std::int64_t from,
+                            std::int64_t to, std::int64_t dim) {
     if (to <= from) return {};  // perhaps there is no memory at all
     const std::int64_t size = dtype == Dtype::float32 ? 4 : 2;
     const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;

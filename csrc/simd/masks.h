@@ -14,6 +14,8 @@ FUSION_INLINE std::uint64_t low_bits(std::int64_t n) {
     return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << n) - 1;
 }
 
+FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
+
 // Keys of the interval [begin, end).
 FUSION_INLINE void set_interval(std::uint8_t *bits, std::int64_t first, std::int64_t count, std::int64_t begin,
                                 std::int64_t end) {

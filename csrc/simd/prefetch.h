@@ -1,35 +1,44 @@
-// Memory that is asked for while a tile is computed, a few lines at a time: its results', and what the thread reads
-// next.
+// Memory that is asked for while something else is computed, a few lines at a time.
 //
-// Rows of one head lie far apart in most layouts, where no hardware prefetcher follows. Asked for in one burst they
-// would wait for each other, so products of panels of keys take turns with a few lines. They come as near as they can:
-// hints that name the second-level cache bring fewer of them there (a fortieth of the time of a narrow band).
+// Rows of one head lie far apart in most layouts, where no hardware prefetcher follows, and a core waits for few misses
+// at once: asked for in one burst rows would wait for each other. So products of panels take turns with a few lines.
+// Locality is __builtin_prefetch()'s: 3 brings lines as near as they can come, 2 into a second-level cache.
 
 #pragma once
 
-#include "data/problem.h"
-#include "simd/vec.h"
+#include "simd/rows.h"
 
 namespace fusion {
 namespace {
 
-class Errands {
+// Rows [token, token + count) of n elements of a head; none of what is not there.
+template <class T>
+FUSION_INLINE PrefetchRows prefetch_rows(const Rows &rows, std::int64_t b, std::int64_t head, std::int64_t token,
+                                         std::int64_t count, std::int64_t n) {
+    if (n <= 0 || count <= 0) return {};
+    const auto *first = reinterpret_cast<const char *>(row_of<const T>(rows, b, head, token));
+    return {first, rows.stride_token * static_cast<std::int64_t>(sizeof(T)), count,
+            n * static_cast<std::int64_t>(sizeof(T))};
+}
+
+template <int locality> class PrefetchQueue {
 public:
-    void add(const Ahead::Part &part) {
+    void add(const PrefetchRows &part) {
         if (part.rows <= 0) return;
-        Ahead::Part &added = parts_[count_++] = part;
+        PrefetchRows &added = parts_[count_++] = part;
         if (part.stride == part.bytes) added = {part.first, 0, 1, part.rows * part.bytes};
         lines_ += added.rows * ((added.bytes + line - 1) / line);
     }
+    void add(const void *first, std::int64_t bytes) { add({static_cast<const char *>(first), 0, 1, bytes}); }
 
-    // Over so many turns.
-    void spread(std::int64_t turns) { pace_ = least((lines_ + turns - 1) / turns, most_lines); }
+    // Over so many steps.
+    void spread(std::int64_t steps) { pace_ = least((lines_ + steps - 1) / steps, most_lines); }
 
-    FUSION_INLINE void run() {
+    FUSION_INLINE void step() {
         const char *at = at_;
         for (std::int64_t left = pace_; left > 0; --left, at += line) {
             if (at >= end_ && !(at = next_row())) return;
-            __builtin_prefetch(at);
+            __builtin_prefetch(at, 0, locality);
         }
         at_ = at;
     }
@@ -37,7 +46,7 @@ public:
 private:
     static constexpr std::int64_t line = 64, most_lines = 64;
 
-    // Where the next row begins; null behind the last one, and then no turn has anything to do. Out of line: the loop
+    // Where the next row begins; null behind the last one, and then no step has anything to do. Out of line: the loop
     // over panels that asks needs its registers.
     __attribute__((noinline)) const char *next_row() {
         if (end_ && ++row_ == parts_[part_].rows) {
@@ -53,7 +62,7 @@ private:
         return at;
     }
 
-    Ahead::Part parts_[GradientAhead::most];
+    PrefetchRows parts_[Prefetches::most];
     const char *at_ = nullptr, *end_ = nullptr;  // of the present row
     std::int64_t lines_ = 0, pace_ = 0, row_ = 0;
     int count_ = 0, part_ = 0;

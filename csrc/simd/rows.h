@@ -18,9 +18,18 @@ FUSION_INLINE std::int64_t row_of(const Matrix &m, std::int64_t b, std::int64_t 
     return m.address[b] + head * m.stride_head[b] + row * m.stride_row[b];
 }
 
+// body(T{}) with what elements of a dtype are stored as.
+template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
+    switch (dtype) {
+        case Dtype::float32: return body(float{});
+        case Dtype::float16: return body(Half{});
+        case Dtype::bfloat16: return body(Brain{});
+    }
+}
+
 // n elements that will be read soon; an address outside all memory is harmless.
-template <class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
-    for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+template <int locality = 3, class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, locality);
 }
 
 FUSION_INLINE std::int64_t first_key(const Sequence &seq, std::int64_t row) {

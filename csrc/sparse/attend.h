@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "simd/statistics.h"
 #include "sparse/stream.h"
 
 namespace fusion {
@@ -13,7 +14,7 @@ namespace {
 constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // what a chunk and its row may take of a cache
 
 // Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
-template <class Format> std::int64_t sparse_chunk(const SparseSizes<Format> &sizes, std::int64_t heads) {
+template <class Format> std::int64_t sparse_chunk(const Sizes<Format> &sizes, std::int64_t heads) {
     const std::int64_t unit = 48 * Format::depth;
     const std::int64_t row = 4 * heads * (sizes.words + sizes.value_columns);
     const std::int64_t key = 4 * (sizes.words + sizes.value_columns / Format::depth + 2 * heads);
@@ -29,7 +30,7 @@ template <class Format> struct SparseScratch {
     float *sum, *peak, *shift, *fade;   // [head]
     std::size_t bytes;
 
-    SparseScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
+    SparseScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                   void *memory)
         : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)),
           deep(chunk / Format::depth) {
@@ -50,28 +51,28 @@ template <class Format> struct SparseScratch {
     }
 };
 
-template <class Format> struct Selected {  // an item and all that it needs
+template <class Format> struct SparseWork {  // an item and all that it needs
     const SparseJob &job;
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
-    const SparseSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const SparseScratch<Format> s;
-    const bool dressed;   // scores are scaled in a pass of their own: the largest product is not the largest score's
-    const float natural;  // what a score is then multiplied by
-    const float factor;   // and to be a power of two
-    const bool streams;   // blocks are gathered while others are multiplied
+    const bool scale_pass;  // scores are scaled in a pass of their own: the largest product is not the largest score's
+    const float natural;    // what a score is then multiplied by
+    const float factor;     // and to be a power of two
+    const bool streams;     // blocks are gathered while others are multiplied
 
-    Selected(const SparseJob &job_, const SparseItem &item_, void *scratch)
+    SparseWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
-          s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), dressed(!(p.scale > 1e-30)),
-          natural(dressed ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e),
+          s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), scale_pass(!(p.scale > 1e-30)),
+          natural(scale_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e),
           streams(suits_stream<Format>(p) && p.dim_v <= p.dim_qk && p.dim_v % (lanes * Format::depth) == 0 &&
                   same_rows(o.k, o.v, item.seq, item.head_kv)) {}
 };
 
 // Raises the heads' peaks and gives the factors by which what was summed before shrinks.
-template <class Format> void raise_head_peaks(const Selected<Format> &w, std::int64_t padded) {
+template <class Format> void raise_head_peaks(const SparseWork<Format> &w, std::int64_t padded) {
     const std::int64_t pitch = w.s.padded_heads;
     for (std::int64_t h = 0; h < pitch; h += lanes) {
         const float *at = w.s.scores + h;
@@ -91,7 +92,7 @@ template <class Format> void raise_head_peaks(const Selected<Format> &w, std::in
 }
 
 // The weights of a chunk, summed down the lanes and transposed.
-template <class Format> __attribute__((noinline)) void weigh_heads(const Selected<Format> &w, std::int64_t padded) {
+template <class Format> __attribute__((noinline)) void weigh_heads(const SparseWork<Format> &w, std::int64_t padded) {
     constexpr int depth = Format::depth;
     const std::int64_t pitch = w.s.padded_heads;
     const float factor = w.factor;
@@ -110,7 +111,7 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const Selecte
                     weight[e] = exp2(Format::fused ? score * factor - shift : (score - shift) * factor);
                     sums[e] += weight[e];
                 }
-                block[i] = Format::stack(weight);
+                block[i] = Format::join(weight);
             }
             transpose(block);
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + i * w.s.deep + c / depth, block[i]);
@@ -120,40 +121,17 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const Selecte
     }
 }
 
-// Gathers a chunk, block by block, and scores each while its rows are near.
 template <class Format, class T>
-void score_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
-    const auto &s = w.s;
-    const std::int64_t words = w.sizes.words, main = w.sizes.main_words;
-    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
-        const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-        if (w.streams && here == block_rows) {
-            stream.multiply(chunk.keys - s.keys + at, at, s.q, s.scores + at * s.padded_heads, s.padded_heads,
-                            s.padded_heads);
-            continue;
-        }
-        for (std::int64_t i = at; i < at + here; i += Format::depth) {
-            auto *const rows = s.rows + (i - at) * words;
-            gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, nullptr, 0);
-            if (w.p.dim_rope) {
-                gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main, nullptr,
-                                  0);
-            }
-            gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
-        }
-        clear_rows(here, words, s.rows);
-        ahead.gathered(here);
-        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, s.scores + at * s.padded_heads,
-                                             s.padded_heads, s.padded_heads, nullptr, ahead);
-    }
-}
-
-template <class Format, class T>
-void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
+void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Format, T> &reader) {
     const auto &s = w.s;
     const std::int64_t count = chunk.count, padded = round_up<std::int64_t>(count, lanes * Format::depth);
-    score_chunk<Format, T>(w, chunk, ahead, stream);
-    if (w.dressed) {
+    reader.score(chunk, s.q, s.scores, s.padded_heads, s.padded_heads, nullptr,
+                 [&](std::int64_t at, std::int64_t here, bool streamed) {
+                     for (std::int64_t i = at; !streamed && i < at + here; i += Format::depth) {
+                         gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
+                     }
+                 });
+    if (w.scale_pass) {
         const float scale = static_cast<float>(w.p.scale);
         for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes)
             store(s.scores + i, load<Floats>(s.scores + i) * scale);
@@ -163,14 +141,14 @@ void attend_chunk(const Selected<Format> &w, const Chunk &chunk, Ahead<T> &ahead
     raise_head_peaks(w, padded);
     weigh_heads(w, padded);
     add_heads<Format>(s.weights, s.deep, s.values, s.deep, (count + Format::depth - 1) / Format::depth, s.out,
-                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, ahead);
+                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, reader.ahead);
 }
 
 // Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is
 // still more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not
 // seen.
 template <class Format, class T>
-__attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, std::int64_t count) {
+__attribute__((noinline)) void mend(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {
@@ -180,7 +158,7 @@ __attribute__((noinline)) void mend(const Selected<Format> &w, std::int64_t i, s
             found += sum_of(dot_rows(row_of<const T>(w.o.q_rope, item.seq, head, item.row),
                                      row_of<const T>(w.o.k_rope, item.seq, item.head_kv, key), w.p.dim_rope));
         }
-        return w.dressed ? found * static_cast<float>(w.p.scale) : found;
+        return w.scale_pass ? found * static_cast<float>(w.p.scale) : found;
     };
     const float shift = w.s.shift[i] == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
     float *const out = w.s.out + i * w.sizes.value_columns;
@@ -208,7 +186,7 @@ inline bool any_nan(const float *row, std::int64_t n) {
 }
 
 // Divides, and writes out and statistics.
-template <class Format, class T> void store_heads(const Selected<Format> &w, std::int64_t count) {
+template <class Format, class T> void store_heads(const SparseWork<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
         float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
@@ -217,16 +195,8 @@ template <class Format, class T> void store_heads(const Selected<Format> &w, std
             if (rounding == rounding) share = __builtin_exp2f(-rounding);
             sum *= share;
         }
-        if (w.p.has_sink && sum == sum) {
-            const float sink = w.o.sink[head], top = sink > peak ? sink : peak;
-            const float fade = peak == top ? 1.0f : __builtin_expf(peak - top);
-            share *= fade;
-            sum = sum * fade + (sink == top ? 1.0f : __builtin_expf(sink - top));
-            if (sink == -infinity && top == -infinity) sum = 0.0f;
-            peak = top;
-        }
-        if (sum != sum) peak = __builtin_nanf("");
-        if (peak == infinity) sum = __builtin_nanf("");
+        if (w.p.has_sink) share *= join_sink(w.o.sink[head], peak, sum);
+        mark_nan(peak, sum);
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;
@@ -244,27 +214,18 @@ template <class Format, class T> void store_heads(const Selected<Format> &w, std
 
 template <class Format, class T>
 std::int64_t select_attend(const SparseJob &job, const SparseItem &item, void *scratch) {
-    const Selected<Format> w(job, item, scratch);
+    const SparseWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t count = expand(job, item, s.keys), rounded = round_up<std::int64_t>(s.padded_heads, block_rows);
     std::memset(s.out, 0, rounded * w.sizes.value_columns * sizeof *s.out);
     std::memset(s.sum, 0, rounded * sizeof *s.sum);
     for (std::int64_t i = 0; i < rounded; ++i) s.peak[i] = s.shift[i] = -infinity;
-    if (count) {
-        const T *q = row_of<const T>(w.o.q, item.seq, item.head0, item.row);
-        pack_beside<Format>(q, w.o.q.stride_head[item.seq], item.heads, w.p.dim_qk, w.sizes.main_words, 0,
-                            w.sizes.words, s.q);
-        if (w.p.dim_rope) {
-            const T *rope = row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row);
-            pack_beside<Format>(rope, w.o.q_rope.stride_head[item.seq], item.heads, w.p.dim_rope,
-                                w.sizes.words - w.sizes.main_words, w.sizes.main_words, w.sizes.words, s.q);
-        }
-    }
+    if (count) pack_item_heads<Format, T>(w.p, w.o, item, w.sizes, s.q);
     const std::int64_t cost = s.padded_heads * w.sizes.words + item.heads * w.sizes.value_columns / Format::depth;
-    Ahead<T> ahead(job, item, s.keys, w.streams ? 0 : count, s.chunk, cost);
-    Stream<Format, T> stream(job, item, w.sizes, s.keys, count, s.rows, s.values, s.deep, w.p.dim_v);
+    ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.values, s.deep,
+                                 w.p.dim_v);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, ahead, stream);
+        attend_chunk<Format, T>(w, {s.keys + at, least(s.chunk, count - at), count - at}, reader);
     }
     store_heads<Format, T>(w, count);
     return count == 0;

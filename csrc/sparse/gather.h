@@ -12,6 +12,8 @@
 
 #include "dense/gradient_pack.h"
 #include "data/variant_sparse.h"
+#include "simd/prefetch.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -20,27 +22,6 @@ template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t 
     if (!keys.table) return row_of<const T>(keys.rows, b, head, j);
     const std::int64_t page = keys.table[b * keys.stride_table + j / keys.page_size];
     return row_of<const T>(keys.rows, b, head, j % keys.page_size) + page * keys.stride_page;
-}
-
-template <class Format> struct SparseSizes {
-    std::int64_t main_words, words, value_words;
-    std::int64_t main_columns, columns, value_columns;
-
-    explicit SparseSizes(const SparseProblem &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth),
-          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
-          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
-          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
-};
-
-template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
-    switch (dtype) {
-        case Dtype::float32: return body(float{});
-        case Dtype::float16: return body(Half{});
-        case Dtype::bfloat16: return body(Brain{});
-    }
 }
 
 // The indexer's weights of one row, zeros behind them up to `pitch`.
@@ -108,15 +89,11 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
 // Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their
 // end.
 FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
-#if defined(__AVX512F__)
-    FUSION_UNROLL for (int half = 0; half < 2; ++half) {
-        const auto here = static_cast<__mmask16>(bits >> half * lanes);
-        store(to, _mm512_maskz_compress_epi32(here, (__m512i)(lane_numbers() + (first + half * lanes))));
+    for (int at = 0; at < 32; at += lanes, bits >>= lanes) {
+        const std::uint32_t here = bits & ((1u << lanes) - 1);
+        compress(to, lane_numbers() + (first + at), here);
         to += __builtin_popcount(here);
     }
-#else
-    for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
-#endif
     return to;
 }
 
@@ -140,34 +117,23 @@ FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std
     }
 }
 
-#if defined(__AVX512BF16__)
-template <int... I> FUSION_INLINE void interleave(Words a, Words b, Words (&out)[2], std::integer_sequence<int, I...>) {
-    typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
-    out[0] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + I % 2 * 2 * lanes)...);
-    out[1] = (Words)__builtin_shufflevector((Both)a, (Both)b, (I / 2 + lanes + I % 2 * 2 * lanes)...);
-}
-#endif
-
 // Rows of n elements as word row `at` of [column panel][deep][column].
 template <class Format, class T>
-FUSION_INLINE void put_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to, std::int64_t deep,
-                              std::int64_t at) {
+FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to,
+                                std::int64_t deep, std::int64_t at) {
     const std::int64_t columns = round_up<std::int64_t>(n, lanes);
     for (std::int64_t column = 0; column < columns; column += panel) {
         const std::int64_t width = least<std::int64_t>(panel, columns - column);
         auto *const words = to + column * deep + at * width;
-#if defined(__AVX512BF16__)
         if constexpr (Format::depth == 2) {
             if (column + panel <= n && two) {
                 Words pair[2];
-                interleave(load<Words>(one + column), load<Words>(two + column), pair,
-                           std::make_integer_sequence<int, 2 * lanes>{});
+                Format::interleave(load<Words>(one + column), load<Words>(two + column), pair);
                 store(words, pair[0]);
                 store(words + lanes, pair[1]);
                 continue;
             }
         }
-#endif
         for (std::int64_t d = 0; d < width; d += lanes) store(words + d, column_words<Format>(one, two, column + d, n));
     }
 }
@@ -178,15 +144,15 @@ void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::in
     const std::int64_t deep = (rows + Format::depth - 1) / Format::depth;
     for (std::int64_t at = 0; at < deep; ++at) {
         const T *one = first + at * Format::depth * stride;
-        put_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
+        store_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
     }
 }
 
 // Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
 // % panel].
 template <class Format, class T>
-void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
-                 std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
+void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
+                std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
     const std::int64_t padded = round_up<std::int64_t>(rows, lanes);
     for (std::int64_t i0 = 0; i0 < padded; i0 += lanes) {
         const std::int64_t width = least<std::int64_t>(panel, padded - i0 / panel * panel);
@@ -203,6 +169,17 @@ void pack_beside(const T *first, std::int64_t stride, std::int64_t rows, std::in
     }
 }
 
+// An item's query heads beside each other, rope behind the rest.
+template <class Format, class T>
+void pack_item_heads(const SparseProblem &p, const SparseOperands &o, const SparseItem &item,
+                     const Sizes<Format> &sizes, typename Format::Word *to) {
+    pack_heads<Format>(row_of<const T>(o.q, item.seq, item.head0, item.row), o.q.stride_head[item.seq], item.heads,
+                       p.dim_qk, sizes.main_words, 0, sizes.words, to);
+    if (!p.dim_rope) return;
+    pack_heads<Format>(row_of<const T>(o.q_rope, item.seq, item.head0, item.row), o.q_rope.stride_head[item.seq],
+                       item.heads, p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, to);
+}
+
 // ----------------------------------------------------------------------------------------------------------- products
 
 template <class T> Floats dot_rows(const T *x, const T *y, std::int64_t n) {
@@ -217,22 +194,15 @@ struct Idle {  // does nothing while products are computed
 
 // C[M][columns] = A[M][depth] * B[column panel][deep][column] from its word row 0 on, added to what is there times
 // fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
-template <class Format, int M, bool Add, class Meanwhile>
+template <class Format, int M, bool Add, class Left = RowMajor<typename Format::Word>, class Meanwhile>
 __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
                                          float *c, std::int64_t c_stride, std::int64_t columns, const float *fade,
                                          Meanwhile &meanwhile) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        meanwhile(M * depth * panel);
-        multiply<Format, M, panel_vectors, panel_vectors, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    }
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) multiply<Format, M, 1, 1, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) multiply<Format, M, 2, 2, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-        if (vectors == 3) multiply<Format, M, 3, 3, Add>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
-    }
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        if (vectors() == panel_vectors) meanwhile(M * depth * panel);
+        multiply<Format, M, vectors(), vectors(), Add, Left>(a, a_stride, b + d * deep, depth, c + d, c_stride, fade);
+    });
 }
 
 // Blocks of at most M rows: body(M, first row). Two of two thirds rather than a whole one and a third, which uses
@@ -241,16 +211,10 @@ template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body)
     constexpr int third = block_rows / 3;
     for (std::int64_t at = 0; at < rows;) {
         const std::int64_t left = rows - at, thirds = (left + third - 1) / third;
-        if (thirds >= 3 && thirds != 4) {
-            body(std::integral_constant<int, block_rows>{}, at);
-            at += block_rows;
-        } else if (thirds > 1) {
-            body(std::integral_constant<int, 2 * third>{}, at);
-            at += 2 * third;
-        } else {
-            body(std::integral_constant<int, third>{}, at);
-            at += third;
-        }
+        with_height(thirds == 4 ? 2 * third : left, [&](auto height) __attribute__((always_inline)) {
+            body(height, at);
+            at += height();
+        });
     }
 }
 
@@ -265,8 +229,7 @@ void add_heads(const typename Format::Word *a, std::int64_t a_stride, const type
     });
 }
 
-// ------------------------------------------------------------------------------------------------------------
-// gathering
+// ----------------------------------------------------------------------------------------------------------- gathering
 
 constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
 
@@ -293,8 +256,8 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
         return row_of<T>(from, item.seq, item.head_kv, chunk.keys[e]);
     };
     if (rows) {
-        const std::int64_t soon = i + gather_ahead;
-        for (std::int64_t e = soon; e < least(soon + Format::depth, chunk.left); ++e) prefetch(row(e), n);
+        const std::int64_t upcoming = i + gather_ahead;
+        for (std::int64_t e = upcoming; e < least(upcoming + Format::depth, chunk.left); ++e) prefetch(row(e), n);
     }
     const T *one = row(i), *two = nullptr;
     if (Format::depth > 1 && i + 1 < chunk.count) two = row(i + 1);
@@ -302,16 +265,17 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
         pack_query<Format>(one, n, words, rows);
         if (two) pack_query<Format>(two, n, words, rows + stride);
     }
-    if (across) put_across<Format>(one, two, n, across, deep, i / Format::depth);
+    if (across) store_across<Format>(one, two, n, across, deep, i / Format::depth);
 }
 
 // Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
-// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead.
-template <class T> class Ahead {
+// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead. No PrefetchQueue:
+// each key's rows lie elsewhere, and products between two keys differ in length.
+template <class T> class KeyPrefetch {
 public:
     // cost: words multiplied for each key.
-    Ahead(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count, std::int64_t lead,
-          std::int64_t cost)
+    KeyPrefetch(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count,
+                std::int64_t lead, std::int64_t cost)
         : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
         const SparseProblem &p = *job.problem;
         const SparseOperands &o = *job.operands;
@@ -345,7 +309,7 @@ private:
         const std::int64_t key = keys_[asked_++];
         for (int i = 0; i < shown_; ++i) {
             const T *row = row_of<T>(*parts_[i].keys, item_.seq, item_.head_kv, key);
-            for (std::int64_t d = 0; d < parts_[i].n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
+            prefetch<2>(row, parts_[i].n);
         }
     }
 

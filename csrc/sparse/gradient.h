@@ -35,7 +35,7 @@ template <class Format> struct GradientScratch {
     float **sums;                         // [key]
     std::size_t bytes;
 
-    GradientScratch(const SparseProblem &p, const SparseSizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
+    GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                     void *memory)
         : padded_heads(round_up<std::int64_t>(heads, lanes)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
@@ -70,57 +70,53 @@ template <class Format> struct GradientScratch {
     }
 };
 
-template <class Format> struct Descent {  // an item of the backward and all that it needs
+template <class Format> struct SparseGradientWork {  // an item of the backward and all that it needs
     const SparseJob &job;
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
-    const SparseSizes<Format> sizes;
+    const Sizes<Format> sizes;
     const GradientScratch<Format> s;
-    const bool beside;   // values are the first words of keys' rows: they need no rows of their own
-    const bool streams;  // blocks are gathered while others are multiplied
+    const bool values_in_keys;  // values are the first words of keys' rows: they need no rows of their own
+    const bool streams;         // blocks are gathered while others are multiplied
 
-    Descent(const SparseJob &job_, const SparseItem &item_, void *scratch)
+    SparseGradientWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch),
-          beside(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
-                 (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
-          streams(suits_stream<Format>(p) && (beside || p.indexes)) {}
+          values_in_keys(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
+                         (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
+          streams(suits_stream<Format>(p) && (values_in_keys || p.indexes)) {}
 };
 
 // Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
 template <class Format> std::int64_t sum_columns(const SparseProblem &p) {
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     return sizes.columns + (p.shares_kv ? 0 : sizes.value_columns);
 }
 
-// ----------------------------------------------------------------------------------------------------------------
-// heads
+// --------------------------------------------------------------------------------------------------------------- heads
 
-template <class Format, class T> void load_heads(const Descent<Format> &w) {
+template <class Format, class T> void load_heads(const SparseGradientWork<Format> &w) {
     const auto &item = w.item;
     const auto &s = w.s;
     const std::int64_t heads = item.heads, deep = (heads + Format::depth - 1) / Format::depth;
-    const T *q = row_of<const T>(w.o.q, item.seq, item.head0, item.row);
-    const std::int64_t stride = w.o.q.stride_head[item.seq];
-    pack_beside<Format>(q, stride, heads, w.p.dim_qk, w.sizes.main_words, 0, w.sizes.words, s.q);
-    pack_across<Format>(q, stride, heads, w.p.dim_qk, s.q_rows);
+    pack_item_heads<Format, T>(w.p, w.o, item, w.sizes, s.q);
+    pack_across<Format>(row_of<const T>(w.o.q, item.seq, item.head0, item.row), w.o.q.stride_head[item.seq], heads,
+                        w.p.dim_qk, s.q_rows);
     if (w.p.dim_rope) {
-        const T *rope = row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row);
-        const std::int64_t apart = w.o.q_rope.stride_head[item.seq];
-        pack_beside<Format>(rope, apart, heads, w.p.dim_rope, w.sizes.words - w.sizes.main_words, w.sizes.main_words,
-                            w.sizes.words, s.q);
-        pack_across<Format>(rope, apart, heads, w.p.dim_rope, s.q_rows + w.sizes.main_columns * deep);
+        pack_across<Format>(row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row),
+                            w.o.q_rope.stride_head[item.seq], heads, w.p.dim_rope,
+                            s.q_rows + w.sizes.main_columns * deep);
     }
     if (w.p.indexes) return;
     const T *dout = row_of<const T>(w.o.dout, item.seq, item.head0, item.row);
-    pack_beside<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, w.sizes.value_words, 0,
-                        w.sizes.value_words, s.dout);
+    pack_heads<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, w.sizes.value_words, 0,
+                       w.sizes.value_words, s.dout);
     pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, s.dout_rows);
 }
 
 // The saved statistics; heads that are empty or not there have a share of 0, and delta 0.
-template <class Format, class T> void load_statistics(const Descent<Format> &w, float *dsink) {
+template <class Format, class T> void load_statistics(const SparseGradientWork<Format> &w, float *dsink) {
     const auto &item = w.item;
     for (std::int64_t i = 0; i < w.s.pitch; ++i) w.s.peak[i] = w.s.share[i] = w.s.delta[i] = 0.0f;
     for (std::int64_t i = 0; i < item.heads; ++i) {
@@ -187,10 +183,10 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
                     } else {
                         prob[0] = prob[1] = Floats{};
                     }
-                    if constexpr (Probs) Format::put(s.probs + key * s.head_words, h, prob[0], prob[1]);
-                    Format::put(s.dscores + key * s.head_words, h, dscore[0][e], dscore[1][e]);
+                    if constexpr (Probs) Format::store_elements(s.probs + key * s.head_words, h, prob[0], prob[1]);
+                    Format::store_elements(s.dscores + key * s.head_words, h, dscore[0][e], dscore[1][e]);
                 }
-                FUSION_UNROLL for (int u = 0; u < 2; ++u) block[u][i] = Format::stack(dscore[u]);
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) block[u][i] = Format::join(dscore[u]);
             }
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                 transpose(block[u]);
@@ -204,54 +200,30 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
 // ------------------------------------------------------------------------------------------------------------- sums
 
 // Adds factor * A[M][depth] * B to rows of sums, wherever they lie; rows of the block after it are asked for.
-template <class Format, int M, int N>
-FUSION_INLINE void add_to_sums(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
-                               std::int64_t depth, float *const *sums, std::int64_t d, float factor) {
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-    std::int64_t k = 0;
-    for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
-        for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
-            for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + d + j, 1);
-        }
-        const std::int64_t stop = depth * (third + 1) / 3;
-#pragma GCC unroll 2
-        for (; k < stop; ++k, b += N * lanes) {
-            Words right[N];
-            FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-            FUSION_UNROLL for (int i = 0; i < M; ++i) {
-                FUSION_UNROLL for (int j = 0; j < N; ++j) {
-                    sum[i][j] = Format::dot(sum[i][j], a[i * a_stride + k], right[j]);
-                }
-            }
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        float *const to = sums[i] + d;
-        FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            store(to + j * lanes, load<Floats>(to + j * lanes) + sum[i][j] * factor);
-        }
-    }
-}
-
 template <class Format, int M>
 __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a, std::int64_t a_stride,
                                                  const typename Format::Word *b, std::int64_t depth, float *const *sums,
                                                  std::int64_t first, std::int64_t columns, float factor) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel) {
-        add_to_sums<Format, M, panel_vectors>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    }
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) add_to_sums<Format, M, 1>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) add_to_sums<Format, M, 2>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-        if (vectors == 3) add_to_sums<Format, M, 3>(a, a_stride, b + d * depth, depth, sums, first + d, factor);
-    }
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        constexpr int N = vectors();
+        RegisterTile<Format, M, N> tile;
+        const auto *rows = b + d * depth;
+        for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
+            for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
+                for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + first + d + j, 1);
+            }
+            rows = tile.add(depth * third / 3, depth * (third + 1) / 3, RowMajor<typename Format::Word>{a, a_stride},
+                            rows, N * lanes);
+        }
+        tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+            float *const to = sums[i] + first + d + j * lanes;
+            store(to, load<Floats>(to) + sum * factor);
+        });
+    });
 }
 
 // Adds what keys [first, end) of a chunk give to the rows that s.sums names; first is a multiple of block_rows.
-template <class Format> void add_to_keys(const Descent<Format> &w, std::int64_t first, std::int64_t end) {
+template <class Format> void add_to_keys(const SparseGradientWork<Format> &w, std::int64_t first, std::int64_t end) {
     const auto &s = w.s;
     const std::int64_t depth = (w.item.heads + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
     const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
@@ -269,7 +241,7 @@ template <class Format> void add_to_keys(const Descent<Format> &w, std::int64_t 
     }
 }
 
-template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chunk, const KeySums &table) {
+template <class Format> void add_keys(const SparseGradientWork<Format> &w, const Chunk &chunk, const KeySums &table) {
     const std::int64_t pitch = sum_columns<Format>(w.p), padded = round_up<std::int64_t>(chunk.count, block_rows);
     for (std::int64_t i = 0; i < padded + block_rows; ++i) {
         w.s.sums[i] = i < chunk.count ? table.memory + chunk.keys[i] * pitch : w.s.nowhere;
@@ -279,51 +251,30 @@ template <class Format> void add_keys(const Descent<Format> &w, const Chunk &chu
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
+// Scores of a chunk's keys, and dP, whose operand are values: keys' own rows, or gathered beside them.
 template <class Format, class T>
-void gather_block(const Descent<Format> &w, const Chunk &chunk, std::int64_t at, std::int64_t here) {
+void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, ListReader<Format, T> &reader) {
     const auto &s = w.s;
-    const std::int64_t words = w.sizes.words, main = w.sizes.main_words, value_words = w.sizes.value_words;
-    const bool apart = !w.beside && !w.p.indexes;
-    for (std::int64_t i = at; i < at + here; i += Format::depth) {
-        auto *const rows = s.rows + (i - at) * words;
-        gather<Format, T>(w.o.k, w.item, chunk, i, w.p.dim_qk, main, words, rows, s.across, s.deep);
-        if (w.p.dim_rope) {
-            gather<Format, T>(w.o.k_rope, w.item, chunk, i, w.p.dim_rope, words - main, words, rows + main,
-                              s.across + w.sizes.main_columns * s.deep, s.deep);
-        }
-        if (!apart) continue;
-        gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, value_words, value_words,
-                          s.value_rows + (i - at) * value_words, nullptr, 0);
-    }
-    clear_rows(here, words, s.rows);
-    if (apart) clear_rows(here, value_words, s.value_rows);
+    const std::int64_t value_words = w.sizes.value_words;
+    const bool apart = !w.values_in_keys;
+    reader.score(chunk, s.q, s.scores, s.pitch, s.padded_heads, s.across,
+                 [&](std::int64_t at, std::int64_t here, bool streamed) {
+                     if (w.p.indexes) return;
+                     float *const dprobs = s.dprobs + at * s.pitch;
+                     if (streamed)
+                         return reader.stream.multiply_first(value_words, s.dout, dprobs, s.pitch, s.padded_heads);
+                     for (std::int64_t i = at; apart && i < at + here; i += Format::depth) {
+                         gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, value_words, value_words,
+                                           s.value_rows + (i - at) * value_words, nullptr, 0);
+                     }
+                     if (apart) clear_rows(here, value_words, s.value_rows);
+                     by_panels<Format, block_rows, false>(
+                         apart ? s.value_rows : s.rows, apart ? value_words : w.sizes.words, s.dout, value_words,
+                         value_words, dprobs, s.pitch, s.padded_heads, nullptr, reader.ahead);
+                 });
 }
 
-// Gathers a chunk, block by block, and multiplies each while its rows are near: scores and dP.
-template <class Format, class T>
-void multiply_keys(const Descent<Format> &w, const Chunk &chunk, Ahead<T> &ahead, Stream<Format, T> &stream) {
-    const auto &s = w.s;
-    const std::int64_t words = w.sizes.words, value_words = w.sizes.value_words;
-    const bool apart = !w.beside && !w.p.indexes;
-    for (std::int64_t at = 0; at < chunk.count; at += block_rows) {
-        const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-        float *const scores = s.scores + at * s.pitch, *const dprobs = s.dprobs + at * s.pitch;
-        if (w.streams && here == block_rows) {
-            stream.multiply(chunk.keys - s.keys + at, at, s.q, scores, s.pitch, s.padded_heads);
-            if (!w.p.indexes) stream.multiply_first(value_words, s.dout, dprobs, s.pitch, s.padded_heads);
-            continue;
-        }
-        gather_block<Format, T>(w, chunk, at, here);
-        ahead.gathered(here);
-        by_panels<Format, block_rows, false>(s.rows, words, s.q, words, words, scores, s.pitch, s.padded_heads, nullptr,
-                                             ahead);
-        if (w.p.indexes) continue;
-        by_panels<Format, block_rows, false>(apart ? s.value_rows : s.rows, apart ? value_words : words, s.dout,
-                                             value_words, value_words, dprobs, s.pitch, s.padded_heads, nullptr, ahead);
-    }
-}
-
-template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &chunk) {
+template <class Format> void weigh_keys(const SparseGradientWork<Format> &w, const Chunk &chunk) {
     const auto &s = w.s;
     const std::int64_t padded = round_up<std::int64_t>(chunk.count, lanes * Format::depth);
     if (w.p.indexes) {
@@ -338,7 +289,7 @@ template <class Format> void weigh_keys(const Descent<Format> &w, const Chunk &c
 
 // Adds what a chunk's keys [0, count) give to dq.
 template <class Format, class Meanwhile>
-void add_dq(const Descent<Format> &w, std::int64_t count, const typename Format::Word *across, float *dq,
+void add_dq(const SparseGradientWork<Format> &w, std::int64_t count, const typename Format::Word *across, float *dq,
             Meanwhile &meanwhile) {
     const auto &s = w.s;
     const std::int64_t depth = (count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
@@ -350,28 +301,24 @@ void add_dq(const Descent<Format> &w, std::int64_t count, const typename Format:
                       w.item.heads, s.ones, meanwhile);
 }
 
-template <class T> void store_columns(T *to, const float *from, std::int64_t n, float factor) {
-    for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load_floats(from + d, n - d) * factor, n - d);
-}
-
 template <class Format, class T>
-void store_head_gradients(const Descent<Format> &w, const float *dq, const float *dweights) {
+void store_head_gradients(const SparseGradientWork<Format> &w, const float *dq, const float *dweights) {
     const auto &item = w.item;
     const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
     for (std::int64_t i = 0; i < item.heads; ++i, dq += w.sizes.columns) {
-        store_columns(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
+        store_scaled(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
         if (!w.p.dim_rope) continue;
-        store_columns(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns,
-                      w.p.dim_rope, scale);
+        store_scaled(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns,
+                     w.p.dim_rope, scale);
     }
     if (!w.p.indexes) return;
     by_dtype(w.p.weights_dtype, [&](auto kind) {
-        store_columns(row_of<decltype(kind)>(w.o.dweights, item.seq, 0, item.row), dweights, item.heads, 1.0f);
+        store_scaled(row_of<decltype(kind)>(w.o.dweights, item.seq, 0, item.row), dweights, item.heads, 1.0f);
     });
 }
 
 // The keys of the row in ascending order, and (an indexer's) their slots in its list; returns their number.
-template <class Format> std::int64_t sort_keys(const Descent<Format> &w, std::uint64_t *&sorted) {
+template <class Format> std::int64_t sort_keys(const SparseGradientWork<Format> &w, std::uint64_t *&sorted) {
     const std::int64_t count = expand(w.job, w.item, w.s.keys);
     const auto *entries = row_of<const std::int32_t>(w.job.operands->indices, w.item.seq, w.item.head_kv, w.item.row);
     for (std::int64_t i = 0, slot = 0; i < count; ++i, ++slot) {
@@ -385,7 +332,7 @@ template <class Format> std::int64_t sort_keys(const Descent<Format> &w, std::ui
 }
 
 // The same where places do not matter: keys listed once, as nearly always, are marked and read off.
-template <class Format> std::int64_t order_keys(const Descent<Format> &w) {
+template <class Format> std::int64_t order_keys(const SparseGradientWork<Format> &w) {
     std::uint32_t *const marks = w.s.histogram;
     const std::int64_t words = (w.job.sequences[w.item.seq].kv_len + 31) / 32;
     std::uint64_t *sorted;
@@ -404,7 +351,7 @@ template <class Format> std::int64_t order_keys(const Descent<Format> &w) {
 template <class Format, class T>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, float *dsink,
                      void *scratch) {
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     std::uint64_t *sorted;
     const std::int64_t count = sort_keys(w, sorted);
@@ -421,11 +368,11 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
     const std::int64_t last = count ? s.keys[count - 1] : -1;
     const std::int64_t cost =
         s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
-    Ahead<T> ahead(job, item, s.keys, w.streams ? 0 : count, s.chunk, cost);
-    Stream<Format, T> stream(job, item, w.sizes, s.keys, count, s.rows, s.across, s.deep, w.p.dim_qk + w.p.dim_rope);
+    ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.across, s.deep,
+                                 w.p.dim_qk + w.p.dim_rope);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        multiply_keys<Format, T>(w, chunk, ahead, stream);
+        multiply_chunk(w, chunk, reader);
         if (w.p.indexes) {
             const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
             for (std::int64_t i = 0; i < chunk.count; ++i) {
@@ -437,7 +384,7 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
         for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);
         }
-        add_dq(w, chunk.count, s.across, s.dq, ahead);
+        add_dq(w, chunk.count, s.across, s.dq, reader.ahead);
         turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
         add_keys(w, chunk, table);
         if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);
@@ -452,13 +399,13 @@ void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const K
                 std::int64_t end) {
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t pitch = sum_columns<Format>(p);
     for (std::int64_t j = first; j < end; ++j) {
         const float *from = table.memory + j * pitch;
-        store_columns(row_of<T>(o.dk, b, head, j), from, p.dim_qk, 1.0f);
-        if (p.dim_rope) store_columns(row_of<T>(o.dk_rope, b, head, j), from + sizes.main_columns, p.dim_rope, 1.0f);
-        if (!p.indexes && !p.shares_kv) store_columns(row_of<T>(o.dv, b, head, j), from + sizes.columns, p.dim_v, 1.0f);
+        store_scaled(row_of<T>(o.dk, b, head, j), from, p.dim_qk, 1.0f);
+        if (p.dim_rope) store_scaled(row_of<T>(o.dk_rope, b, head, j), from + sizes.main_columns, p.dim_rope, 1.0f);
+        if (!p.indexes && !p.shares_kv) store_scaled(row_of<T>(o.dv, b, head, j), from + sizes.columns, p.dim_v, 1.0f);
     }
 }
 

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t index_chunk = 512;
 
 struct IndexSizes {
-    std::int64_t heads, chosen, capacity;  // heads in whole thirds of blocks; candidates of a row
+    std::int64_t heads, chosen, capacity;  // heads in whole blocks; candidates of a row
 
     explicit IndexSizes(const SparseProblem &p)
         : heads(round_up<std::int64_t>(p.heads_q, block_rows)), chosen(p.select_count),
@@ -39,7 +39,7 @@ template <class Format> struct IndexScratch {
 
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
         Carver carver(memory);
-        carver.take(q, rows * sizes.heads * SparseSizes<Format>(p).words);
+        carver.take(q, rows * sizes.heads * Sizes<Format>(p).words);
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
@@ -56,7 +56,7 @@ template <class Format> struct IndexScratch {
     }
 };
 
-template <class Format> struct Indexing {
+template <class Format> struct IndexWork {
     const SparseJob &job;
     const SparseProblem &p;
     const std::int64_t seq;
@@ -65,19 +65,19 @@ template <class Format> struct Indexing {
     const IndexScratch<Format> s;
     const typename Format::Word *keys;  // [panel][word][key]
 
-    Indexing(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
-        : job(job_), p(*job.problem), seq(seq_), words(SparseSizes<Format>(p).words), sizes(p),
-          s(p, sizes, rows, scratch), keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
+    IndexWork(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
+        : job(job_), p(*job.problem), seq(seq_), words(Sizes<Format>(p).words), sizes(p), s(p, sizes, rows, scratch),
+          keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
 };
 
 template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
-    return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * SparseSizes<Format>(p).words * 4, 64);
+    return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * Sizes<Format>(p).words * 4, 64);
 }
 
 template <class Format, class T>
 void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
     const SparseProblem &p = *job.problem;
-    const std::int64_t words = SparseSizes<Format>(p).words, there = job.sequences[seq].kv_len;
+    const std::int64_t words = Sizes<Format>(p).words, there = job.sequences[seq].kv_len;
     for (std::int64_t j = first * panel; j < end * panel; j += lanes) {
         auto *const to = reinterpret_cast<typename Format::Word *>(packed) + j / panel * panel * words + j % panel;
         const T *rows[lanes];
@@ -95,12 +95,12 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
 
 constexpr std::int32_t nothing = -0x7f800001;  // the rank of -inf, which counts as not seen
 
-template <class Format> void begin_choice(const Indexing<Format> &w, std::int64_t slot) {
+template <class Format> void begin_choice(const IndexWork<Format> &w, std::int64_t slot) {
     w.s.counts[slot] = 0;
     w.s.floors[slot] = nothing;
 }
 
-template <class Format, class T> void load_index_row(const Indexing<Format> &w, std::int64_t row, std::int64_t slot) {
+template <class Format, class T> void load_index_row(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     auto *const q = w.s.q + slot * w.sizes.heads * w.words;
     for (std::int64_t h = 0; h < w.p.heads_q; ++h) {
         pack_query<Format>(row_of<const T>(w.job.operands->q, w.seq, h, row), w.p.dim_qk, w.words, q + h * w.words);
@@ -119,21 +119,13 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
                                                 const typename Format::Word *keys, const float *weights,
                                                 std::int64_t heads, float *to) {
     constexpr int N = panel_vectors;
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < words; ++k, keys += panel) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(keys + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], q[i * words + k], right[j]);
-        }
-    }
+    RegisterTile<Format, M, N> tile;
+    tile.add(0, words, RowMajor<typename Format::Word>{q, words}, keys, panel);
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
             if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
-            total += larger(Floats{}, sum[i][j]) * all(weights[i]);
+            total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);
         }
         store(to + j * lanes, total);
     }
@@ -142,7 +134,7 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
 // Scores of keys [first, end) against the row in a slot; first is a multiple of the panel, and whole panels are
 // written.
 template <class Format>
-void score_keys(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
     const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
     for (std::int64_t j = first; j < end; j += panel, scores += panel) {
@@ -168,27 +160,6 @@ inline float score_of(std::int32_t rank) {
     float score;
     std::memcpy(&score, &bits, 4);
     return score;
-}
-
-FUSION_INLINE std::uint32_t mask_of(Ints condition) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
-#else
-    std::uint32_t mask = 0;
-    for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;
-    return mask;
-#endif
-}
-
-// The lanes whose bits are set, side by side; a whole vector may be written.
-FUSION_INLINE void put_chosen(std::int32_t *to, Ints x, std::uint32_t mask) {
-#if defined(__AVX512F__)
-    store(to, (Ints)_mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), (__m512i)x));
-#else
-    for (int i = 0; i < lanes; ++i) {
-        if (mask >> i & 1) *to++ = x[i];
-    }
-#endif
 }
 
 // How many of n ranks, whole vectors of them, are at least `bound`.
@@ -236,7 +207,7 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
         for (std::int64_t i = 0; i < n; i += lanes) {
             const Ints x = load<Ints>(rest + i);
             const std::uint32_t mask = mask_of((x >= low) & (x <= high));
-            put_chosen(rest + kept, x, mask);
+            compress(rest + kept, x, mask);
             kept += __builtin_popcount(mask);
         }
         store(rest + kept, all(below));
@@ -248,7 +219,7 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
 }
 
 // Keeps the `chosen` largest of more candidates, the first ones among equals.
-template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot) {
+template <class Format> void prune(const IndexWork<Format> &w, std::int64_t slot) {
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                  *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
@@ -262,8 +233,8 @@ template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot)
         const std::uint32_t above = mask_of(rank > floor) & there;
         while (__builtin_popcount(same) > equals) same &= ~(0x80000000u >> __builtin_clz(same));
         equals -= __builtin_popcount(same);
-        put_chosen(ranks + kept, rank, above | same);
-        put_chosen(places + kept, place, above | same);
+        compress(ranks + kept, rank, above | same);
+        compress(places + kept, place, above | same);
         kept += __builtin_popcount(above | same);
     }
     w.s.counts[slot] = kept;
@@ -272,7 +243,7 @@ template <class Format> void prune(const Indexing<Format> &w, std::int64_t slot)
 
 // Scores of keys [first, end), at most index_chunk, by ascending key.
 template <class Format>
-void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
+void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
     if (w.s.counts[slot] + (end - first) > w.sizes.capacity) prune(w, slot);
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                  *places = w.s.places + slot * (w.sizes.capacity + lanes);
@@ -283,15 +254,15 @@ void take(const Indexing<Format> &w, std::int64_t slot, std::int64_t first, std:
         std::uint32_t mask = mask_of(rank > floor);
         if (end - j < lanes) mask &= (1u << (end - j)) - 1;
         if (!mask) continue;
-        put_chosen(ranks + count, rank, mask);
-        put_chosen(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
+        compress(ranks + count, rank, mask);
+        compress(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
         count += __builtin_popcount(mask);
     }
     w.s.counts[slot] = count;
 }
 
 // The chosen keys by descending score, and -1 behind them.
-template <class Format, class T> void store_choice(const Indexing<Format> &w, std::int64_t row, std::int64_t slot) {
+template <class Format, class T> void store_choice(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
     const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                        *places = w.s.places + slot * (w.sizes.capacity + lanes);
@@ -335,28 +306,35 @@ inline void join_scores(float *scores, std::int64_t count, float &peak, float &s
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-template <class Format, class T>
-void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
-                 void *scratch) {
-    const Indexing<Format> w(job, seq, index_tile_rows, packed, scratch);
-    const Sequence &lengths = job.sequences[seq];
+// Scores of rows [row0, row1) against the keys that they see, chunk by chunk: use(row's slot, first key, end, scores).
+template <class Format, class T, class Use>
+FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, std::int64_t row1, Use use) {
+    const Sequence &lengths = w.job.sequences[w.seq];
     std::int64_t last = 0;
     for (std::int64_t row = row0; row < row1; ++row) {
         load_index_row<Format, T>(w, row, row - row0);
-        w.s.peaks[row - row0] = -infinity;
-        w.s.sums[row - row0] = 0.0f;
         last = most(last, end_key(lengths, row));
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
         for (std::int64_t row = row0; row < row1; ++row) {
-            const std::int64_t first = most(at, first_key(lengths, row)),
-                               end = least(at + index_chunk, end_key(lengths, row));
+            const std::int64_t first = most(at, first_key(lengths, row));
+            const std::int64_t end = least(at + index_chunk, end_key(lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
             score_keys(w, row - row0, begin, end, w.s.scores);
-            join_scores(w.s.scores + (first - begin), end - first, w.s.peaks[row - row0], w.s.sums[row - row0]);
+            use(row - row0, first, end, w.s.scores + (first - begin));
         }
     }
+}
+
+template <class Format, class T>
+void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                 void *scratch) {
+    const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
+    for (std::int64_t slot = 0; slot < row1 - row0; ++slot) w.s.peaks[slot] = -infinity, w.s.sums[slot] = 0.0f;
+    score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+        join_scores(scores, end - first, w.s.peaks[slot], w.s.sums[slot]);
+    });
     for (std::int64_t row = row0; row < row1; ++row) {
         *row_of<float>(job.operands->max, seq, 0, row) = w.s.peaks[row - row0];
         *row_of<float>(job.operands->sum, seq, 0, row) = w.s.sums[row - row0];
@@ -366,37 +344,24 @@ void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std:
 template <class Format, class T>
 void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                 void *scratch) {
-    const Indexing<Format> w(job, seq, index_tile_rows, packed, scratch);
-    const Sequence &lengths = job.sequences[seq];
-    std::int64_t last = 0;
-    for (std::int64_t row = row0; row < row1; ++row) {
-        load_index_row<Format, T>(w, row, row - row0);
-        last = most(last, end_key(lengths, row));
-    }
-    for (std::int64_t at = 0; at < last; at += index_chunk) {
-        for (std::int64_t row = row0; row < row1; ++row) {
-            const std::int64_t first = most(at, first_key(lengths, row)),
-                               end = least(at + index_chunk, end_key(lengths, row));
-            if (end <= first) continue;
-            const std::int64_t begin = first / panel * panel;
-            score_keys(w, row - row0, begin, end, w.s.scores);
-            take(w, row - row0, first, end, w.s.scores + (first - begin));
-        }
-    }
+    const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
+    score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+        take(w, slot, first, end, scores);
+    });
     for (std::int64_t row = row0; row < row1; ++row) store_choice<Format, T>(w, row, row - row0);
 }
 
 template <class Format, class T>
 void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row, std::int64_t first, std::int64_t end,
                   const char *packed, float *scores, void *scratch) {
-    const Indexing<Format> w(job, seq, 1, packed, scratch);
+    const IndexWork<Format> w(job, seq, 1, packed, scratch);
     load_index_row<Format, T>(w, row, 0);
     score_keys(w, 0, first, end, scores + first);
 }
 
 template <class Format, class T>
 void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t row, const float *scores, void *scratch) {
-    const Indexing<Format> w(job, seq, 1, nullptr, scratch);
+    const IndexWork<Format> w(job, seq, 1, nullptr, scratch);
     begin_choice(w, 0);
     const std::int64_t end = end_key(job.sequences[seq], row);
     for (std::int64_t j = first_key(job.sequences[seq], row); j < end; j += index_chunk) {

@@ -7,7 +7,7 @@
 //
 // Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq
 // while they are scored, and one key head of the attention is met by all its query heads at once. Start reading at
-// select_loss(). Without lists: sparse/loss_tiles.h.
+// list_loss(). Without lists: sparse/loss_tiles.h.
 
 #pragma once
 
@@ -118,8 +118,8 @@ inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_sh
 }
 
 // dI in place of the scores of keys whose probabilities over all heads add up to `target`; returns their loss.
-__attribute__((noinline)) inline double judge(float *scores, const float *target, std::int64_t count,
-                                              const Likelihood y) {
+__attribute__((noinline)) inline double kl_divergence(float *scores, const float *target, std::int64_t count,
+                                                      const Likelihood y) {
     double loss = 0.0;
     for (std::int64_t i = 0; i < count; i += lanes) {
         const Floats score = load_floats(scores + i, count - i) - y.top;
@@ -150,7 +150,7 @@ template <class Format> struct ListScratch {
     ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch,
                 std::int64_t longest, void *memory)
         : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
-        const SparseSizes<Format> sizes(attention), own(index);
+        const Sizes<Format> sizes(attention), own(index);
         const std::int64_t listed = most_keys(index, longest);
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
@@ -164,53 +164,6 @@ template <class Format> struct ListScratch {
         carver.take(target, listed + lanes);
         carver.take(dscores, GradientScratch<Format>::deep * index_pitch);
         bytes = carver.bytes();
-    }
-};
-
-// A list whose keys are multiplied with heads, where they lie if that can be, else gathered block by block; on request
-// they are laid across by the way, `deep` words of every column.
-template <class Format, class T> struct ListReader {
-    const SparseJob job;
-    const SparseItem item;
-    const SparseSizes<Format> sizes;
-    const std::int32_t *keys;
-    typename Format::Word *rows;
-    const std::int64_t deep;
-    const bool streams;
-    Ahead<T> ahead;
-    Stream<Format, T> stream;
-
-    // heads: that every key is multiplied with; rows: two blocks.
-    ListReader(const SparseJob &job_, const SparseItem &item_, const std::int32_t *keys_, std::int64_t count,
-               std::int64_t heads, typename Format::Word *rows_, std::int64_t deep_ = 0)
-        : job(job_), item(item_), sizes(*job.problem), keys(keys_), rows(rows_), deep(deep_),
-          streams(suits_stream<Format>(*job.problem)),
-          ahead(job, item, keys, streams ? 0 : count, ListScratch<Format>::chunk, heads * sizes.words),
-          stream(job, item, sizes, keys, count, rows, nullptr, deep, deep ? job.problem->dim_qk : 0) {}
-
-    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch].
-    void score(const Chunk &chunk, const typename Format::Word *q, float *to, std::int64_t pitch, std::int64_t columns,
-               typename Format::Word *across = nullptr) {
-        const SparseProblem &p = *job.problem;
-        const SparseOperands &o = *job.operands;
-        const std::int64_t words = sizes.words, main = sizes.main_words;
-        stream.lay(across);
-        for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
-            const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-            if (streams && here == block_rows) {
-                stream.multiply(chunk.keys - keys + at, at, q, to, pitch, columns);
-                continue;
-            }
-            for (std::int64_t i = at; i < at + here; i += Format::depth) {
-                auto *const row = rows + (i - at) * words;
-                gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, across, deep);
-                if (!p.dim_rope) continue;
-                gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main, nullptr, 0);
-            }
-            clear_rows(here, words, rows);
-            ahead.gathered(here);
-            by_panels<Format, block_rows, false>(rows, words, q, words, words, to, pitch, columns, nullptr, ahead);
-        }
     }
 };
 
@@ -240,27 +193,23 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
                  std::int64_t count) {
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t group = p.heads_q / p.heads_kv;
     const Probability<Format> probability(p);
     std::memset(s.target, 0, count * sizeof *s.target);
     for (std::int64_t g = 0; g < p.heads_kv; ++g) {
         const SparseItem own = {item.seq, g, g * group, group, item.row};
-        pack_beside<Format>(row_of<const T>(o.q, own.seq, own.head0, own.row), o.q.stride_head[own.seq], group,
-                            p.dim_qk, sizes.main_words, 0, sizes.words, s.q);
-        if (p.dim_rope) {
-            pack_beside<Format>(row_of<const T>(o.q_rope, own.seq, own.head0, own.row), o.q_rope.stride_head[own.seq],
-                                group, p.dim_rope, sizes.words - sizes.main_words, sizes.main_words, sizes.words, s.q);
-        }
+        pack_item_heads<Format, T>(p, o, own, sizes, s.q);
         for (std::int64_t h = 0; h < s.pitch; ++h) {
             const Saved saved = h < group ? saved_of<Format>(o, own.seq, own.head0 + h, own.row) : Saved{0.0f, 0.0f};
             s.shift[h] = saved.shift;
             s.share[h] = saved.share;
         }
-        ListReader<Format, T> reader(job, own, keys, count, s.pitch, s.rows);
+        ListReader<Format, T> reader(job, own, sizes, keys, count, suits_stream<Format>(p), s.chunk,
+                                     s.pitch * sizes.words, s.rows, nullptr, 0, 0);
         for (std::int64_t at = 0; at < count; at += s.chunk) {
             const Chunk chunk = {keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-            reader.score(chunk, s.q, s.scores, s.pitch, s.pitch);
+            reader.score(chunk, s.q, s.scores, s.pitch, s.pitch, nullptr, [](auto...) {});
             add_probabilities(s, probability, chunk.count, s.target + at);
         }
     }
@@ -287,14 +236,14 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
                     sum[u] += dvalue * larger(Floats{}, score);
-                    bits |= positive_lanes(score) << u * lanes;
+                    bits |= mask_of(score > Floats{}) << u * lanes;
                 }
                 spread_weights(bits, dvalue, weight, dscore);
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];
                 store(positive + ((i + e) * pitch + h) / 8, static_cast<Bits>(bits));
             }
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::stack(rows[u]));
+                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::join(rows[u]));
             }
         }
         store(dweights + h, sum[0]);
@@ -302,50 +251,13 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
     }
 }
 
-// C[M][N vectors] += A^T * B, A being [depth][pitch]: a broadcast does not mind where its words lie.
-template <class Format, int M, int N>
-FUSION_INLINE void add_across(const typename Format::Word *a, std::int64_t pitch, const typename Format::Word *b,
-                              std::int64_t depth, float *c, std::int64_t c_stride) {
-    Floats sum[M][N];
-    FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-#pragma GCC unroll 2
-    for (std::int64_t k = 0; k < depth; ++k, a += pitch, b += N * lanes) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], a[i], right[j]);
-        }
-    }
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            float *const to = c + i * c_stride + j * lanes;
-            store(to, load<Floats>(to) + sum[i][j]);
-        }
-    }
-}
-
-// The same for one block of heads and all columns.
-template <class Format, int M>
-__attribute__((noinline)) void add_across(const typename Format::Word *a, std::int64_t pitch,
-                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
-                                          float *c, std::int64_t columns) {
-    std::int64_t d = 0;
-    for (; d + panel <= columns; d += panel)
-        add_across<Format, M, panel_vectors>(a, pitch, b + d * deep, depth, c + d, columns);
-    const std::int64_t vectors = (columns - d) / lanes;
-    if (vectors == 1) add_across<Format, M, 1>(a, pitch, b + d * deep, depth, c + d, columns);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) add_across<Format, M, 2>(a, pitch, b + d * deep, depth, c + d, columns);
-        if (vectors == 3) add_across<Format, M, 3>(a, pitch, b + d * deep, depth, c + d, columns);
-    }
-}
-
 // From dI to dq and dweights, chunk by chunk.
 template <class Format, class T>
-void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
+void descend_list(const SparseGradientWork<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
                   std::int64_t count) {
     const auto &s = w.s;
     const std::int64_t columns = w.sizes.columns;
+    Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
                            depth = (here + Format::depth - 1) / Format::depth;
@@ -353,7 +265,9 @@ void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, con
                            left.positive + at * s.pitch / 8, list.dscores);
         const auto *across = list.across + at / Format::depth * columns;
         in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            add_across<Format, height()>(list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns);
+            by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(list.dscores + h, s.pitch, across,
+                                                                                  s.deep, depth, s.dq + h * columns,
+                                                                                  columns, columns, s.ones + h, idle);
         });
     }
 }
@@ -361,7 +275,7 @@ void descend_list(const Descent<Format> &w, const ListScratch<Format> &list, con
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
 void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double *loss, void *scratch) {
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len;
     const ListScratch<Format> list(*job.attention, w.p, s.pitch, longest, static_cast<char *>(scratch) + s.bytes);
@@ -369,6 +283,7 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     std::memset(s.delta, 0, rounded * sizeof *s.delta);
+    for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     *loss = 0.0;
     left.divide(s.keys, count, longest);
     if (count) {
@@ -376,15 +291,17 @@ void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double
         list_target<Format, T>(attention, item, list, s.keys, count);
         load_heads<Format, T>(w);
         load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-        ListReader<Format, T> reader(job, item, s.keys, count, s.padded_heads, list.rows, s.deep);
+        ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, suits_stream<Format>(w.p), list.chunk,
+                                     s.padded_heads * w.sizes.words, list.rows, nullptr, s.deep, w.p.dim_qk);
         for (std::int64_t at = 0; at < count; at += s.chunk) {
+            auto *const across = list.across + at / Format::depth * w.sizes.columns;
+            reader.stream.lay(across);
             reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
-                         list.products + at * s.pitch, s.pitch, s.padded_heads,
-                         list.across + at / Format::depth * w.sizes.columns);
+                         list.products + at * s.pitch, s.pitch, s.padded_heads, across, [](auto...) {});
         }
         weigh_scores(list.products, s.pitch, item.heads, s.share, count, left.given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
-        *loss = judge(left.given, list.target, count, likelihood_of(left.given, count, share));
+        *loss = kl_divergence(left.given, list.target, count, likelihood_of(left.given, count, share));
         std::memcpy(left.q_rows, s.q_rows, left.q_words * sizeof *s.q_rows);
     }
     descend_list<Format, T>(w, list, left, count);

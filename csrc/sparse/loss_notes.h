@@ -23,7 +23,7 @@ template <class Format> struct ListNotes {
     std::size_t bytes;
 
     ListNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
-        : q_words(s.padded_heads / Format::depth * SparseSizes<Format>(index).columns), pitch(s.pitch) {
+        : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns), pitch(s.pitch) {
         const std::int64_t listed = most_keys(index, longest);
         Carver carver(memory);
         carver.take(keys, listed);
@@ -46,58 +46,23 @@ template <class Format> struct ListNotes {
     }
 };
 
-// Bit i: whether lane i is above zero.
-FUSION_INLINE std::uint32_t positive_lanes(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_GT_OQ);
-#elif defined(__AVX__)
-    return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)(x > Floats{})));
-#else
-    std::uint32_t bits = 0;
-    for (int i = 0; i < lanes; ++i) bits |= std::uint32_t{x[i] > 0.0f} << i;
-    return bits;
-#endif
-}
-
 // From dI to dS, two vectors of heads at a time: bits of scores that are positive say where it is not 0.
 FUSION_INLINE void spread_weights(std::uint32_t bits, Floats dvalue, const Floats (&weights)[2], Floats (&dscore)[2]) {
     FUSION_UNROLL for (int u = 0; u < 2; ++u) dscore[u] = pick(bits >> u * lanes, dvalue * weights[u], Floats{});
 }
 
-// Asks for a part of a row's notes, some lines at a time: another core may have written them.
-template <class Format> class NotesAhead {
-public:
-    NotesAhead(const ListNotes<Format> *notes, std::int64_t range, std::int64_t turns) {
-        if (!notes) return;
-        const std::int64_t first = notes->starts[range], keys = notes->starts[range + 1] - first;
-        add(notes->q_rows, notes->q_words * sizeof *notes->q_rows);
-        add(notes->keys + first, keys * sizeof *notes->keys);
-        add(notes->given + first, keys * sizeof *notes->given);
-        add(notes->positive + first * notes->pitch / 8, keys * notes->pitch / 8);
-        for (const Part &part : parts_) pace_ += part.bytes / 64 + 1;
-        pace_ = pace_ / most<std::int64_t>(turns, 1) + 1;
-    }
-
-    void operator()() {
-        for (std::int64_t left = pace_; left > 0 && part_ < added_; --left) {
-            __builtin_prefetch(parts_[part_].from + at_, 0, 2);
-            at_ += 64;
-            if (at_ < parts_[part_].bytes) continue;
-            at_ = 0;
-            ++part_;
-        }
-    }
-
-private:
-    struct Part {
-        const char *from;
-        std::int64_t bytes;
-    };
-    void add(const void *from, std::int64_t bytes) { parts_[added_++] = {static_cast<const char *>(from), bytes}; }
-
-    Part parts_[4] = {};
-    std::int64_t added_ = 0, part_ = 0, at_ = 0, pace_ = 0;
-};
+// A range of a row's notes, which another core may have written.
+template <class Format>
+PrefetchQueue<2> queue_of(const ListNotes<Format> &notes, std::int64_t range, std::int64_t steps) {
+    PrefetchQueue<2> queue;
+    const std::int64_t first = notes.starts[range], keys = notes.starts[range + 1] - first;
+    queue.add(notes.q_rows, notes.q_words * sizeof *notes.q_rows);
+    queue.add(notes.keys + first, keys * sizeof *notes.keys);
+    queue.add(notes.given + first, keys * sizeof *notes.given);
+    queue.add(notes.positive + first * notes.pitch / 8, keys * notes.pitch / 8);
+    queue.spread(most<std::int64_t>(steps, 1));
+    return queue;
+}
 
 // dS of a chunk of noted keys, as the row found it: [key][head_words].
 template <class Format>
@@ -110,7 +75,7 @@ void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int
             Floats dscore[2];
             spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights,
                            dscore);
-            Format::put(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
+            Format::store_elements(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
         }
     }
 }
@@ -119,13 +84,14 @@ void recall_weights(const ListNotes<Format> &notes, std::int64_t first, std::int
 template <class Format>
 void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *next, std::int64_t range,
               const KeySums &table, void *scratch) {
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len;
     const ListNotes<Format> left(w.p, s, longest, notes), other(w.p, s, longest, next);
     const std::int64_t pitch = sum_columns<Format>(w.p), depth = (item.heads + Format::depth - 1) / Format::depth;
     const std::int64_t first = left.starts[range], stop = left.starts[range + 1];
-    NotesAhead<Format> ahead(next ? &other : nullptr, range, (stop - first) / block_rows);
+    PrefetchQueue<2> queue;
+    if (next) queue = queue_of(other, range, (stop - first) / block_rows);
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
     for (std::int64_t at = first; at < stop; at += s.chunk) {
         const std::int64_t here = least<std::int64_t>(s.chunk, stop - at);
@@ -134,7 +100,7 @@ void add_list(const SparseJob &job, const SparseItem &item, void *notes, void *n
         }
         recall_weights(left, at, here, s);
         for (std::int64_t i = 0; i < here; i += block_rows) {
-            ahead();
+            queue.step();
             add_block_to_sums<Format, block_rows>(s.dscores + i * s.head_words, s.head_words, left.q_rows, depth,
                                                   s.sums + i, 0, w.sizes.columns, 1.0f);
         }

@@ -23,14 +23,14 @@ template <class Format> struct TileScratch {
     float *head_share;            // [row]
     float *dq, *dweights;         // [row][heads][columns], [row][heads]
     float *sums;                  // [key][columns]
-    Word *tame;                   // two rows of the indexer's keys
-    std::uint8_t *wild;           // [key]
+    Word *finite;                 // two rows of the indexer's keys
+    std::uint8_t *nonfinite;      // [key]
     std::size_t bytes;
 
     TileScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
         : heads(round_up<std::int64_t>(round_up<std::int64_t>(index.heads_q, 2 * lanes), block_rows)),
-          columns(SparseSizes<Format>(index).columns) {
-        const SparseSizes<Format> sizes(attention), own(index);
+          columns(Sizes<Format>(index).columns) {
+        const Sizes<Format> sizes(attention), own(index);
         Carver carver(memory);
         carver.take(q, rows_at_most * sizes.words);
         carver.take(keys, width * sizes.words);
@@ -43,13 +43,13 @@ template <class Format> struct TileScratch {
         carver.take(dq, loss_tile_rows * heads * columns);
         carver.take(dweights, loss_tile_rows * heads);
         carver.take(sums, chunk * columns);
-        carver.take(tame, 2 * (columns + lanes));
-        carver.take(wild, chunk);
+        carver.take(finite, 2 * (columns + lanes));
+        carver.take(nonfinite, chunk);
         bytes = carver.bytes();
     }
 };
 
-struct Block {  // rows [row0, row1) of a tile, keys [first, end)
+struct TileBlock {  // rows [row0, row1) of a tile, keys [first, end)
     std::int64_t row0, row1, first, end;
 };
 
@@ -68,47 +68,17 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
     }
 }
 
-// Rows that the next head needs, asked for between the products of this one: in most layouts they lie far apart.
-template <class T> class NextHead {
-public:
-    void add(const Rows &rows, std::int64_t seq, std::int64_t head, std::int64_t first, std::int64_t count,
-             std::int64_t n) {
-        if (n <= 0 || count <= 0) return;
-        parts_[added_++] = {row_of<const T>(rows, seq, head, first), rows.stride_token, count, n};
-        left_ += count;
-    }
-    void spread(std::int64_t turns) { pace_ = turns > 0 ? (left_ + turns - 1) / turns : 0; }
-
-    void operator()(std::int64_t) {
-        for (std::int64_t i = 0; i < pace_ && part_ < added_; ++i) {
-            const Part &part = parts_[part_];
-            const T *row = part.first + next_ * part.stride;
-            for (std::int64_t d = 0; d < part.n; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
-            if (++next_ < part.count) continue;
-            next_ = 0;
-            ++part_;
-        }
-    }
-
-private:
-    struct Part {
-        const T *first;
-        std::int64_t stride, count, n;
-    };
-    Part parts_[4];
-    std::int64_t added_ = 0, part_ = 0, next_ = 0, left_ = 0, pace_ = 0;
-};
-
 // Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of
 // those.
-template <class Format, class T>
+template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
-              const Block &block, const float *shift, const float *share, NextHead<T> &next) {
+              const TileBlock &block, const float *shift, const float *share, PrefetchQueue<2> &next_head) {
     const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
-    next.spread((rows + block_rows - 1) / block_rows * (padded / panel));
+    next_head.spread((rows + block_rows - 1) / block_rows * (padded / panel));
+    const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { next_head.step(); };
     in_blocks(rows, [&](auto height, std::int64_t at) __attribute__((always_inline)) {
         by_panels<Format, height(), false>(t.q + at * words, words, t.keys, words, words, t.scores, t.width, padded,
-                                           nullptr, next);
+                                           nullptr, meanwhile);
         for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
@@ -122,10 +92,10 @@ void add_head(const TileScratch<Format> &t, const Probability<Format> probabilit
 
 // Sums of probabilities over all heads of the attention, of a block's rows and keys.
 template <class Format, class T>
-void tile_target(const SparseJob &job, const SparseItem &item, const Block &block, const TileScratch<Format> &t) {
+void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &block, const TileScratch<Format> &t) {
     const SparseProblem &p = *job.attention;
     const SparseOperands &o = *job.attended;
-    const SparseSizes<Format> sizes(p);
+    const Sizes<Format> sizes(p);
     const std::int64_t words = sizes.words, main = sizes.main_words, group = p.heads_q / p.heads_kv;
     const std::int64_t rows = block.row1 - block.row0, count = block.end - block.first;
     const Probability<Format> probability(p);
@@ -148,49 +118,50 @@ void tile_target(const SparseJob &job, const SparseItem &item, const Block &bloc
             pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
                                t.q + r * words + main);
         }
-        NextHead<T> next;
+        PrefetchQueue<2> next;  // in most layouts rows of heads lie far apart
         if (head + 1 < p.heads_q) {
-            next.add(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk);
-            next.add(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope);
+            next.add(prefetch_rows<T>(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk));
+            next.add(prefetch_rows<T>(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope));
         }
         if (head + 1 < p.heads_q && (head + 1) % group == 0) {
-            next.add(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk);
-            next.add(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope);
+            next.add(prefetch_rows<T>(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk));
+            next.add(prefetch_rows<T>(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope));
         }
         add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.share + head * loss_tile_rows, next);
     }
 }
 
 // The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is
-// NaN: across there are zeros for elements that are not finite, and their keys are noted.
+// NaN: across there are zeros for elements that are not finite, and their keys are checked.
 template <class Format, class T>
-void load_index_keys(const Descent<Format> &w, const Block &block, const TileScratch<Format> &t) {
+void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block, const TileScratch<Format> &t) {
     const std::int64_t words = w.sizes.words, n = w.p.dim_qk, count = block.end - block.first;
     for (std::int64_t i = 0; i < count; i += Format::depth) {
         const T *rows[2] = {};
         for (std::int64_t e = 0; e < Format::depth && i + e < count; ++e) {
             rows[e] = row_of<T>(w.o.k, w.item.seq, 0, block.first + i + e);
             pack_query<Format>(rows[e], n, words, t.index_rows + (i + e) * words);
-            t.wild[i + e] = has_wild(rows[e], n);
-            if (!t.wild[i + e]) continue;
-            T *const tame = reinterpret_cast<T *>(t.tame) + e * (t.columns + lanes);
+            t.nonfinite[i + e] = has_nonfinite(rows[e], n);
+            if (!t.nonfinite[i + e]) continue;
+            T *const finite = reinterpret_cast<T *>(t.finite) + e * (t.columns + lanes);
             for (std::int64_t d = 0; d < n; d += lanes) {
                 const Words bits = bits_of(load_floats(rows[e] + d, n - d));
-                store_floats(tame + d, floats_of(bits & ~not_finite(bits)), n - d);
+                store_floats(finite + d, floats_of(bits & ~not_finite(bits)), n - d);
             }
-            rows[e] = tame;
+            rows[e] = finite;
         }
-        put_across<Format>(rows[0], rows[1], n, w.s.across, w.s.deep, i / Format::depth);
+        store_across<Format>(rows[0], rows[1], n, w.s.across, w.s.deep, i / Format::depth);
     }
     std::memset(t.index_rows + count * words, 0, block_rows * words * sizeof *t.index_rows);
 }
 
 // What elements of keys [first, end) of a block that are not finite give to a row's dq.
 template <class Format, class T>
-__attribute__((noinline)) void add_wild(const Descent<Format> &w, const Block &block, std::int64_t first,
-                                        std::int64_t end, const std::uint8_t *wild, float *dq) {
+__attribute__((noinline)) void add_nonfinite_keys_to_dq(const SparseGradientWork<Format> &w, const TileBlock &block,
+                                                        std::int64_t first, std::int64_t end,
+                                                        const std::uint8_t *nonfinite, float *dq) {
     for (std::int64_t i = first; i < end; ++i) {
-        for (std::int64_t h = 0; wild[i] && h < w.item.heads; ++h) {
+        for (std::int64_t h = 0; nonfinite[i] && h < w.item.heads; ++h) {
             const T *k = row_of<T>(w.o.k, w.item.seq, 0, block.first + i);
             const float dscore = Format::get(w.s.dscores + i * w.s.head_words, h);
             for (std::int64_t d = 0; dscore != 0.0f && d < w.p.dim_qk; d += lanes) {
@@ -226,14 +197,14 @@ inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64
 // Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's
 // sums; returns its loss.
 template <class Format, class T>
-double meet(const SparseJob &job, const SparseItem &tile, const Block &block, std::int64_t r, const float *target,
-            const TileScratch<Format> &t, void *scratch) {
+double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &block, std::int64_t r,
+                const float *target, const TileScratch<Format> &t, void *scratch) {
     const Sequence &seq = job.sequences[tile.seq];
     const SparseItem item = {tile.seq, 0, 0, tile.heads, tile.row + r};
     const std::int64_t first = most(first_key(seq, item.row), block.first) - block.first;
     const std::int64_t end = least(end_key(seq, item.row), block.end) - block.first;
     if (end <= first) return 0.0;
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t words = w.sizes.words, start = first / block_rows * block_rows;
     float *const dq = t.dq + r * t.heads * t.columns;
@@ -249,11 +220,11 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
     weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
     const Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
                        t.head_share[r], false);
-    const double loss = judge(s.given + first, target + first, end - first, y);
+    const double loss = kl_divergence(s.given + first, target + first, end - first, y);
     weigh_chunk<Format, false>(s, end, round_up<std::int64_t>(end, lanes * Format::depth),
                                IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch});
     add_dq(w, end, s.across, dq, idle);
-    add_wild<Format, T>(w, block, first, end, t.wild, dq);
+    add_nonfinite_keys_to_dq<Format, T>(w, block, first, end, t.nonfinite, dq);
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
     }
@@ -263,13 +234,13 @@ double meet(const SparseJob &job, const SparseItem &tile, const Block &block, st
 
 // All rows meet a block of the keys from `at` on, whose target is known.
 template <class Format, class T>
-double meet_keys(const Descent<Format> &w, const SparseJob &job, const SparseItem &item, const Block &block,
-                 std::int64_t at, const TileScratch<Format> &t, void *scratch) {
+double keys_loss(const SparseGradientWork<Format> &w, const SparseJob &job, const SparseItem &item,
+                 const TileBlock &block, std::int64_t at, const TileScratch<Format> &t, void *scratch) {
     double loss = 0.0;
     load_index_keys<Format, T>(w, block, t);
     std::memset(t.sums, 0, (block.end - block.first) * t.columns * sizeof *t.sums);
     for (std::int64_t r = block.row0; r < block.row1; ++r) {
-        loss += meet<Format, T>(job, item, block, r, t.target + r * t.width + block.first - at, t, scratch);
+        loss += row_loss<Format, T>(job, item, block, r, t.target + r * t.width + block.first - at, t, scratch);
     }
     return loss;
 }
@@ -278,7 +249,7 @@ template <class Format, class T>
 void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
                void *scratch) {
     const Sequence &seq = job.sequences[item.seq];
-    const Descent<Format> w(job, item, scratch);
+    const SparseGradientWork<Format> w(job, item, scratch);
     const TileScratch<Format> t(*job.attention, w.p, static_cast<char *>(scratch) + w.s.bytes);
     const std::int64_t rows = least(loss_tile_rows, seq.q_len - item.row);
     const std::int64_t begin = first_key(seq, item.row), end = most<std::int64_t>(end_key(seq, item.row + rows - 1), 0);
@@ -288,13 +259,13 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     if (begin < end) load_saved(job, item, rows, t);
     *loss = 0.0;
     for (std::int64_t at = begin; at < end; at += t.width) {
-        Block block = {0, rows, at, least(at + t.width, end)};
+        TileBlock block = {0, rows, at, least(at + t.width, end)};
         while (block.row0 < rows && end_key(seq, item.row + block.row0) <= at) ++block.row0;
         while (block.row1 > block.row0 && first_key(seq, item.row + block.row1 - 1) >= block.end) --block.row1;
         tile_target<Format, T>(job, item, block, t);
         for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {
             block.end = least(block.first + t.chunk, stop);
-            *loss += meet_keys<Format, T>(w, job, item, block, at, t, scratch);
+            *loss += keys_loss<Format, T>(w, job, item, block, at, t, scratch);
             turn.wait(turn.state, turn.item, block.first, block.end - 1);
             for (std::int64_t i = 0; i < (block.end - block.first) * t.columns; i += lanes) {
                 float *const to = table.memory + block.first * t.columns + i;
@@ -306,7 +277,7 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     turn.done(turn.state, turn.item, end, end - 1);
     for (std::int64_t r = 0; r < rows; ++r) {
         const SparseItem row = {item.seq, 0, 0, item.heads, item.row + r};
-        const Descent<Format> own(job, row, scratch);
+        const SparseGradientWork<Format> own(job, row, scratch);
         store_head_gradients<Format, T>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
     }
 }
@@ -315,13 +286,13 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
 
 template <class Format>
 std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
     if (!index.select_count) return gradient.bytes + TileScratch<Format>(attention, index, nullptr).bytes;
     return gradient.bytes + ListScratch<Format>(attention, index, gradient.pitch, longest, nullptr).bytes;
 }
 
 template <class Format> std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, SparseSizes<Format>(index), index.heads_q, longest, nullptr);
+    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
     return ListNotes<Format>(index, gradient, longest, nullptr).bytes;
 }
 

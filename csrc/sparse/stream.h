@@ -16,57 +16,38 @@ struct BlockRows {  // where the words of a block's rows begin, and those of the
     std::int64_t main_words, tail_words;
 };
 
-// Adds rows[M][from .. end) * B to sums; returns where B goes on.
-template <class Format, int M, int N, class Sums>
-FUSION_INLINE const typename Format::Word *add_rows(const char *const (&rows)[M], std::int64_t from, std::int64_t end,
-                                                    const typename Format::Word *b, Sums &sum) {
-    using Word = typename Format::Word;
-#pragma GCC unroll 2
-    for (std::int64_t k = from; k < end; ++k, b += N * lanes) {
-        Words right[N];
-        FUSION_UNROLL for (int j = 0; j < N; ++j) right[j] = load<Words>(b + j * lanes);
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            const Word left = load<Word>(rows[i] + k * sizeof(Word));
-            FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Format::dot(sum[i][j], left, right[j]);
-        }
-    }
-    return b;
-}
+template <class Word> struct Scattered {  // A's rows where they lie
+    const char *const (&rows)[block_rows];
+    FUSION_INLINE Word operator()(int i, std::int64_t k) const { return load<Word>(rows[i] + k * sizeof(Word)); }
+};
 
 // Products of a block's rows as by_panels() gives them; `side(i)` runs once for each i below `times`.
 template <class Format, class Side>
 __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const typename Format::Word *b, float *c,
                                                std::int64_t c_stride, std::int64_t columns, std::int64_t times,
                                                const Side &side) {
-    constexpr int M = block_rows;
+    using Word = typename Format::Word;
     const std::int64_t main = rows.main_words, depth = main + rows.tail_words;
     const std::int64_t panels = (columns + panel - 1) / panel;
     std::int64_t next = 0;
-    const auto one = [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
+    for_panels(columns, [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
         constexpr int N = vectors();
-        Floats sum[M][N];
-        FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
-        const std::int64_t end = times * (at + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
-        const auto *row = b + at * panel * depth;
+        RegisterTile<Format, block_rows, N> tile;
+        const std::int64_t end = times * (at / panel + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
+        const auto *row = b + at * depth;
         for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
             if (next < end) side(next++);
             const std::int64_t stop = depth * piece / pieces;
-            if (k < main) row = add_rows<Format, M, N>(rows.main, k, least(stop, main), row, sum);
-            if (stop > main)
-                row = add_rows<Format, M, N>(rows.tail, most(k - main, std::int64_t{0}), stop - main, row, sum);
+            if (k < main) row = tile.add(k, least(stop, main), Scattered<Word>{rows.main}, row, N * lanes);
+            if (stop > main) {
+                row =
+                    tile.add(most(k - main, std::int64_t{0}), stop - main, Scattered<Word>{rows.tail}, row, N * lanes);
+            }
             k = stop;
         }
-        FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            FUSION_UNROLL for (int j = 0; j < N; ++j) store(c + i * c_stride + at * panel + j * lanes, sum[i][j]);
-        }
-    };
-    for (std::int64_t at = 0; at < columns / panel; ++at) one(std::integral_constant<int, panel_vectors>{}, at);
-    const std::int64_t vectors = columns % panel / lanes, last = columns / panel;
-    if (vectors == 1) one(std::integral_constant<int, 1>{}, last);
-    if constexpr (panel_vectors > 2) {
-        if (vectors == 2) one(std::integral_constant<int, 2>{}, last);
-        if (vectors == 3) one(std::integral_constant<int, 3>{}, last);
-    }
+        tile.each([&](int i, int j, Floats sum)
+                      __attribute__((always_inline)) { store(c + i * c_stride + at + j * lanes, sum); });
+    });
 }
 
 // Whether rows can be met so; others take gather().
@@ -80,7 +61,7 @@ public:
     static constexpr std::int64_t width = lanes * Format::depth;  // elements of a vector of words
 
     // buffer: two blocks of rows; across: of the first `columns` elements of each row, with `deep` word rows.
-    Stream(const SparseJob &job, const SparseItem &item, const SparseSizes<Format> &sizes, const std::int32_t *keys,
+    Stream(const SparseJob &job, const SparseItem &item, const Sizes<Format> &sizes, const std::int32_t *keys,
            std::int64_t count, Word *buffer, Word *across, std::int64_t deep, std::int64_t columns)
         : p_(*job.problem), o_(*job.operands), item_(item), keys_(keys), count_(count), words_(sizes.words),
           main_(p_.dim_qk / width), times_(2 * (sizes.words / lanes)), crossed_(columns / width),
@@ -118,11 +99,11 @@ public:
     }
 
     // In turns: a vector of each row is asked for (and copied), and one is laid across.
-    FUSION_INLINE void operator()(std::int64_t turn) const {
-        const std::int64_t slice = turn / 2;
+    FUSION_INLINE void operator()(std::int64_t step) const {
+        const std::int64_t slice = step / 2;
         const bool tail = slice >= main_;
         const std::int64_t d = (tail ? slice - main_ : slice) * width;
-        if (turn % 2 == 0) ask(slice, tail, d);
+        if (step % 2 == 0) fetch(slice, tail, d);
         else if (slice < crossed_) cross(tail, d);
     }
 
@@ -185,7 +166,7 @@ private:
         }
     }
 
-    FUSION_INLINE void ask(std::int64_t slice, bool tail, std::int64_t d) const {
+    FUSION_INLINE void fetch(std::int64_t slice, bool tail, std::int64_t d) const {
         const T *const *const later = tail ? later_->rope : later_->main;
         FUSION_UNROLL for (int i = 0; i < block_rows; ++i) __builtin_prefetch(later[i] + d, 0, 2);
         if constexpr (copies) {
@@ -205,15 +186,12 @@ private:
         if constexpr (Format::depth == 1) {
             FUSION_UNROLL for (int i = 0; i < block_rows; ++i, to += pitch) store(to, load<Words>(from[i] + at));
         } else {
-#if defined(__AVX512BF16__)
             FUSION_UNROLL for (int i = 0; i < block_rows; i += 2, to += pitch) {
                 Words pair[2];
-                interleave(load<Words>(from[i] + at), load<Words>(from[i + 1] + at), pair,
-                           std::make_integer_sequence<int, 2 * lanes>{});
+                Format::interleave(load<Words>(from[i] + at), load<Words>(from[i + 1] + at), pair);
                 store(to, pair[0]);
                 store(to + lanes, pair[1]);
             }
-#endif
         }
     }
 
@@ -229,6 +207,65 @@ private:
     const Parts *to_ = nullptr, *later_ = nullptr;
     Word *next_ = nullptr;  // where the next block's rows are copied
     std::int64_t at_ = 0, held_ = -1;
+};
+
+// A list whose keys are multiplied with heads: where they lie if that can be, else gathered block by block, each of
+// which is multiplied while its rows are at hand.
+template <class Format, class T> struct ListReader {
+    using Word = typename Format::Word;
+    const SparseJob &job;
+    const SparseItem &item;
+    const Sizes<Format> &sizes;
+    const std::int32_t *keys;
+    Word *rows;  // of two blocks
+    const std::int64_t deep;
+    const bool streams;
+    KeyPrefetch<T> ahead;
+    Stream<Format, T> stream;
+
+    // lead: keys that are asked for ahead; cost: words multiplied for each; columns: of keys' rows that streams lay
+    // across.
+    ListReader(const SparseJob &job_, const SparseItem &item_, const Sizes<Format> &sizes_, const std::int32_t *keys_,
+               std::int64_t count, bool streams_, std::int64_t lead, std::int64_t cost, Word *rows_, Word *across,
+               std::int64_t deep_, std::int64_t columns)
+        : job(job_), item(item_), sizes(sizes_), keys(keys_), rows(rows_), deep(deep_), streams(streams_),
+          ahead(job, item, keys, streams ? 0 : count, lead, cost),
+          stream(job, item, sizes, keys, count, rows, across, deep, columns) {}
+
+    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch]; gathered ones are laid across
+    // unless that is null. rest(first key of a block, keys, whether it streams): what else a block is for.
+    template <class Rest>
+    FUSION_INLINE void score(const Chunk &chunk, const Word *q, float *to, std::int64_t pitch, std::int64_t columns,
+                             Word *across, Rest rest) {
+        const std::int64_t words = sizes.words;
+        for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
+            const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
+            const bool whole = streams && here == block_rows;
+            if (whole) {
+                stream.multiply(chunk.keys - keys + at, at, q, to, pitch, columns);
+            } else {
+                gather_keys(chunk, at, here, across);
+                ahead.gathered(here);
+                by_panels<Format, block_rows, false>(rows, words, q, words, words, to, pitch, columns, nullptr, ahead);
+            }
+            rest(at, here, whole);
+        }
+    }
+
+private:
+    void gather_keys(const Chunk &chunk, std::int64_t at, std::int64_t here, Word *across) {
+        const SparseProblem &p = *job.problem;
+        const SparseOperands &o = *job.operands;
+        const std::int64_t words = sizes.words, main = sizes.main_words;
+        for (std::int64_t i = at; i < at + here; i += Format::depth) {
+            Word *const row = rows + (i - at) * words;
+            gather<Format, T>(o.k, item, chunk, i, p.dim_qk, main, words, row, across, deep);
+            if (!p.dim_rope) continue;
+            gather<Format, T>(o.k_rope, item, chunk, i, p.dim_rope, words - main, words, row + main,
+                              across ? across + sizes.main_columns * deep : nullptr, deep);
+        }
+        clear_rows(here, words, rows);
+    }
 };
 
 }  // namespace

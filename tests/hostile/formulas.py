@@ -18,7 +18,7 @@ import torch
 
 Tensor = torch.Tensor
 U = 2.0**-24  # half a unit of float32's last place
-EXP = 2e-7  # relative error of 2^x, as csrc/simd/vec.h states it
+EXP = 2e-7  # relative error of 2^x, as csrc/simd/vec_*.h state it
 TINY = 2.0**-126  # smaller numbers may be flushed to zero
 HALF = {torch.float32: U, torch.float64: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: TINY, torch.float64: TINY, torch.bfloat16: TINY, torch.float16: 2.0**-25}

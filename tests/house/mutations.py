@@ -240,14 +240,14 @@ TRITON = [
 ]  # fmt: skip
 NATIVE = [
     core("core: forward without a part of its scale", "dense/forward.h",
-         "natural(dressed ? 1.0f : static_cast<float>(p.scale))",
-         "natural(dressed ? 1.0f : static_cast<float>(p.scale * 1.01))"),
+         "natural(bias_pass ? 1.0f : static_cast<float>(p.scale))",
+         "natural(bias_pass ? 1.0f : static_cast<float>(p.scale * 1.01))"),
     core("core: a key too many at an edge", "dense/forward.h",
          "low_bits(end - c) & ~low_bits(begin - c)", "low_bits(end + 1 - c) & ~low_bits(begin - c)"),
     core("core: a blocked matrix read one column late", "simd/masks.h",
          "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
     core("core: dS forgets D", "dense/gradient.h",
-         "Floats dscore = weight * (dprob - delta[e]);", "Floats dscore = weight * dprob;"),
+         "Floats dscore = weight * (dprob - r.delta[e]);", "Floats dscore = weight * dprob;"),
     core("core: dq of one block of rows is not cleared", "dense/gradient.h",
          "            clear_dq(w, b);", "            ;"),
     core("core: shares of a decode joined without fading", "decode/finish.h",

@@ -1,0 +1,39 @@
+// How long packed rows are, and memory cut into parts for them.
+
+#pragma once
+
+#include "simd/rows.h"
+
+namespace fusion {
+namespace {
+
+template <class Format> struct Sizes {
+    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v
+    std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
+
+    template <class P>
+    explicit Sizes(const P &p)
+        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
+          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
+          value_words((p.dim_v + Format::depth - 1) / Format::depth),
+          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+          columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
+          value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
+};
+
+class Carver {  // cuts memory into parts that begin on cache lines; of no memory it counts the bytes alone
+public:
+    explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
+
+    template <class T> FUSION_INLINE void take(T *&part, std::int64_t count) {
+        part = reinterpret_cast<T *>(at_);
+        at_ += round_up<std::size_t>(count * sizeof(T), 64);
+    }
+    FUSION_INLINE std::size_t bytes() const { return at_ - start_; }
+
+private:
+    char *start_, *at_;
+};
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,74 @@
+// The widest vectors of the instruction set this is compiled for, as GCC and Clang vector types, and what these types
+// do alike everywhere. Everything is local to the including file and inlined.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FUSION_INLINE inline __attribute__((always_inline))
+#define FUSION_UNROLL _Pragma("GCC unroll 32")
+
+namespace fusion {
+namespace {
+
+// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file.
+#if defined(__AVX512F__)
+constexpr int lanes = 16, block_rows = 12, panel_vectors = 2;
+#elif defined(__AVX__)
+constexpr int lanes = 8, block_rows = 6, panel_vectors = 2;
+#elif defined(__aarch64__)
+constexpr int lanes = 4, block_rows = 6, panel_vectors = 4;
+#else
+constexpr int lanes = 4, block_rows = 6, panel_vectors = 2;
+#endif
+constexpr int panel = panel_vectors * lanes;
+
+typedef float Floats __attribute__((vector_size(lanes * 4)));
+typedef std::int32_t Ints __attribute__((vector_size(lanes * 4)));
+typedef std::uint32_t Words __attribute__((vector_size(lanes * 4)));
+typedef std::uint16_t Halves __attribute__((vector_size(lanes * 2)));
+typedef std::uint8_t Bytes __attribute__((vector_size(lanes)));
+
+struct Half {  // IEEE binary16
+    std::uint16_t bits;
+};
+struct Brain {  // bfloat16
+    std::uint16_t bits;
+};
+
+constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f, least_weight = 1.17549435e-38f;
+
+template <class T> FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
+template <class T> FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }
+
+template <class V> FUSION_INLINE V load(const void *from) {  // unaligned
+    V out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+template <class V> FUSION_INLINE void store(void *to, V value) { std::memcpy(to, &value, sizeof value); }
+
+FUSION_INLINE Floats all(float x) { return x - Floats{}; }
+FUSION_INLINE Words all(std::uint32_t x) { return x + Words{}; }
+FUSION_INLINE Ints all(std::int32_t x) { return x + Ints{}; }
+FUSION_INLINE Words bits_of(Floats x) { return (Words)x; }
+FUSION_INLINE Floats floats_of(Words x) { return (Floats)x; }
+
+FUSION_INLINE Ints lane_numbers() {
+    Ints out;
+    for (int i = 0; i < lanes; ++i) out[i] = i;
+    return out;
+}
+
+// Where a is NaN the result is b: `larger(constant, x)` keeps a NaN in x.
+FUSION_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+}  // namespace
+}  // namespace fusion

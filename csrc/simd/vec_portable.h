@@ -1,0 +1,162 @@
+// SSE, AVX2 and NEON: the same functions as vec_avx512.h, in vector types alone but for an instruction here and there.
+
+#pragma once
+
+#include "simd/types.h"
+
+namespace fusion {
+namespace {
+
+// x, rounded to float32 here: the compiler may not fuse its product with what follows.
+FUSION_INLINE Floats rounded(Floats x) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
+
+FUSION_INLINE float sum_of(Floats x) {
+    float part[lanes];
+    store(part, x);
+    for (int n = lanes / 2; n; n /= 2) {
+        for (int i = 0; i < n; ++i) part[i] += part[i + n];
+    }
+    return part[0];
+}
+
+FUSION_INLINE float largest_of(Floats x) {
+    float part[lanes];
+    store(part, x);
+    for (int n = lanes / 2; n; n /= 2) {
+        for (int i = 0; i < n; ++i) part[i] = part[i] > part[i + n] ? part[i] : part[i + n];
+    }
+    return part[0];
+}
+
+FUSION_INLINE bool any(Words x) {
+    std::uint32_t joined = 0;
+    for (int i = 0; i < lanes; ++i) joined |= x[i];
+    return joined != 0;
+}
+
+// Lane i is yes[i] where bit i is set, else no[i].
+FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
+    const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
+    return (all(bits) & own) != 0 ? yes : no;
+}
+
+// Bit i: whether lane i of a comparison's result is set.
+FUSION_INLINE std::uint32_t mask_of(Ints condition) {
+#if defined(__AVX__)
+    return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)condition));
+#else
+    std::uint32_t mask = 0;
+    for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;
+    return mask;
+#endif
+}
+
+// The lanes whose bits are set, side by side; a whole vector may be written.
+FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
+    for (; bits; bits &= bits - 1) *to++ = x[__builtin_ctz(bits)];
+}
+
+FUSION_INLINE Floats root(Floats x) {
+#if defined(__AVX__)
+    return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE__)
+    return (Floats)_mm_sqrt_ps((__m128)x);
+#else
+    for (int i = 0; i < lanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+#endif
+}
+
+// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below the normal numbers, NaN where x is.
+template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
+    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest whole
+    // number.
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
+    x = larger(all(-150.0f), x);
+    const Floats shifted = x + magic;
+    const Floats r = x - (shifted - magic);
+    constexpr float c[][7] = {
+        {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f},
+        {1.0f, 6.931472e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f}};
+    Floats p = all(c[degree - 5][degree]);
+    FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
+    const Ints n = (Ints)shifted - (Ints)magic;
+    return x < all(-126.5f) ? Floats{} : p * (Floats)((n + 127) << 23);
+}
+
+FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
+
+FUSION_INLINE Floats to_floats(Half, Halves x) {
+#if defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)x);
+#else
+    const Words wide = widen(x);
+    const Words magnitude = (wide & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    Floats out = floats_of(magnitude + (112u << 23));
+    out = exponent == 0x0f800000 ? floats_of(magnitude + (224u << 23)) : out;                      // inf, NaN
+    out = exponent == 0 ? floats_of(magnitude + (113u << 23)) - floats_of(all(113u << 23)) : out;  // subnormal
+    return floats_of(bits_of(out) | (wide & 0x8000) << 16);
+#endif
+}
+
+#if !defined(__F16C__)
+FUSION_INLINE std::uint16_t half_of(float value) {
+    std::uint32_t x, out;
+    std::memcpy(&x, &value, 4);
+    const std::uint32_t sign = x & 0x80000000u;
+    x ^= sign;
+    if (x >= 143u << 23) {
+        out = x > 255u << 23 ? 0x7e00 : 0x7c00;  // NaN, or too large
+    } else if (x < 113u << 23) {                 // subnormal: an addition rounds it to the last bit
+        const std::uint32_t magic = 126u << 23;
+        float a, b;
+        std::memcpy(&a, &x, 4);
+        std::memcpy(&b, &magic, 4);
+        a += b;
+        std::memcpy(&x, &a, 4);
+        out = x - magic;
+    } else {
+        out = (x - (112u << 23) + 0xfff + (x >> 13 & 1)) >> 13;
+    }
+    return static_cast<std::uint16_t>(out | sign >> 16);
+}
+#endif
+
+FUSION_INLINE Halves from_floats(Half, Floats x) {
+#if defined(__F16C__)
+    return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    Halves out;
+    for (int i = 0; i < lanes; ++i) out[i] = half_of(x[i]);
+    return out;
+#endif
+}
+
+template <int... I> FUSION_INLINE Words interleave_low(Words a, Words b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 2 + I % 2 * lanes)...);
+}
+template <int... I> FUSION_INLINE Words interleave_high(Words a, Words b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 2 + lanes / 2 + I % 2 * lanes)...);
+}
+
+FUSION_INLINE void transpose(Words (&r)[lanes]) {
+    using Lanes = std::make_integer_sequence<int, lanes>;
+    FUSION_UNROLL for (int stage = 1; stage < lanes; stage *= 2) {
+        Words t[lanes];
+        FUSION_UNROLL for (int i = 0; i < lanes / 2; ++i) {
+            t[2 * i] = interleave_low(r[i], r[i + lanes / 2], Lanes{});
+            t[2 * i + 1] = interleave_high(r[i], r[i + lanes / 2], Lanes{});
+        }
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) r[i] = t[i];
+    }
+}
+
+}  // namespace
+}  // namespace fusion
