@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_attention.contract import Bound
 from fusion_attention.contract.expressions import dtype_text
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, INPUTS, DenseLoss, Loss, Statistics
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INPUTS, DenseLoss, Loss, Statistics
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.scale import scale_of
 from fusion_attention.ops.sparse.lower import extents_of
@@ -22,7 +22,7 @@ def lower(bound: Bound) -> Loss | Statistics:
         return Statistics(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer)
     problem, extents = bound.once(lambda n: (_loss(n), extents_of(n)))
     tensors = {name: n[name] for name in INPUTS} | {"sinks": wide(n["sinks"], n["query"])}
-    staged = n["sparse_indices"] is None and n[INDEX_STATISTICS[0]] is None
+    staged = n["sparse_indices"] is None and n["softmax_max_index"] is None
     return (DenseLoss if staged else Loss)(extents, n["layout"], tensors, problem)
 
 
