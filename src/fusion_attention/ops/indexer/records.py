@@ -145,7 +145,7 @@ FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that
 indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""
 BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
 dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
-TRAINS = {RESULTS[1]: DIFFERENTIABLE}
+TRAINS = {"sparse_values_out": DIFFERENTIABLE}
 INDEXER_SIZES = {**SIZES, "D": 128}
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,

@@ -57,7 +57,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Memory for the results of a call with these arguments."""
     q = n["query"]
-    return {RESULTS[0]: empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
+    return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound) -> Decode:

@@ -94,8 +94,9 @@ TABLE = Tensor(
 )
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND (needed): their cumulative ends.", True)
 KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence; TND (needed): their cumulative ends.", True)
-ENDS = spelled(Q_LENGTHS, "actual_seq_lengths_query"), spelled(KV_LENGTHS, "actual_seq_lengths_kv")
-INDEX_ENDS = ENDS[0], spelled(KV_LENGTHS, "actual_seq_lengths_key")
+Q_ENDS = spelled(Q_LENGTHS, "actual_seq_lengths_query")
+ENDS = Q_ENDS, spelled(KV_LENGTHS, "actual_seq_lengths_kv")
+INDEX_ENDS = Q_ENDS, spelled(KV_LENGTHS, "actual_seq_lengths_key")
 QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="=query", shape=rows("1", "N1", "Dr"))
 KEY_ROPE = Tensor(
     "key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "N2", "Dr"), form=key_layout
@@ -260,7 +261,7 @@ FORWARD_SAMPLES = {
     "TND": {**SAMPLE, "attention_mode": 2, "layout_kv": "TND", **PACKED_SAMPLE},
 }
 BACKWARD_SAMPLES = {"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED_SAMPLE}}
-TRAINS = {RESULTS[0]: DIFFERENTIABLE}
+TRAINS = {"attention_out": DIFFERENTIABLE}
 RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + SELECTION
 
 
