@@ -16,7 +16,7 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, in_pages, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ops.indexer.lower import Backward, Forward
+from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
     IndexerCase,
@@ -39,11 +39,11 @@ def drawn(case: IndexerCase) -> Args:
 
 def choose(args: Args, variant: str | None = None, threads: int = 2, apart: bool = False) -> tuple[torch.Tensor, ...]:
     """(indices, values)."""
-    return tuple(run(Forward(lowered_indexer(args)), variant, threads, apart).values())
+    return tuple(run(lowered_indexer(args), variant, threads, apart).values())
 
 
 def gradients(args: Args, indices: torch.Tensor, variant: str | None = None, threads: int = 2) -> Results:
-    return run(Backward(lowered_indexer(args), args["dy"], far(indices)), variant, threads)
+    return run(IndexerBackward(lowered_indexer(args), args["dy"], far(indices)), variant, threads)
 
 
 def draw(seed: int, exact: bool) -> IndexerCase:

@@ -17,7 +17,7 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ops.indexer_loss.lower import DIFFERENTIABLE, INDEX_STATISTICS, STATISTICS, Loss, Statistics
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, STATISTICS, Loss, Statistics
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LossCase,

@@ -19,7 +19,7 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, hostile, in_pages, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ops.sparse.lower import Backward, Forward
+from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import SparseCase, arguments, in_float64, lowered, part, plain, selected
 from fusion_attention.torch_ops.eager import run as run_on
@@ -39,11 +39,11 @@ def drawn(case: SparseCase) -> Args:
 
 
 def forward(args: Args, *how: Any, **more: Any) -> Results:
-    return dict(zip(RESULTS, run(Forward(lowered(args)), *how, **more).values(), strict=True))
+    return dict(zip(RESULTS, run(lowered(args), *how, **more).values(), strict=True))
 
 
 def backward(args: Args, saved: Results, *how: Any, **more: Any) -> Results:
-    return run(Backward(lowered(args), args["dy"], *(saved[name] for name in RESULTS)), *how, **more)
+    return run(SparseBackward(lowered(args), args["dy"], *(saved[name] for name in RESULTS)), *how, **more)
 
 
 class Judge:
@@ -52,9 +52,9 @@ class Judge:
     def __init__(self, case: SparseCase, args: Args) -> None:
         self.case, self.args, self.measure = case, args, plain(case, args)
         wide = in_float64(lowered(args))
-        out, *stats = run_on(Forward(wide), "golden").values()
+        out, *stats = run_on(wide, "golden").values()
         self.saved = dict(zip(RESULTS, (out.to(args["dy"].dtype), *(t.float() for t in stats)), strict=True))
-        exact = run_on(Backward(wide, args["dy"].double(), *(t.double() for t in self.saved.values())), "golden")
+        exact = run_on(SparseBackward(wide, args["dy"].double(), *(t.double() for t in self.saved.values())), "golden")
         self.want = {"out": out, "max": stats[0], "sum": stats[1], **exact}
 
     def __call__(self, got: Results) -> None:
@@ -262,7 +262,7 @@ def test_what_this_back_end_does_not_compute_is_said() -> None:
 
 
 def test_sizes_that_disagree_are_an_error() -> None:
-    call = Forward(lowered(drawn(SparseCase("TND", q_len=(3,), kv_len=(5,), heads_q=2, mode=0))))
+    call = lowered(drawn(SparseCase("TND", q_len=(3,), kv_len=(5,), heads_q=2, mode=0)))
     results = call.results()
     (operands,), plan = call.fill(results).operands, cpu.schedule(call.problem, call.extents, call.verb)
     narrow, long = replace(operands.indices, dim=3), replace(operands.indices, address=np.zeros(2, np.int64))
