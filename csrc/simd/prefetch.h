@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    static constexpr std::int64_t line = 64, most_lines = 64;
+    static constexpr std::int64_t line = 64, most_lines = locality == 3 ? 64 : 1024;  // of a step, near and less near
 
     // Where the next row begins; null behind the last one, and then no step has anything to do. Out of line: the loop
     // over panels that asks needs its registers.

@@ -82,9 +82,11 @@ void add_head(const TileScratch<Format> &t, const Probability<Format> probabilit
         for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
-            for (std::int64_t c = 0; share[r] != 0.0f && c < padded; c += lanes) {
-                store(to + c, load<Floats>(to + c) +
-                                  probability(load<Floats>(t.scores + i * t.width + c), all(shift[r]), all(share[r])));
+            // Copies: for all the compiler knows, a store may change what they are of.
+            const float row_shift = shift[r], row_share = share[r];
+            for (std::int64_t c = 0; row_share != 0.0f && c < padded; c += lanes) {
+                const Floats product = load<Floats>(t.scores + i * t.width + c);
+                store(to + c, load<Floats>(to + c) + probability(product, all(row_shift), all(row_share)));
             }
         }
     });
