@@ -207,16 +207,16 @@ def other_code(monkeypatch: Patch) -> None:
 
 def written_beside(monkeypatch: Patch) -> None:
     """Somebody writes one byte of an output's gap, or of a refused call's output."""
-    right = two_phase._phases
+    right = two_phase.call
 
-    def wrong(op: Any, args: Any, outputs: Mapping[str, Any], *options: Any) -> tuple[int, int]:
-        found = right(op, args, outputs, *options)
+    def wrong(op: Any, args: Any, outputs: Mapping[str, Any], *content: bool, **how: bool) -> tuple[int, int]:
+        found = right(op, args, outputs, *content, **how)
         for tensor in outputs.values():
             if tensor is not None and tensor.untyped_storage().nbytes():
                 tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
         return found
 
-    monkeypatch.setattr(two_phase, "_phases", wrong)
+    monkeypatch.setattr(two_phase, "call", wrong)
 
 
 MISTAKES: tuple[tuple[str, Callable[[Patch], None]], ...] = (

@@ -35,7 +35,7 @@ DOCUMENTED = (
     "captures.capture",
     "captures.replay",
     "waist.mask",
-    "plan",
+    "backends",
     "contract.sampling",
     "settings",
 )

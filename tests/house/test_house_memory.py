@@ -19,6 +19,7 @@ UNWRITTEN = {
 MAY_ALLOCATE = {
     "memory::empty": "the place itself",
     "memory::another": "the place itself",
+    "memory::zeros": "the place itself",
     "memory::template": "the place itself",
     "memory::_lent": "the place itself",
     "backends.triton.memory::of": "a table, copied from an array in the next line",
