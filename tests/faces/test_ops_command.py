@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fusion_attention import aclnn
 from fusion_attention.cli import app
 from fusion_attention.cli.stubs import stub
-from fusion_attention.contract.pages import render
+from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
 

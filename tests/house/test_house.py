@@ -154,7 +154,7 @@ def test_no_import_circle() -> None:
 
 def test_the_contract_has_one_door() -> None:
     """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
-    inner = {"contract", "contract.pages", "contract.sampling"}
+    inner = {"contract", "contract.doc_pages", "contract.sampling"}
     wrong = [
         f"{importer}:{line} imports {imported}: import it from {PACKAGE}.contract"
         for importer in modules()

@@ -25,7 +25,7 @@ INDEX = "index.md"
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
     """Every generated page by file name: one per record, and the index."""
-    from fusion_attention.contract.pages import render
+    from fusion_attention.contract.doc_pages import render
 
     texts = {f"{name}.md": render(record) for name, record in records.items()}
     texts[INDEX] = index(records)
@@ -118,7 +118,7 @@ def _beside(folder: Path, expected: Mapping[Path, str]) -> str:
 
 
 def _print_page(name: str, records: Mapping[str, Op]) -> None:
-    from fusion_attention.contract.pages import render
+    from fusion_attention.contract.doc_pages import render
 
     if name not in records:
         close = _close_names(name, list(records))

@@ -30,7 +30,7 @@ from fusion_attention.ops.training.call import (
 )
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
-from fusion_attention.torch_ops.derivative import constants, once
+from fusion_attention.torch_ops.refusals import constants, once
 from fusion_attention.waist.problem import Operands
 
 Tensors = tuple[torch.Tensor, ...]

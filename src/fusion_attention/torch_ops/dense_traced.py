@@ -20,7 +20,7 @@ from fusion_attention.ops.training import own as attention
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.statistics import LANES, finite, from_finite
 from fusion_attention.torch_ops import dense_eager
-from fusion_attention.torch_ops.derivative import below, no_tangents
+from fusion_attention.torch_ops.refusals import below, no_tangents
 from fusion_attention.torch_ops.registration import register
 from fusion_attention.torch_ops.text import CALL, SAVED, Given, Text, bound, check, names_of, pack, read, unpack
 

@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.contract import Op, bind
 from fusion_attention.torch_ops import eager, traced
-from fusion_attention.torch_ops.derivative import forward_mode
+from fusion_attention.torch_ops.refusals import forward_mode
 from fusion_attention.waist.mask import Band
 
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple, Band})

@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import Bound, Op, intact, lazy
 from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
-from fusion_attention.torch_ops.derivative import constants, once
+from fusion_attention.torch_ops.refusals import constants, once
 from fusion_attention.waist.lowered import Differentiable, Lowered
 
 Tensors = tuple[torch.Tensor, ...]

@@ -16,7 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from fusion_attention.contract import Op, intact
 from fusion_attention.memory import empty
 from fusion_attention.torch_ops import eager
-from fusion_attention.torch_ops.derivative import below, no_tangents
+from fusion_attention.torch_ops.refusals import below, no_tangents
 from fusion_attention.torch_ops.registration import register
 from fusion_attention.torch_ops.text import CALL, Text, bound, check, constant, names_of, pack, read, unpack
 from fusion_attention.waist.lowered import Differentiable
