@@ -89,3 +89,17 @@ def test_pages_run(path: Path) -> None:
 def test_every_block_of_the_readme_runs_alone(number: int) -> None:
     """Somebody pastes it."""
     exec(compile(blocks(ROOT / "README.md")[number], "README.md", "exec"), {})
+
+
+FOLDERS = (".", "src/fusion_attention", "csrc", "tests")
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/design.md", "docs/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
+)
+def test_pages_name_files_that_are_there(page: str) -> None:
+    named = re.findall(
+        r"`((?!build/)[\w*./]+/[\w*]+\.(?:py|h|cpp|md|json))[`:]", (ROOT / page).read_text(encoding="utf-8")
+    )
+    assert named
+    assert [path for path in named if not any(list((ROOT / folder).glob(path)) for folder in FOLDERS)] == []
