@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Attr, Op, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
+from fusion_attention.ops.shared.rules import invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -119,22 +119,20 @@ LIMITS = (
     LISTS_OF_2048,
 )
 FORWARD = (
-    Rule(
+    invalid(
         "sparse_values_out is None or sparse_values_out.shape[-1] == sparse_count",
         "sparse_values_out",
         "one value for every index",
         text="as many values as sparse_count says",
         when="return_values",
-        code=INVALID,
         given={"return_values": True},
         spoil={"sparse_values_out": "B S1 1 7"},
     ),
-    Rule(
+    invalid(
         "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
         "sparse_indices_out",
         "as many as are chosen",
         text="as many indices as sparse_count says",
-        code=INVALID,
         spoil={"sparse_indices_out": "B S1 1 7"},
     ),
 )
@@ -187,10 +185,7 @@ V1 = Op(
     fresh=fresh,
     trains=TRAINS,
     sizes=INDEXER_SIZES,
-    samples={
-        "BSND": {"sparse_count": 8},
-        "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE},
-    },
+    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
 )
 GRAD_V1 = replace(
     V1,
@@ -226,10 +221,7 @@ TORCH_GRAD = replace(
     summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
     source="Ascend op-plugin",
     rules=(HEADS, *GRAD_V1.rules),
-    params=(
-        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
-        *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS),
-    ),
+    params=(*(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS), *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS)),
 )
 
 ACLNN = (V1, GRAD_V1)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
+from fusion_attention.contract import REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
+from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -143,13 +143,12 @@ LIMITS = (
     limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
     *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128))),
-    limit(
+    refused(
         "not float32(weights)",
         "weights",
         "the chip computes no float32 here",
         text="float16 or bfloat16",
         when="not float32(query)",
-        code=INVALID,
         spoil={"weights": ("B S1 Ni", "float32")},
     ),
 )

@@ -104,18 +104,13 @@ V2 = V1.version(
 V3 = V2.version(
     "aclnnIncreFlashAttentionV3",
     "IncreFlashAttentionV2 with pse_shift, an int8 cache and pages.",
-    after={
-        "quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
-        "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE),
-    },
+    after={"quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE), "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE)},
     rules=RULES,
     rulings=(*V2.rulings, 18),
     neutral=NEUTRAL,
 )
 V4 = V3.version(
-    "aclnnIncreFlashAttentionV4",
-    "IncreFlashAttentionV3 with left padding.",
-    after={"block_table": (PADDING_SIZE,)},
+    "aclnnIncreFlashAttentionV4", "IncreFlashAttentionV3 with left padding.", after={"block_table": (PADDING_SIZE,)}
 )
 TORCH = replace(
     V4,

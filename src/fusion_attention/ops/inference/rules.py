@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Rule
+from fusion_attention.contract import Rule
 from fusion_attention.ops.shared.rules import (
     cached,
     elements,
     finite_scale,
+    invalid,
     limit,
+    note,
     of_lengths,
     own_page_ids,
     paged,
+    refused,
     reserved,
+    typed,
 )
 
 # Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
@@ -29,11 +33,7 @@ PAGES: dict[str, Any] = {
     "key": "8 16 N2*D",
     "value": "8 16 N2*D",
 }
-INTEGERS: dict[str, Any] = {
-    "key": ("B S2 N2*D", "int8"),
-    "value": ("B S2 N2*D", "int8"),
-    "antiquant_scale": "2 N2*D",
-}
+INTEGERS: dict[str, Any] = {"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8"), "antiquant_scale": "2 N2*D"}
 NARROW: dict[str, Any] = {"quant_scale2": "1", "attention_out": ("B S1 N1*D", "int8")}
 _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 
@@ -93,12 +93,11 @@ INPUTS = (
     ),
     elements("D", "query"),
     finite_scale("scale_value", 1e39, optional=False),
-    Rule(
+    invalid(
         "same_shapes(value, key)",
         "value",
         "values lie as keys do",
         text="the shapes of key",
-        code=INVALID,
         spoil={"value": "B 5 N2*D"},
     ),
     cached("actual_seq_lengths"),
@@ -141,13 +140,11 @@ MATRICES = (
 )
 
 INTEGER_CACHE = (
-    Rule(
+    typed(
         "dtype_of(key) in ('int8', dtype_of(query))",
         "key",
         "convert it, or quantise it to int8",
         text="int8 or the dtype of query",
-        code=INVALID,
-        stage="dtype",
         spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
     Rule(
@@ -177,12 +174,11 @@ INTEGER_CACHE = (
         given={**INTEGERS, "antiquant_offset": "2 N2*D"},
         spoil={"antiquant_offset": "2 3"},
     ),
-    limit(
+    refused(
         "antiquant_scale is None or dtype_of(antiquant_scale) == dtype_of(query)",
         "antiquant_scale",
         "the chip takes no other",
         text="the dtype of query",
-        code=INVALID,
         given=INTEGERS,
         spoil={"antiquant_scale": ("2 N2*D", "float32")},
     ),
@@ -216,22 +212,19 @@ INTEGER_OUTPUT = (
         given={"quant_scale2": "1", "quant_offset2": "1"},
         spoil={"quant_offset2": "3"},
     ),
-    limit(
+    refused(
         "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
         "quant_scale2",
         "the chip takes bfloat16 beside a bfloat16 query only",
         text="float32, or bfloat16 as query",
-        code=INVALID,
         given={"quant_scale2": "1"},
         spoil={"quant_scale2": ("1", "bfloat16")},
     ),
-    Rule(
+    typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
         "attention_out",
         "the output lies as the query does",
         text="int8 or the dtype of query",
-        code=INVALID,
-        stage="dtype",
         given={"attention_out": ("B S1 N1*D", "float16")},
         spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
@@ -269,12 +262,11 @@ LIMITS = (
         "the chip lets no more query heads share a key head",
         spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
-    limit(
+    refused(
         "dtype_of(query) != 'float32'",
         "query",
         "the chip takes float16 and bfloat16",
         text="float16 or bfloat16",
-        code=INVALID,
         spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "float32")},
     ),
@@ -355,25 +347,22 @@ LIMITS = (
         given=PAGES,
         spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
     ),
-    Rule(
+    note(
         "kv_padding_size is None or pads_left",
         "kv_padding_size",
         "it is ignored without lengths, and beside pages or a list of tensors",
         text="left padding beside lengths, in one tensor",
-        level="note",
         spoil={"kv_padding_size": [1]},
     ),
 )
 
 # What the first two versions do not know yet.
 EARLY = (
-    Rule(
+    typed(
         "dtype_of(key) != 'int8'",
         "key",
         "this version takes no scales for it",
         text="no int8 cache",
-        code=INVALID,
-        stage="dtype",
         spoil={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
     limit(

@@ -10,7 +10,7 @@ from typing import Any
 
 from fusion_attention.contract import Array, Attr, Rule
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, of_lengths, presence
+from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, needed, of_lengths
 from fusion_attention.ops.sparse.checks import lengths
 from fusion_attention.ops.sparse.records import (
     BLOCK,
@@ -32,14 +32,12 @@ from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
 KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
 CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
-PAGED_KEYS = presence(
-    "actual_seq_kvlen is not None",
+PAGED_KEYS = needed(
     "actual_seq_kvlen",
     "pages do not show where a sequence ends",
     text="the lengths of paged keys",
     when="block_table is not None",
     given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
-    spoil={"actual_seq_kvlen": None},
 )
 PACKED_KEYS = of_lengths(
     "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",

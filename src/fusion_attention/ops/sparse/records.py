@@ -11,15 +11,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
 from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import (
-    ROPE,
-    limit,
-    no_float32,
-    only_dim,
-)
+from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse.lower import lower
@@ -103,12 +98,7 @@ KEY_ROPE = Tensor(
 )
 SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
-BLOCK = Attr(
-    "sparse_block_size",
-    "Tokens of a selected block.",
-    domain="1 <= sparse_block_size <= 128",
-    bad=129,
-)
+BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128", bad=129)
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
 MODE = Attr(
@@ -177,43 +167,39 @@ FORWARD_LIMITS = (
     limit("attention_mode == 2", "attention_mode", "the chip knows no other", spoil={"attention_mode": 0}),
 )
 FORWARD = (
-    Rule(
+    invalid(
         "value is not None or Dv in (None, D)",
         "attention_out",
         "without a value its rows are the key's",
         text="rows as long as the key's",
-        code=INVALID,
         given={"value": None},
         spoil={"attention_out": "B S1 N1 G"},
     ),
-    Rule(
+    invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
         "softmax_max",
         "statistics have the query heads of a key head on their last axis",
         text="a last axis of N1 / N2",
         when="return_softmax_lse",
-        code=INVALID,
         given={"return_softmax_lse": True},
         spoil={"softmax_max": "B N2 S1 3"},
     ),
 )
-SAVED = Rule(
+SAVED = invalid(
     "N2 * G == N1",
     "softmax_max",
     "statistics have the query heads of a key head on their last axis",
     text="a last axis of N1 / N2",
     when="N2 > 0 and N1 % N2 == 0",
-    code=INVALID,
     spoil={"G": 3},
 )
 BACKWARD = (
     SAVED,
-    Rule(
+    invalid(
         "value is not None or Dv == D",
         "dy",
         "without a value its rows are the key's",
         text="rows as long as the key's",
-        code=INVALID,
         given={"value": None},
         spoil={"Dv": 256},
     ),

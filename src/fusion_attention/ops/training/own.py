@@ -44,11 +44,7 @@ OWN_ROPE = {"q_rope": True, "k_rope": True}
 
 RULES = (
     presence(
-        "heads > 0",
-        "heads",
-        "the last axis holds heads * dim elements",
-        only=("BSH", "SBH"),
-        spoil={"heads": None},
+        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), spoil={"heads": None}
     ),
     presence(
         "q_len is not None",

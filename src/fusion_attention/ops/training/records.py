@@ -265,10 +265,7 @@ SCORE_V2 = SCORE_V1.version(
     rulings=(*RULINGS, *OF_SLOPES),
 )
 SCORE_V3 = SCORE_V2.version(
-    "aclnnFlashAttentionScoreV3",
-    "FlashAttentionScoreV2 with sinks.",
-    after={"atten_mask": (SINK,)},
-    rules=WIDE,
+    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=WIDE
 )
 VARLEN_V1 = replace(
     SCORE_V1,
