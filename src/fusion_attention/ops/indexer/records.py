@@ -187,10 +187,9 @@ V1 = Op(
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
 )
-GRAD_V1 = replace(
-    V1,
-    name="aclnnLightningIndexerGrad",
-    summary="Gradients of the values that LightningIndexer chose, padded or packed.",
+GRAD_V1 = V1.version(
+    "aclnnLightningIndexerGrad",
+    "Gradients of the values that LightningIndexer chose, padded or packed.",
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -204,10 +203,9 @@ GRAD_V1 = replace(
     trains={},
     samples={"TND": PACKED_SAMPLE},
 )
-TORCH = replace(
-    V1,
-    name="npu_lightning_indexer",
-    summary="torch_npu's lightning indexer: (sparse_indices, sparse_values).",
+TORCH = V1.version(
+    "npu_lightning_indexer",
+    "torch_npu's lightning indexer: (sparse_indices, sparse_values).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
@@ -215,10 +213,9 @@ TORCH = replace(
         *(MODE, PRE, NEXT, spelled(RETURN_VALUES, "return_value"), CHOSEN, VALUES),
     ),
 )
-TORCH_GRAD = replace(
-    GRAD_V1,
-    name="npu_lightning_indexer_grad",
-    summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
+TORCH_GRAD = GRAD_V1.version(
+    "npu_lightning_indexer_grad",
+    "Gradients of npu_lightning_indexer: (dq, dk, dweights).",
     source="Ascend op-plugin",
     rules=(HEADS, *GRAD_V1.rules),
     params=(*(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS), *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS)),

@@ -112,10 +112,9 @@ V3 = V2.version(
 V4 = V3.version(
     "aclnnIncreFlashAttentionV4", "IncreFlashAttentionV3 with left padding.", after={"block_table": (PADDING_SIZE,)}
 )
-TORCH = replace(
-    V4,
-    name="npu_incre_flash_attention",
-    summary="torch_npu's attention of one new token per item over its cache.",
+TORCH = V4.version(
+    "npu_incre_flash_attention",
+    "torch_npu's attention of one new token per item over its cache.",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),

@@ -5,7 +5,6 @@ Lengths are lengths, `causal` is a flag, and a value may be a part of its key.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fusion_attention.contract import Array, Attr, Rule
@@ -64,10 +63,9 @@ def _derive(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 
-RECORD = replace(
-    V1,
-    name="sparse_attention",
-    summary="Softmax attention over the blocks of keys that every row selects.",
+RECORD = V1.version(
+    "sparse_attention",
+    "Softmax attention over the blocks of keys that every row selects.",
     source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),

@@ -291,10 +291,9 @@ V1 = Op(
     sizes=SIZES,
     samples=FORWARD_SAMPLES,
 )
-GRAD_V1 = replace(
-    V1,
-    name="aclnnSparseFlashAttentionGrad",
-    summary="Gradients of SparseFlashAttention, padded or packed.",
+GRAD_V1 = V1.version(
+    "aclnnSparseFlashAttentionGrad",
+    "Gradients of SparseFlashAttention, padded or packed.",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -308,10 +307,9 @@ GRAD_V1 = replace(
     trains={},
     samples=BACKWARD_SAMPLES,
 )
-TORCH = replace(
-    V1,
-    name="npu_sparse_flash_attention",
-    summary="torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
+TORCH = V1.version(
+    "npu_sparse_flash_attention",
+    "torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE, *ENDS),
@@ -319,10 +317,9 @@ TORCH = replace(
         *(ATTENTION_MODE, RETURN_STATS, SINKS, OUT, MAX_OUT, SUM_OUT),
     ),
 )
-TORCH_GRAD = replace(
-    GRAD_V1,
-    name="npu_sparse_flash_attention_grad",
-    summary="Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
+TORCH_GRAD = GRAD_V1.version(
+    "npu_sparse_flash_attention_grad",
+    "Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),

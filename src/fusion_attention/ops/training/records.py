@@ -267,10 +267,9 @@ SCORE_V2 = SCORE_V1.version(
 SCORE_V3 = SCORE_V2.version(
     "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=WIDE
 )
-VARLEN_V1 = replace(
-    SCORE_V1,
-    name="aclnnFlashAttentionVarLenScore",
-    summary="Attention for training, forward, packed sequences.",
+VARLEN_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionVarLenScore",
+    "Attention for training, forward, packed sequences.",
     params=(
         *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, Q_ENDS, KV_ENDS),
         *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
@@ -298,10 +297,9 @@ VARLEN_V4 = VARLEN_V1.version(
     after={"sparse_mode": (STATS_LAYOUT,)},
     rules=WIDE + NARROW,
 )
-VARLEN_V5 = replace(
-    VARLEN_V2,
-    name="aclnnFlashAttentionVarLenScoreV5",
-    summary="VarLenScoreV3 with sinks and a choice of the statistics' order.",
+VARLEN_V5 = VARLEN_V2.version(
+    "aclnnFlashAttentionVarLenScoreV5",
+    "VarLenScoreV3 with sinks and a choice of the statistics' order.",
     params=(
         *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, SINK),
         *(PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
@@ -310,10 +308,9 @@ VARLEN_V5 = replace(
     ),
     rules=WIDE,
 )
-GRAD_V1 = replace(
-    SCORE_V1,
-    name="aclnnFlashAttentionScoreGrad",
-    summary="Gradients of FlashAttentionScore.",
+GRAD_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionScoreGrad",
+    "Gradients of FlashAttentionScore.",
     params=(
         *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX),
@@ -334,10 +331,9 @@ GRAD_V3 = GRAD_V2.version(
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
     rules=WIDE,
 )
-UNPADDING_V1 = replace(
-    GRAD_V1,
-    name="aclnnFlashAttentionUnpaddingScoreGrad",
-    summary="Gradients of FlashAttentionVarLenScore.",
+UNPADDING_V1 = GRAD_V1.version(
+    "aclnnFlashAttentionUnpaddingScoreGrad",
+    "Gradients of FlashAttentionVarLenScore.",
     params=(
         *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX, Q_ENDS, KV_ENDS),
@@ -366,10 +362,9 @@ UNPADDING_V4 = UNPADDING_V1.version(
     after={"dpse": (STATS_LAYOUT,)},
     rules=WIDE + NARROW,
 )
-UNPADDING_V5 = replace(
-    UNPADDING_V2,
-    name="aclnnFlashAttentionUnpaddingScoreGradV5",
-    summary="UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
+UNPADDING_V5 = UNPADDING_V2.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV5",
+    "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
     params=(
         *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, SINK, PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
@@ -389,11 +384,9 @@ SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
 
-TORCH_V1 = replace(
-    SCORE_V1,
-    name="npu_fusion_attention",
-    summary="torch_npu's training attention: "
-    "(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
+TORCH_V1 = SCORE_V1.version(
+    "npu_fusion_attention",
+    "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
@@ -405,10 +398,9 @@ TORCH_V1 = replace(
     rulings=RULINGS_PACKED,
     layouts=(*PADDED, *PACKED),
 )
-TORCH_V2 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_v2",
-    summary="npu_fusion_attention with rope parts, pse_type and start indices.",
+TORCH_V2 = TORCH_V1.version(
+    "npu_fusion_attention_v2",
+    "npu_fusion_attention with rope parts, pse_type and start indices.",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
         *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -430,10 +422,9 @@ TORCH_V2 = replace(
     ),
     rulings=(*RULINGS_PACKED, *OF_SLOPES),
 )
-TORCH_V3 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_v3",
-    summary="npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
+TORCH_V3 = TORCH_V1.version(
+    "npu_fusion_attention_v3",
+    "npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -441,10 +432,9 @@ TORCH_V3 = replace(
         *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
     ),
 )
-TORCH_GRAD_V1 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_grad",
-    summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
+TORCH_GRAD_V1 = TORCH_V1.version(
+    "npu_fusion_attention_grad",
+    "Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
@@ -455,10 +445,9 @@ TORCH_GRAD_V1 = replace(
     rules=RULES + DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
 )
-TORCH_GRAD_V2 = replace(
-    TORCH_GRAD_V1,
-    name="npu_fusion_attention_grad_v2",
-    summary="Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
+TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
+    "npu_fusion_attention_grad_v2",
+    "Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
@@ -468,10 +457,9 @@ TORCH_GRAD_V2 = replace(
     ),
     rulings=TORCH_V2.rulings,
 )
-TORCH_GRAD_V3 = replace(
-    TORCH_GRAD_V1,
-    name="npu_fusion_attention_grad_v3",
-    summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
+TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
+    "npu_fusion_attention_grad_v3",
+    "Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
