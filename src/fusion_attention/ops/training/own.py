@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
+from fusion_attention.ops.shared.call import scale_of
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, wide
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
@@ -30,7 +31,6 @@ from fusion_attention.ops.shared.rules import (
     rope_pair,
     untrained,
 )
-from fusion_attention.ops.shared.scale import scale_of
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions
