@@ -16,7 +16,7 @@ from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fr
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -161,7 +161,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 
 
-V1 = Op(
+V1 = of_cann(
     "aclnnLightningIndexer",
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
     (
@@ -170,14 +170,11 @@ V1 = Op(
         *(RETURN_VALUES, CHOSEN, VALUES),
     ),
     (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=derive,
     functions=FUNCTIONS,
     lower=lower,

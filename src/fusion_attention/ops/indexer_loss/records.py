@@ -14,7 +14,7 @@ from fusion_attention.contract import REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -198,7 +198,7 @@ NEUTRAL: dict[str, Any] = {
 OF_ATTENTION = (QUERY, replace(KEY, form=None))
 OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 
-V1 = Op(
+V1 = of_cann(
     "aclnnSparseLightningIndexerGradKLLoss",
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
     (
@@ -206,14 +206,11 @@ V1 = Op(
         *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
     ),
     (*MEANING, *SELECTION, *LIMITS),
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,

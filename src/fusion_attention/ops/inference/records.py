@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
@@ -75,18 +75,15 @@ NEUTRAL: dict[str, Any] = {
 SIZES = {"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 16}
 SAMPLES = {key: {"num_heads": 4, "num_key_value_heads": 2} for key in LAYOUTS}
 
-V1 = Op(
+V1 = of_cann(
     "aclnnIncreFlashAttention",
     "Attention of one new token per item over its cache.",
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,
     neutral={**NEUTRAL, "pse_reserved": True},
-    blank_is_absent=True,
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
@@ -265,7 +265,7 @@ def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | {"G": group}
 
 
-V1 = Op(
+V1 = of_cann(
     "aclnnSparseFlashAttention",
     "Attention over the blocks of keys that every row selects.",
     (
@@ -274,14 +274,11 @@ V1 = Op(
         *(ATTENTION_MODE, RETURN_STATS, OUT, MAX_OUT, SUM_OUT),
     ),
     RULES + FORWARD + LIMITS + FORWARD_LIMITS,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Tensor
 from fusion_attention.ops.shared.lengths import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
 from fusion_attention.ops.training.lower import lower
@@ -236,7 +236,7 @@ STARTS = (Q_START, KV_START)
 ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
 ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
 
-SCORE_V1 = Op(
+SCORE_V1 = of_cann(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
     (
@@ -245,13 +245,10 @@ SCORE_V1 = Op(
         *(MAX_OUT, SUM_OUT, SOFTMAX_OUT, OUT),
     ),
     WIDE + NARROW + ALIKE,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORWARD_FORMULA,
     rulings=RULINGS,
     layouts=PADDED,
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
