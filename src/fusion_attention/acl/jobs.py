@@ -6,7 +6,6 @@ Checks outputs and workspace, which only this face has, and runs. Refuses to kno
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from fusion_attention.acl.overlap import overlaps_itself, share
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.acl.tensors import TensorList
+from fusion_attention.acl.workspace import workspace
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Op, Tensor, evaluate, members, scope, show
 from fusion_attention.plan import Plan, plan
-from fusion_attention.waist.lowered import Filled, Lowered, tensors_in
+from fusion_attention.waist.lowered import Filled, Lowered
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
@@ -138,19 +138,6 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -
         reads=any(not r.when or evaluate(r.when, within) for r in reading),
         idle=idle,
     )
-
-
-def workspace(filled: Filled, own: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
-    """(bytes of the plan and of everything that is converted on the way, whether inputs are copied for it).
-
-    own: the caller's tensors; what shares a storage with them needs none.
-    """
-    theirs = {t.untyped_storage()._cdata for t in own}
-    rooms = {t.untyped_storage()._cdata: t for t in filled.rooms}
-    read = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)}
-    needed = {key: t for key, t in (read | rooms).items() if key not in theirs}
-    converted = sum(t.numel() * t.element_size() for t in needed.values())
-    return converted + (plan.workspace_bytes if plan else 0), not needed.keys() <= rooms.keys()
 
 
 def handles(value: Any) -> tuple[Any, ...]:

@@ -1,0 +1,23 @@
+"""The workspace size that phase 1 returns: what a call laid on its memory needs beside the caller's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fusion_attention.plan import Plan
+from fusion_attention.waist.lowered import Filled, tensors_in
+
+
+def workspace(filled: Filled, own: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
+    """(bytes of the plan and of everything that is converted on the way, whether inputs are copied for it).
+
+    own: the caller's tensors; what shares a storage with them needs none.
+    """
+    theirs = {t.untyped_storage()._cdata for t in own}
+    rooms = {t.untyped_storage()._cdata: t for t in filled.rooms}
+    read = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)}
+    needed = {key: t for key, t in (read | rooms).items() if key not in theirs}
+    converted = sum(t.numel() * t.element_size() for t in needed.values())
+    return converted + (plan.workspace_bytes if plan else 0), not needed.keys() <= rooms.keys()
