@@ -15,10 +15,9 @@ from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Ten
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
-from fusion_attention.ops.shared.call import scale_of
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order, scale_of
 from fusion_attention.ops.shared.rules import (
     broadcasting,
     cached,

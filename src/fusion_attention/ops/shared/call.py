@@ -1,4 +1,4 @@
-"""What lowered calls of several families share: a scale, tensors by name, and what a gradient has of its forward."""
+"""What lowered calls of several families share: tensors by canonical name, and what a gradient has of its forward."""
 
 from __future__ import annotations
 
@@ -69,8 +69,3 @@ class OfCall:
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents, self.device = call, call.problem, call.extents, call.device
-
-
-def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
-    """A scale as a number; None: 1 / sqrt(dim + rope)."""
-    return (dim + rope) ** -0.5 if given is None else float(given)

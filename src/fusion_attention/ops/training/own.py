@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
-from fusion_attention.ops.shared.call import scale_of
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, wide
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, scale_of
 from fusion_attention.ops.shared.rules import (
     PACKED,
     PADDED,
