@@ -57,11 +57,7 @@ class SparsePlan:
     ) -> None: ...
     @overload
     def __init__(
-        self,
-        problem: tuple[Any, ...],
-        attention: tuple[Any, ...],
-        extents: tuple[Any, ...],
-        variant: str | None = None,
+        self, problem: tuple[Any, ...], attention: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None
     ) -> None: ...
     def workspace_bytes(self, threads: int) -> int: ...
     @overload

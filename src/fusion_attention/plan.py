@@ -173,12 +173,7 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
 
 
 def _made(
-    problem: AnyProblem,
-    extents: Extents,
-    device: torch.device,
-    backend: str,
-    verb: str,
-    capacity: _Capacity | None,
+    problem: AnyProblem, extents: Extents, device: torch.device, backend: str, verb: str, capacity: _Capacity | None
 ) -> Plan:
     name = choose(problem, device, backend)
     module = load(name)

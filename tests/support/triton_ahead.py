@@ -55,8 +55,7 @@ def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: boo
             kernel
         ]
     if kernel == "mend_out":
-        cached = problem.page_size or problem.kv_dtype
-        return (launch_decode.mend_constants if cached else launch_dense.mend_out_constants)(problem, aligned)
+        return launch_dense.mend_out_constants(problem, aligned)
     if kernel in shapes.MEND:
         return launch_dense.mend_constants(kernel, problem, aligned)
     prepare, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)

@@ -15,18 +15,7 @@ from fusion_attention.acl.overlap import overlaps_itself, share
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.acl.tensors import TensorList
 from fusion_attention.acl.workspace import workspace
-from fusion_attention.contract import (
-    INVALID,
-    NULL_POINTER,
-    TILING,
-    Bound,
-    Op,
-    Tensor,
-    evaluate,
-    members,
-    scope,
-    show,
-)
+from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Op, Tensor, evaluate, members, scope, show
 from fusion_attention.plan import Plan, plan
 from fusion_attention.waist.lowered import Filled, Lowered
 

@@ -24,7 +24,6 @@ from rich.text import Text
 from torch import Tensor
 
 from fusion_attention.backends import choose
-from fusion_attention.cli.demo import Settings
 from fusion_attention.cli.encoder import (
     Attention,
     DemoUnavailable,
@@ -42,6 +41,23 @@ NEIGHBOURS = 3
 QUERIES = 5
 # A docstring of fewer tokens (two of them special) is no sentence.
 SHORTEST = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command's options.
+
+    Attributes:
+        sentences: how many are drawn.
+        seed: which ones are drawn, and which queries are shown.
+        runs: timed runs of each encoder.
+        tokens_per_batch: most tokens in a batch, padding included.
+    """
+
+    sentences: int
+    seed: int
+    runs: int
+    tokens_per_batch: int
 
 
 @dataclass(frozen=True)
@@ -172,14 +188,8 @@ def summary_table(
         ("cut", f"{lengths.count(encoder.max_tokens)} at the model's limit of {encoder.max_tokens} tokens"),
         ("", ""),
         ("padded", "transformers' BertModel, scaled_dot_product_attention, batches sorted by length"),
-        (
-            "packed",
-            f"the same modules, npu_fusion_attention in layout TND, unsorted, back end: {backend}",
-        ),
-        (
-            "largest difference",
-            f"{largest:.2g} in an element of a unit vector (limit {TOLERANCE:g})",
-        ),
+        ("packed", f"the same modules, npu_fusion_attention in layout TND, unsorted, back end: {backend}"),
+        ("largest difference", f"{largest:.2g} in an element of a unit vector (limit {TOLERANCE:g})"),
         ("worst sentence", f"{lengths[worst]} tokens: {_cut(sentences[worst], 60)}"),
         ("neighbours", f"the same {NEIGHBOURS} nearest for {agreeing} of {len(lengths)} sentences"),
         ("", ""),

@@ -5,45 +5,24 @@ Knows the command's options and what it prints before it has something to compar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The command's options.
-
-    Attributes:
-        sentences: how many are drawn.
-        seed: which ones are drawn, and which queries are shown.
-        runs: timed runs of each encoder.
-        tokens_per_batch: most tokens in a batch, padding included.
-    """
-
-    sentences: int = 256
-    seed: int = 0
-    runs: int = 3
-    tokens_per_batch: int = 2048
-
-
 def demo(
-    sentences: int = typer.Option(Settings.sentences, min=200, help="How many docstrings are encoded."),
-    seed: int = typer.Option(Settings.seed, min=0, help="Which docstrings are drawn, and which queries are shown."),
-    runs: int = typer.Option(Settings.runs, min=1, max=100, help="Timed runs of each encoder."),
-    tokens_per_batch: int = typer.Option(
-        Settings.tokens_per_batch, min=64, max=65536, help="Most tokens in a batch, padding included."
-    ),
+    sentences: int = typer.Option(256, min=200, help="How many docstrings are encoded."),
+    seed: int = typer.Option(0, min=0, help="Which docstrings are drawn, and which queries are shown."),
+    runs: int = typer.Option(3, min=1, max=100, help="Timed runs of each encoder."),
+    tokens_per_batch: int = typer.Option(2048, min=64, max=65536, help="Most tokens in a batch, padding included."),
 ) -> None:
     """Encode real sentences with all-MiniLM-L6-v2: packed by npu_fusion_attention, and padded by transformers.
 
     Fails if the embeddings differ by more than 2e-5 or if nearest neighbours differ. Needs no network.
     """
     # Loaded here: `fusion-attention --help` waits for no torch.
-    from fusion_attention.cli.comparison import chosen_backend, draw_sentences, library_texts, run
+    from fusion_attention.cli.comparison import Settings, chosen_backend, draw_sentences, library_texts, run
     from fusion_attention.cli.encoder import DemoUnavailable, load_encoder, model_folder
     from fusion_attention.npu import npu_fusion_attention
 

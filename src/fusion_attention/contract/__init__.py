@@ -1,71 +1,42 @@
 """What a call may say: records as data, and bind(), which checks a call against its record."""
 
-from fusion_attention.contract.arguments import NESTED, array_of, intact, lost, members, reach, span, to_array, trained
-from fusion_attention.contract.binding import Bound, Memo, bind, outside
-from fusion_attention.contract.expressions import dtype_text, evaluate, lazy, scope, show, size_of
-from fusion_attention.contract.record import (
-    INVALID,
-    LEVELS,
-    NULL_POINTER,
-    REQUIRED,
-    RUNTIME,
-    STAGES,
-    TILING,
-    WARNED,
-    Array,
-    Attr,
-    BackendError,
-    ContractError,
-    ContractWarning,
-    Failure,
-    Op,
-    Param,
-    Prototype,
-    Rule,
-    Settings,
-    Tensor,
-    Tensors,
-)
-
-__all__ = [
-    "INVALID",
-    "LEVELS",
-    "NESTED",
-    "NULL_POINTER",
-    "REQUIRED",
-    "RUNTIME",
-    "STAGES",
-    "TILING",
-    "WARNED",
-    "Array",
-    "Attr",
-    "BackendError",
-    "Bound",
-    "ContractError",
-    "ContractWarning",
-    "Failure",
-    "Memo",
-    "Op",
-    "Param",
-    "Prototype",
-    "Rule",
-    "Settings",
-    "Tensor",
-    "Tensors",
-    "array_of",
-    "bind",
-    "dtype_text",
-    "evaluate",
-    "intact",
-    "lazy",
-    "lost",
-    "members",
-    "outside",
-    "reach",
-    "scope",
-    "show",
-    "size_of",
-    "span",
-    "to_array",
-    "trained",
-]
+from fusion_attention.contract.arguments import NESTED as NESTED
+from fusion_attention.contract.arguments import array_of as array_of
+from fusion_attention.contract.arguments import intact as intact
+from fusion_attention.contract.arguments import lost as lost
+from fusion_attention.contract.arguments import members as members
+from fusion_attention.contract.arguments import reach as reach
+from fusion_attention.contract.arguments import span as span
+from fusion_attention.contract.arguments import to_array as to_array
+from fusion_attention.contract.arguments import trained as trained
+from fusion_attention.contract.binding import Bound as Bound
+from fusion_attention.contract.binding import Memo as Memo
+from fusion_attention.contract.binding import bind as bind
+from fusion_attention.contract.binding import outside as outside
+from fusion_attention.contract.expressions import dtype_text as dtype_text
+from fusion_attention.contract.expressions import evaluate as evaluate
+from fusion_attention.contract.expressions import lazy as lazy
+from fusion_attention.contract.expressions import scope as scope
+from fusion_attention.contract.expressions import show as show
+from fusion_attention.contract.expressions import size_of as size_of
+from fusion_attention.contract.record import INVALID as INVALID
+from fusion_attention.contract.record import LEVELS as LEVELS
+from fusion_attention.contract.record import NULL_POINTER as NULL_POINTER
+from fusion_attention.contract.record import REQUIRED as REQUIRED
+from fusion_attention.contract.record import RUNTIME as RUNTIME
+from fusion_attention.contract.record import STAGES as STAGES
+from fusion_attention.contract.record import TILING as TILING
+from fusion_attention.contract.record import WARNED as WARNED
+from fusion_attention.contract.record import Array as Array
+from fusion_attention.contract.record import Attr as Attr
+from fusion_attention.contract.record import BackendError as BackendError
+from fusion_attention.contract.record import ContractError as ContractError
+from fusion_attention.contract.record import ContractWarning as ContractWarning
+from fusion_attention.contract.record import Failure as Failure
+from fusion_attention.contract.record import Op as Op
+from fusion_attention.contract.record import Param as Param
+from fusion_attention.contract.record import Prototype as Prototype
+from fusion_attention.contract.record import Rule as Rule
+from fusion_attention.contract.record import Settings as Settings
+from fusion_attention.contract.record import Tensor as Tensor
+from fusion_attention.contract.record import Tensors as Tensors

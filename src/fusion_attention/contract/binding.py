@@ -210,12 +210,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 
 
 def _settle(
-    op: Op,
-    known: _Signature,
-    given: list[Any],
-    tensors: dict[str, Any],
-    content: tuple[bytes | None, ...],
-    reads: bool,
+    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes | None, ...], reads: bool
 ) -> _Settled:
     """The stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}

@@ -284,10 +284,13 @@ class Op:
         needed = {rule.param, *rule.needs}
         return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
-    def version(self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]], **changes: Any) -> Op:
-        """This record with parameters inserted after others, and further fields changed."""
-        params = [found for p in self.params for found in (p, *after.get(p.name, ()))]
-        return replace(self, name=name, summary=summary, params=tuple(params), **changes)
+    def version(
+        self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any
+    ) -> Op:
+        """This record of another operator: with parameters inserted after others, and further fields changed."""
+        if after is not None:
+            changes["params"] = tuple(found for p in self.params for found in (p, *after.get(p.name, ())))
+        return replace(self, name=name, summary=summary, **changes)
 
     def failure(
         self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None

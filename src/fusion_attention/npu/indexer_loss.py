@@ -6,11 +6,9 @@ Each function names its arguments as its record does; torch_ops computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse.records import LARGEST_INT64
 from fusion_attention.torch_ops import dispatch
@@ -23,12 +21,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
-
-
-def _results(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The results of a call by canonical name, in the record's order."""
-    results = dispatch.results(op, args)
-    return tuple(results[name] for name in op.results)
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(
@@ -97,8 +89,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_klen, "layout": layout,
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens, "sinks": sinks,
     }  # fmt: skip
-    dq, dk, dweights, loss = _results(indexer_loss.TORCH, args)
-    return dq, dk, dweights, loss
+    return dispatch.in_order(indexer_loss.TORCH, args, query)
 
 
 def npu_dense_lightning_indexer_softmax_lse(
@@ -145,8 +136,7 @@ def npu_dense_lightning_indexer_softmax_lse(
         "actual_seq_kvlen": actual_seq_klen, "layout": layout, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
         "next_tokens": next_tokens,
     }  # fmt: skip
-    max_, sum_ = _results(indexer_loss.TORCH_LSE, args)
-    return max_, sum_
+    return dispatch.in_order(indexer_loss.TORCH_LSE, args, query_index)
 
 
 def npu_dense_lightning_indexer_grad_kl_loss(
@@ -204,5 +194,4 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         "key_rope": key_rope, "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_klen,
         "layout": layout, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
     }  # fmt: skip
-    dq, dk, dweights, loss = _results(indexer_loss.TORCH_DENSE, args)
-    return dq, dk, dweights, loss
+    return dispatch.in_order(indexer_loss.TORCH_DENSE, args, query)

@@ -25,11 +25,6 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
-def _in_order(results: dict[str, Tensor], names: tuple[str, ...], query: Tensor) -> tuple[Tensor, ...]:
-    """The results of these names, absent ones empty."""
-    return tuple(results[name] if name in results else query.new_empty(0) for name in names)
-
-
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -86,8 +81,7 @@ def npu_lightning_indexer(
         "next_tokens": next_tokens, "return_values": return_value,
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key"))
-    indices, values = _in_order(dispatch.results(indexer.TORCH, args), indexer.TORCH.results, query)
-    return indices, values
+    return dispatch.in_order(indexer.TORCH, args, query)
 
 
 def npu_lightning_indexer_grad(
@@ -134,8 +128,7 @@ def npu_lightning_indexer_grad(
         "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_key, "layout": layout,
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
     }  # fmt: skip
-    dq, dk, dweights = dispatch.results(indexer.TORCH_GRAD, args).values()
-    return dq, dk, dweights
+    return dispatch.in_order(indexer.TORCH_GRAD, args, query)
 
 
 def npu_sparse_flash_attention(
@@ -274,6 +267,4 @@ def npu_sparse_flash_attention_grad(
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "attention_mode": attention_mode,
     }  # fmt: skip
-    results = dispatch.results(sparse.TORCH_GRAD, args)
-    dq, dk, dv, dq_rope, dk_rope = _in_order(results, sparse.TORCH_GRAD.results, query)
-    return dq, dk, dv, dq_rope, dk_rope
+    return dispatch.in_order(sparse.TORCH_GRAD, args, query)

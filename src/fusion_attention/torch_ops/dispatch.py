@@ -64,3 +64,9 @@ def results(
         return traced.results(op, args, backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
         return eager.results(bind(op, args, reads=reads), backend, whole=whole)
+
+
+def in_order(op: Op, args: Mapping[str, Any], like: torch.Tensor) -> Any:
+    """The results of a call as a tuple in its record's order; absent ones are empty, in the dtype of `like`."""
+    found = results(op, args)
+    return tuple(found[name] if name in found else like.new_empty(0) for name in op.results)

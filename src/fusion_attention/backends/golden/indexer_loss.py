@@ -109,11 +109,7 @@ def _target(
 
 @torch.no_grad()
 def indexer_loss(
-    problem: IndexerLossProblem,
-    extents: Extents,
-    schedule: None,
-    operands: IndexerLossOperands,
-    grads: IndexerGrads,
+    problem: IndexerLossProblem, extents: Extents, schedule: None, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
     """Writes the loss, summed over all rows, and its gradients in the indexer's q, k and weights.
 

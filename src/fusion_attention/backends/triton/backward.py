@@ -13,25 +13,11 @@ in every run. Each has one loop that tests the mask in every tile: a second copy
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.bias import add_dbias, biased
 from fusion_attention.backends.triton.common import (
-    DK,
-    DK_ROPE,
-    DOUT,
-    DQ,
-    DQ_ROPE,
-    DV,
-    FLAT,
-    K_ROPE,
     LOG2E,
-    MAX,
-    OUT,
     PER_TILE,
-    Q_ROPE,
-    SUM,
-    K,
-    Q,
-    V,
     add_three,
     heads_at,
     inner_three,
@@ -62,19 +48,19 @@ def prepare(out, dout, max_, sum_, flat, sink, part, places, tiles, count: tl.in
     row = tl.load(tile + 1) + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
     wide = row.to(tl.int64)
-    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
-    at_dout, stride_dout = rows_at(places, count, b, h, DOUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
+    at_dout, stride_dout = rows_at(places, count, b, h, views.DOUT, ALIGN)
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
-    at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
     peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
     total = tl.load(sum_ + at_sum + wide * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
     share = tl.where(empty, tl.where(total > 0, -1.0 / total, 0.0), 1.0 / total)
     peak = tl.where(empty, 0.0, peak)
-    at, stride = rows_at(places, count, b, h, FLAT, 1)
+    at, stride = rows_at(places, count, b, h, views.FLAT, 1)
     at = flat + at + wide * stride
     tl.store(at, peak, mask=valid)
     tl.store(at + plane, share, mask=valid)
@@ -110,19 +96,19 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     wide = row.to(tl.int64)
-    at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
-    at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
+    at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     do = load_three(dout, at_do + wide * stride_do, valid, True, V0, V1, V2, DIM_V)
     dr = tl.zeros([BM, R if R else 16], tl.float32)
     rope, stride_r, kr = query[0], stride_k, k
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
         rope, kr = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True), k_rope + at_kr
-    at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
+    at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
     peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     end_key = tl.where(share <= 0, 0, end_key)  # an empty row gives dq nothing, one of NaN gives NaN
     k, v, where = k + at_k, v + at_v, (places, count, b, h, heads_q)
@@ -155,10 +141,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
-    at_dq, stride_dq = rows_at(places, count, b, h, DQ, ALIGN)
+    at_dq, stride_dq = rows_at(places, count, b, h, views.DQ, ALIGN)
     store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, h, DQ_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
         store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * scale, 0, R, DIM_ROPE)
 
 
@@ -182,22 +168,22 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     begin, turns = tl.load(tile + 3), tl.load(tile + 4)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     wide = j.to(tl.int64)
-    at_k, stride_k = rows_at(places, count, b, hk, K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, hk, V, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
     keys = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
     values = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
     tail, dr = keys[0], tl.zeros([BN, R if R else 16], tl.float32)
     if R:
-        at_kr, stride_kr = rows_at(places, count, b, hk, K_ROPE, ALIGN)
+        at_kr, stride_kr = rows_at(places, count, b, hk, views.K_ROPE, ALIGN)
         tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
     dv0, dv1, dv2 = zeros_three(BN, V0, V1, V2)
     # Loaded before the loop: an address that is loaded in it keeps the rows behind it from being loaded ahead.
-    at_q, head_q, stride_q = heads_at(places, count, b, Q, ALIGN)
-    at_do, head_do, stride_do = heads_at(places, count, b, DOUT, ALIGN)
-    at_flat, head_flat, stride_flat = heads_at(places, count, b, FLAT, 1)
+    at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)
+    at_do, head_do, stride_do = heads_at(places, count, b, views.DOUT, ALIGN)
+    at_flat, head_flat, stride_flat = heads_at(places, count, b, views.FLAT, 1)
     if R:
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, Q_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(places, count, b, views.Q_ROPE, ALIGN)
     for turn in tl.range(0, turns * GROUP):
         h = hk * GROUP + turn // turns
         row = begin + turn % turns * BM + tl.arange(0, BM)
@@ -233,10 +219,10 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         dk0, dk1, dk2 = add_three((dk0, dk1, dk2), ds, query, D1, D2)
         if R:
             dr = tl.dot(ds.to(rope.dtype), rope, dr, input_precision="ieee")
-    at_dk, stride_dk = rows_at(places, count, b, hk, DK, ALIGN)
-    at_dv, stride_dv = rows_at(places, count, b, hk, DV, ALIGN)
+    at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
+    at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
     store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, hk, DK_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
         store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * scale, 0, R, DIM_ROPE)

@@ -6,7 +6,8 @@
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton.common import BIAS_AT, DBIAS_AT, matrix_at
+from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton.common import matrix_at
 from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
 
 TABLE_ROWS = tl.constexpr(_TABLE_ROWS)
@@ -22,7 +23,7 @@ def biased(
     q_len, kv_len, shift = lengths
     x = x * scale
     if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
-        first, stride_row, stride_key = matrix_at(places, count, b, h, BIAS_AT)
+        first, stride_row, stride_key = matrix_at(places, count, b, h, views.BIAS)
         stored, column = row.to(tl.int64), key.to(tl.int64)
         if KIND == TABLE:
             stored, column = table_place(stored, column, q_len, kv_len)
@@ -48,7 +49,7 @@ def table_place(row, key, q_len, kv_len):
 def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
     """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
     places, count, b, h, _ = where
-    first, stride_row, stride_key = matrix_at(places, count, b, h, DBIAS_AT)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, views.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)
     if KIND == TABLE:
         stored, column = table_place(stored, column, lengths[0], lengths[1])

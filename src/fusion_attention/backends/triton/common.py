@@ -8,7 +8,8 @@ that scores may stand either way round.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton.memory import FIELDS, TILE_FIELDS, VIEWS
+from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton.memory import FIELDS, TILE_FIELDS
 from fusion_attention.waist.dropout import ROUNDS as _ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -18,15 +19,6 @@ PER_TILE = tl.constexpr(TILE_FIELDS)
 
 BITS, PHILOX = tl.constexpr(1), tl.constexpr(2)
 DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
-
-AT = {name: n for n, name in enumerate(VIEWS)}
-Q, K, V, OUT, MAX, SUM = (tl.constexpr(AT[name]) for name in ("q", "k", "v", "out", "max", "sum"))
-Q_ROPE, K_ROPE, BIAS_AT = (tl.constexpr(AT[name]) for name in ("q_rope", "k_rope", "bias"))
-BLOCKED_AT, BITS_AT, FLAT = (tl.constexpr(AT[name]) for name in ("blocked", "drop_bits", "flat"))
-DOUT, DQ, DK, DV = (tl.constexpr(AT[name]) for name in ("dout", "dq", "dk", "dv"))
-DQ_ROPE, DK_ROPE, DBIAS_AT = (tl.constexpr(AT[name]) for name in ("dq_rope", "dk_rope", "dbias"))
-SCALE_K, OFFSET_K = tl.constexpr(AT["scale_k"]), tl.constexpr(AT["offset_k"])
-SCALE_V, OFFSET_V = tl.constexpr(AT["scale_v"]), tl.constexpr(AT["offset_v"])
 
 
 @triton.jit
@@ -95,7 +87,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def not_blocked(blocked, places, count, b, h, row, key, there):
     """Whether the matrix leaves a key to a row."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, BLOCKED_AT)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, views.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
 
@@ -103,7 +95,7 @@ def not_blocked(blocked, places, count, b, h, row, key, there):
 @triton.jit
 def kept_bits(bits, places, count, b, h, row, key, there):
     """Whether the caller's bits keep a probability; addresses count bits."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, BITS_AT)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, views.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
     return ((byte >> (bit & 7).to(tl.int32)) & 1) != 0

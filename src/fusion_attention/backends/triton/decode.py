@@ -11,21 +11,9 @@ before its rows, which can then be loaded ahead.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
-    FLAT,
-    K_ROPE,
-    MAX,
-    OFFSET_K,
-    OFFSET_V,
-    OUT,
-    Q_ROPE,
-    SCALE_K,
-    SCALE_V,
-    SUM,
-    K,
-    Q,
-    V,
     add_three,
     inner_three,
     interval,
@@ -64,17 +52,17 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
     valid = row < q_len
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     wide = row.to(tl.int64)
-    at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     rope = query[0]
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
         rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
-    cache_k = cache_at(places, count, b, hk, K, ALIGN_KV)
-    cache_v = cache_at(places, count, b, hk, V, ALIGN_KV)
+    cache_k = cache_at(places, count, b, hk, views.K, ALIGN_KV)
+    cache_v = cache_at(places, count, b, hk, views.V, ALIGN_KV)
     cache_r = cache_k
     if R:
-        cache_r = cache_at(places, count, b, hk, K_ROPE, ALIGN)
+        cache_r = cache_at(places, count, b, hk, views.K_ROPE, ALIGN)
 
     end = tl.max(end_key, 0)
     begin = tl.minimum(tl.min(tl.where(end_key > first_key, first_key, end), 0), end) // BN * BN
@@ -92,8 +80,8 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         ahead = pages_of(table, b, step, last, j + BN, end, PAGE)
         keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
         if DEQUANT_K:
-            at_scale = scale_offset(places, count, b, hk, page, j, SCALE_K, DEQUANT_K, PAGE)
-            at_offset = scale_offset(places, count, b, hk, page, j, OFFSET_K, DEQUANT_K, PAGE)
+            at_scale = scale_offset(places, count, b, hk, page, j, views.SCALE_K, DEQUANT_K, PAGE)
+            at_offset = scale_offset(places, count, b, hk, page, j, views.OFFSET_K, DEQUANT_K, PAGE)
             keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
                                      DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
         s = inner_three(query, keys, D1, D2)
@@ -115,8 +103,8 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         m = now
         values = load_three(v, offset_of(cache_v, page, j, PAGE), inside, True, V0, V1, V2, DIM_V)
         if DEQUANT_V:
-            at_scale = scale_offset(places, count, b, hk, page, j, SCALE_V, DEQUANT_V, PAGE)
-            at_offset = scale_offset(places, count, b, hk, page, j, OFFSET_V, DEQUANT_V, PAGE)
+            at_scale = scale_offset(places, count, b, hk, page, j, views.SCALE_V, DEQUANT_V, PAGE)
+            at_offset = scale_offset(places, count, b, hk, page, j, views.OFFSET_V, DEQUANT_V, PAGE)
             values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                        query[0], DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
         acc0 = acc0 * fade[:, None]
@@ -125,7 +113,7 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         if V2:
             acc2 = acc2 * fade[:, None]
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p.to(query[0].dtype), values, V1, V2)
-    at, stride = rows_at(places, count, b, h, FLAT, 1)
+    at, stride = rows_at(places, count, b, h, views.FLAT, 1)
     at = split * plane + (at + wide * stride) * (DIM_V + 2)
     tl.store(part + at, m, mask=valid)
     tl.store(part + at + 1, l, mask=valid)
@@ -152,7 +140,7 @@ def join(out, max_, sum_, sink, part, places, lengths, count: tl.int32, heads_q:
     b = tl.program_id(1).to(tl.int64)
     row, h = (tl.program_id(0) // heads_q).to(tl.int64), (tl.program_id(0) % heads_q).to(tl.int64)
     there = tl.arange(0, 1) + row < tl.load(lengths + b)
-    at, stride = rows_at(places, count, b, h, FLAT, 1)
+    at, stride = rows_at(places, count, b, h, views.FLAT, 1)
     at = tl.where(row < tl.load(lengths + b), at + row * stride, 0) * (DIM_V + 2)
     m, l = -float("inf"), 0.0
     for split in tl.range(0, splits):
@@ -167,7 +155,7 @@ def join(out, max_, sum_, sink, part, places, lengths, count: tl.int32, heads_q:
     total = tl.where(none, 0.0, total)
     share = tl.where(none, 0.0, fade / tl.where(none, 1.0, total))
     base = tl.where(m == -float("inf"), 0.0, m)
-    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     at_out = at_out + row * stride_out + tl.zeros([1], tl.int64)
     x0 = fold(part, at, splits, plane, base, exponent, 0, V0, DIM_V)[None, :]
     x1, x2 = x0, x0
@@ -177,7 +165,7 @@ def join(out, max_, sum_, sink, part, places, lengths, count: tl.int32, heads_q:
         x2 = fold(part, at, splits, plane, base, exponent, V0 + V1, V2, DIM_V)[None, :]
     store_three(out, at_out, there, (x0, x1, x2), share, V0, V1, V2, DIM_V)
     one = tl.zeros([1], tl.int64)
-    at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
     tl.store(max_ + at_max + row * stride_max + one, top, mask=there)
     tl.store(sum_ + at_sum + row * stride_sum + one, total, mask=there)

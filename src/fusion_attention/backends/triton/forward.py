@@ -11,18 +11,11 @@ the exponent's factor, and the maximum is scaled once, when it is stored.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
-    K_ROPE,
     LOG2E,
-    MAX,
-    OUT,
     PER_TILE,
-    Q_ROPE,
-    SUM,
-    K,
-    Q,
-    V,
     add_three,
     inner_three,
     interval,
@@ -149,15 +142,15 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     )  # fmt: skip
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
-    at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
     wide = row.to(tl.int64)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     rope, stride_r, kr = query[0], stride_k, k
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
         rope, kr = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True), k_rope + at_kr
 
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
@@ -191,9 +184,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     l = tl.where(none, 0.0, l)
     share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
-    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
     tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)

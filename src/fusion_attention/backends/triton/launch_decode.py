@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import common, launch_dense, memory, shapes
+from fusion_attention.backends.triton import launch_dense, memory, shapes
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
@@ -18,7 +18,6 @@ from fusion_attention.memory import empty
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
-DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 # The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
 WAVES = 3
 MOST_SPLITS = 64
@@ -50,31 +49,9 @@ def decode_constants(
     """What decode and join know while compiling."""
     p = problem
     known = launch_dense.constants(p, tile, 0, aligned)
-    special = {
-        "RAW": launch_dense.raw(p),
-        "PAGE": p.page_size,
-        "DEQUANT_K": DEQUANTS[p.dequant_k],
-        "DEQUANT_V": DEQUANTS[p.dequant_v],
-        "ALIGN_KV": stored_align(p, known["ALIGN"]),
-    }
+    special = {"RAW": launch_dense.raw(p)} | launch_dense.cache_constants(p, known["ALIGN"])
     of_join = {name: known[name] for name in ("V0", "V1", "V2", "DIM_V", "ALIGN")} | {"SINK": p.has_sink}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, of_join
-
-
-def mend_constants(problem: Problem, aligned: bool) -> launch_dense.Constants:
-    """What mend_out knows of a cache."""
-    p, known = problem, launch_dense.mend_constants("mend_out", problem, aligned)
-    return known | {
-        "PAGE": p.page_size,
-        "DEQUANT_K": DEQUANTS[p.dequant_k],
-        "DEQUANT_V": DEQUANTS[p.dequant_v],
-        "ALIGN_KV": stored_align(p, known["ALIGN"]),
-    }
-
-
-def stored_align(problem: Problem, align: int) -> int:
-    """Elements of a cache's 16 bytes, where rows start on them."""
-    return 16 if problem.kv_dtype == "int8" and align > 1 else align
 
 
 def plan(problem: Problem, extents: Extents) -> launch_dense.Schedule:
@@ -166,14 +143,13 @@ def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: 
         "part": empty(tensors["q"], (splits * plane,), torch.float32),
         "places": kept.places(addresses, device),
         "lengths": kept.on(device, "lengths", memory.lengths),
-        "exponent": (p.scale if launch_dense.raw(p) else 1.0) * common.LOG2E.value,
-        "unit": p.scale if launch_dense.raw(p) else 1.0,
     }  # fmt: skip
     known, known_join = decode_constants(p, tile, aligned)
+    known_mend = launch_dense.mend_out_constants(p, aligned)
     with launch_dense.on(device):
         launch_dense.launch(decode, (blocks * splits, p.heads_kv, count), arguments, known, tile)
         launch_dense.launch(join, (most * p.heads_q, count), arguments, known_join, tile)
-        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, mend_constants(p, aligned))
+        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
 
 
 def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:

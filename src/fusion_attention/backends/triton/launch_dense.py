@@ -22,6 +22,7 @@ from fusion_attention.waist import dropout, tiles
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
+DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 3  # of what prepare() notes of each row
 Constants = dict[str, Any]
@@ -190,8 +191,11 @@ def float32(values: torch.Tensor | None) -> torch.Tensor | None:
 def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
     """The kernels' arguments that are numbers."""
     p, seed = problem, o.seed & (1 << 64) - 1
+    unit = p.scale if raw(p) else 1.0
     return {
         "heads_q": p.heads_q,
+        "unit": unit,
+        "exponent": unit * common.LOG2E.value,
         "scale": p.scale,
         "factor": p.scale if p.bias_scaled else 1.0,
         "keep_prob": p.keep_prob,
@@ -207,10 +211,21 @@ def mend_constants(kernel: str, problem: Problem, aligned: bool) -> Constants:
     return {name: value for name, value in known.items() if name != "MEAN"}
 
 
+def cache_constants(problem: Problem, align: int) -> Constants:
+    """What a kernel knows of a cache; where its rows start on 16 bytes, ALIGN_KV is how many elements these are."""
+    p = problem
+    return {
+        "PAGE": p.page_size,
+        "DEQUANT_K": DEQUANTS[p.dequant_k],
+        "DEQUANT_V": DEQUANTS[p.dequant_v],
+        "ALIGN_KV": 16 if p.kv_dtype == "int8" and align > 1 else align,
+    }
+
+
 def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
-    """What mend_out knows of rows at addresses."""
+    """What mend_out knows, whose rows may lie in a cache."""
     known = mend_constants("mend_out", problem, aligned)
-    return known | {"PAGE": 0, "DEQUANT_K": 0, "DEQUANT_V": 0, "ALIGN_KV": known["ALIGN"]}
+    return known | cache_constants(problem, known["ALIGN"])
 
 
 def launch_mend(
@@ -240,8 +255,6 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
         "lengths": schedule.kept.on(device, "lengths", memory.lengths),
         "tiles": tiled,
         "count": count,
-        "exponent": (p.scale if raw(p) else 1.0) * common.LOG2E.value,
-        "unit": p.scale if raw(p) else 1.0,
     }  # fmt: skip
     known = forward_constants(p, tile, schedule.mean, aligned)
     with on(device):

@@ -20,7 +20,7 @@ from fusion_attention.waist.problem import EXTENT_ROWS, Extents
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]
-# The order in which views stand in the table; kernels count on it (common.py).
+# The order in which views stand in the table; kernels count on it (views.py).
 VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
     *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat"),

@@ -13,29 +13,11 @@ every loop.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.backward import row_notes
 from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
-    DK,
-    DK_ROPE,
-    DOUT,
-    DQ,
-    DQ_ROPE,
-    DV,
-    FLAT,
-    K_ROPE,
     LOG2E,
-    MAX,
-    OFFSET_K,
-    OFFSET_V,
-    OUT,
-    Q_ROPE,
-    SCALE_K,
-    SCALE_V,
-    SUM,
-    K,
-    Q,
-    V,
     interval,
     kept_keys,
     lengths_at,
@@ -123,30 +105,30 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
-    at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     found = nonfinite_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
-        at_out, stride_out = rows_at(places, count, b, h, OUT, ALIGN)
+        at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
         wrong = nonfinite_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
-        at_max, stride_max = rows_at(places, count, b, h, MAX, 1)
-        at_sum, stride_sum = rows_at(places, count, b, h, SUM, 1)
+        at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
+        at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
         peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
         end_key = tl.where(mean, kv_len.to(tl.int32), tl.where(empty | ~wrong, 0, end_key))
-        at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+        at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
-        cache_k = cache_at(places, count, b, h // GROUP, K, ALIGN_KV)
-        cache_v = cache_at(places, count, b, h // GROUP, V, ALIGN_KV)
+        cache_k = cache_at(places, count, b, h // GROUP, views.K, ALIGN_KV)
+        cache_v = cache_at(places, count, b, h // GROUP, views.V, ALIGN_KV)
         rope, cache_r = query[0], cache_k
         if R:
-            at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+            at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
-            cache_r = cache_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+            cache_r = cache_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
         acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
         end = tl.max(end_key, 0)
         for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
@@ -155,8 +137,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             page = pages_of(table, b, step, last, j, end, PAGE)
             keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
             if DEQUANT_K:
-                at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_K, DEQUANT_K, PAGE)
-                at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_K, DEQUANT_K, PAGE)
+                at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_K, DEQUANT_K, PAGE)
+                at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_K, DEQUANT_K, PAGE)
                 keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
                                          DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
             s = products(query, keys, D1, D2)
@@ -177,8 +159,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                                                        (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
             values = load_three(v, offset_of(cache_v, page, j, PAGE), inside, True, V0, V1, V2, DIM_V)
             if DEQUANT_V:
-                at_scale = scale_offset(places, count, b, h // GROUP, page, j, SCALE_V, DEQUANT_V, PAGE)
-                at_offset = scale_offset(places, count, b, h // GROUP, page, j, OFFSET_V, DEQUANT_V, PAGE)
+                at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_V, DEQUANT_V, PAGE)
+                at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_V, DEQUANT_V, PAGE)
                 values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
@@ -199,29 +181,29 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
-    at_dq, stride_dq = rows_at(places, count, b, h, DQ, ALIGN)
+    at_dq, stride_dq = rows_at(places, count, b, h, views.DQ, ALIGN)
     found = nonfinite_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, h, DQ_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
         part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, nonfinite(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
-        at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
+        at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
         peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
         end_key = tl.where(share <= 0, 0, end_key)
-        at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
-        at_k, stride_k = rows_at(places, count, b, h // GROUP, K, ALIGN)
-        at_v, stride_v = rows_at(places, count, b, h // GROUP, V, ALIGN)
-        at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
+        at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
+        at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
+        at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
+        at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
         do = load_three(dout, at_do + wide * stride_do, there, True, V0, V1, V2, DIM_V)
         rope, dr = query[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
-            at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
-            at_kr, stride_kr = rows_at(places, count, b, h // GROUP, K_ROPE, ALIGN)
+            at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
         dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
         end = tl.max(end_key, 0)
@@ -266,24 +248,24 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BN
     j = begin + tl.arange(0, BN)
-    at_dk, stride_dk = rows_at(places, count, b, hk, DK, ALIGN)
-    at_dv, stride_dv = rows_at(places, count, b, hk, DV, ALIGN)
+    at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
+    at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
     found = nonfinite_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, D0, D1, D2, DIM)
     found = tl.maximum(found, nonfinite_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, hk, DK_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
         part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, nonfinite(part))
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         inside, wide = one < kv_len, one.to(tl.int64)
-        at_k, stride_k = rows_at(places, count, b, hk, K, ALIGN)
-        at_v, stride_v = rows_at(places, count, b, hk, V, ALIGN)
+        at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
+        at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
         key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
         value = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
         tail, dr = key[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
-            at_kr, stride_kr = rows_at(places, count, b, hk, K_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(places, count, b, hk, views.K_ROPE, ALIGN)
             tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
@@ -292,14 +274,14 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             h = hk * GROUP + turn // turns
             row = turn % turns * BM + tl.arange(0, BM)
             valid, at = row < q_len, row.to(tl.int64)
-            at_q, stride_q = rows_at(places, count, b, h, Q, ALIGN)
+            at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
             query = load_three(q, at_q + at * stride_q, valid, True, D0, D1, D2, DIM)
             s, rope = products(key, query, D1, D2), query[0]
             if R:
-                at_qr, stride_qr = rows_at(places, count, b, h, Q_ROPE, ALIGN)
+                at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
                 rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
-            at_flat, stride_flat = rows_at(places, count, b, h, FLAT, 1)
+            at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
             peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
             first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
             seen = ((one >= first_key) & (one < end_key))[:, None]
@@ -310,7 +292,7 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             seen = seen & (s != -float("inf"))
             mean = (valid & (share < 0))[:, None]
             p = tl.where(mean, -share[:, None], tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None])
-            at_do, stride_do = rows_at(places, count, b, h, DOUT, ALIGN)
+            at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = products(value, do, V1, V2)[:, None], seen | mean
             if DROPOUT:  # one draw serves eight keys

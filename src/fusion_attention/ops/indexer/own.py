@@ -18,10 +18,9 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 
-RECORD = replace(
-    V1,
-    name="lightning_indexer",
-    summary="The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
+RECORD = V1.version(
+    "lightning_indexer",
+    "The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
     source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Attr, Op, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import limit, no_float32, only_dim
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -119,22 +119,20 @@ LIMITS = (
     LISTS_OF_2048,
 )
 FORWARD = (
-    Rule(
+    invalid(
         "sparse_values_out is None or sparse_values_out.shape[-1] == sparse_count",
         "sparse_values_out",
         "one value for every index",
         text="as many values as sparse_count says",
         when="return_values",
-        code=INVALID,
         given={"return_values": True},
         spoil={"sparse_values_out": "B S1 1 7"},
     ),
-    Rule(
+    invalid(
         "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
         "sparse_indices_out",
         "as many as are chosen",
         text="as many indices as sparse_count says",
-        code=INVALID,
         spoil={"sparse_indices_out": "B S1 1 7"},
     ),
 )
@@ -163,7 +161,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 
 
-V1 = Op(
+V1 = of_cann(
     "aclnnLightningIndexer",
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
     (
@@ -172,14 +170,11 @@ V1 = Op(
         *(RETURN_VALUES, CHOSEN, VALUES),
     ),
     (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=derive,
     functions=FUNCTIONS,
     lower=lower,
@@ -187,15 +182,11 @@ V1 = Op(
     fresh=fresh,
     trains=TRAINS,
     sizes=INDEXER_SIZES,
-    samples={
-        "BSND": {"sparse_count": 8},
-        "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE},
-    },
+    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
 )
-GRAD_V1 = replace(
-    V1,
-    name="aclnnLightningIndexerGrad",
-    summary="Gradients of the values that LightningIndexer chose, padded or packed.",
+GRAD_V1 = V1.version(
+    "aclnnLightningIndexerGrad",
+    "Gradients of the values that LightningIndexer chose, padded or packed.",
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -209,10 +200,9 @@ GRAD_V1 = replace(
     trains={},
     samples={"TND": PACKED_SAMPLE},
 )
-TORCH = replace(
-    V1,
-    name="npu_lightning_indexer",
-    summary="torch_npu's lightning indexer: (sparse_indices, sparse_values).",
+TORCH = V1.version(
+    "npu_lightning_indexer",
+    "torch_npu's lightning indexer: (sparse_indices, sparse_values).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
@@ -220,16 +210,12 @@ TORCH = replace(
         *(MODE, PRE, NEXT, spelled(RETURN_VALUES, "return_value"), CHOSEN, VALUES),
     ),
 )
-TORCH_GRAD = replace(
-    GRAD_V1,
-    name="npu_lightning_indexer_grad",
-    summary="Gradients of npu_lightning_indexer: (dq, dk, dweights).",
+TORCH_GRAD = GRAD_V1.version(
+    "npu_lightning_indexer_grad",
+    "Gradients of npu_lightning_indexer: (dq, dk, dweights).",
     source="Ascend op-plugin",
     rules=(HEADS, *GRAD_V1.rules),
-    params=(
-        *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
-        *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS),
-    ),
+    params=(*(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS), *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS)),
 )
 
 ACLNN = (V1, GRAD_V1)

@@ -8,7 +8,7 @@ from typing import Any
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INPUTS, Loss, Statistics
 from fusion_attention.ops.shared.layouts import wide
-from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.lower import extents_of
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 

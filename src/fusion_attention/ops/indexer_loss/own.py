@@ -21,10 +21,9 @@ from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.ops.sparse.records import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES
 
-RECORD = replace(
-    V1,
-    name="indexer_loss",
-    summary="How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
+RECORD = V1.version(
+    "indexer_loss",
+    "How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
     source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, REQUIRED, Op, Tensor
+from fusion_attention.contract import REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -143,13 +143,12 @@ LIMITS = (
     limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
     *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128))),
-    limit(
+    refused(
         "not float32(weights)",
         "weights",
         "the chip computes no float32 here",
         text="float16 or bfloat16",
         when="not float32(query)",
-        code=INVALID,
         spoil={"weights": ("B S1 Ni", "float32")},
     ),
 )
@@ -199,7 +198,7 @@ NEUTRAL: dict[str, Any] = {
 OF_ATTENTION = (QUERY, replace(KEY, form=None))
 OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 
-V1 = Op(
+V1 = of_cann(
     "aclnnSparseLightningIndexerGradKLLoss",
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
     (
@@ -207,14 +206,11 @@ V1 = Op(
         *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
     ),
     (*MEANING, *SELECTION, *LIMITS),
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
@@ -223,10 +219,9 @@ V1 = Op(
     sizes=SPARSE_SIZES,
     samples={"BSND": {"scale_value": 0.05}, "TND": {"scale_value": 0.05, **PACKED_SAMPLE}},
 )
-DENSE_V1 = replace(
-    V1,
-    name="aclnnDenseLightningIndexerGradKLLoss",
-    summary="How far the indexer's distribution over all keys is from the attention's, and the gradients.",
+DENSE_V1 = V1.version(
+    "aclnnDenseLightningIndexerGradKLLoss",
+    "How far the indexer's distribution over all keys is from the attention's, and the gradients.",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, LAYOUT, *WINDOW, *RESULT),
@@ -238,10 +233,9 @@ DENSE_V1 = replace(
 LSE_QUERY, LSE_KEY, LSE_WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
 LSE_MAX = output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32")
 LSE_SUM = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32")
-LSE_V1 = replace(
-    V1,
-    name="aclnnDenseLightningIndexerSoftmaxLse",
-    summary="The softmax statistics of an indexer's scores over all keys of a row.",
+LSE_V1 = V1.version(
+    "aclnnDenseLightningIndexerSoftmaxLse",
+    "The softmax statistics of an indexer's scores over all keys of a row.",
     params=(*(LSE_QUERY, LSE_KEY, spelled(LSE_WEIGHTS, "weight"), *INDEX_ENDS, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),),
     rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
     formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
@@ -252,30 +246,27 @@ max = max_j I_j,  sum = sum_j exp(I_j - max)""",
     sizes={**SIZES, "N1": 8, "D": 128},
     samples={"TND": PACKED_SAMPLE},
 )
-TORCH = replace(
-    V1,
-    name="npu_sparse_lightning_indexer_grad_kl_loss",
-    summary="torch_npu's loss over selected keys: (d_query_index, d_key_index, d_weights, loss).",
+TORCH = V1.version(
+    "npu_sparse_lightning_indexer_grad_kl_loss",
+    "torch_npu's loss over selected keys: (d_query_index, d_key_index, d_weights, loss).",
     source="Ascend op-plugin",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, SCALE, QUERY_ROPE, KEY_ROPE, Q_LENGTHS, KLEN),
         *(LAYOUT, *WINDOW, SINKS, *RESULT),
     ),
 )
-TORCH_DENSE = replace(
-    DENSE_V1,
-    name="npu_dense_lightning_indexer_grad_kl_loss",
-    summary="torch_npu's loss over all keys: (d_query_index, d_key_index, d_weights, loss).",
+TORCH_DENSE = DENSE_V1.version(
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "torch_npu's loss over all keys: (d_query_index, d_key_index, d_weights, loss).",
     source="Ascend op-plugin",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, SCALE, QUERY_ROPE, KEY_ROPE),
         *(Q_LENGTHS, KLEN, LAYOUT, *WINDOW, *RESULT),
     ),
 )
-TORCH_LSE = replace(
-    LSE_V1,
-    name="npu_dense_lightning_indexer_softmax_lse",
-    summary="torch_npu's statistics of an indexer's scores: (softmax_max, softmax_sum).",
+TORCH_LSE = LSE_V1.version(
+    "npu_dense_lightning_indexer_softmax_lse",
+    "torch_npu's statistics of an indexer's scores: (softmax_max, softmax_sum).",
     source="Ascend op-plugin",
     params=(LSE_QUERY, LSE_KEY, LSE_WEIGHTS, Q_LENGTHS, KLEN, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),
 )

@@ -17,9 +17,17 @@ from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_o
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order
-from fusion_attention.ops.shared.rules import broadcasting, cached, elements, finite_scale, of_lengths, paged, untrained
-from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order, scale_of
+from fusion_attention.ops.shared.rules import (
+    broadcasting,
+    cached,
+    elements,
+    finite_scale,
+    of_lengths,
+    paged,
+    typed,
+    untrained,
+)
 from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents, Problem
 
@@ -120,13 +128,11 @@ RULES: tuple[Rule, ...] = (
         stage="presence",
         spoil={"dim_v": 4},
     ),
-    Rule(
+    typed(
         "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
         "k",
         "uint8 holds two integers of four bits, the even element in the low half",
         text="int8, uint8 or the dtype of q",
-        code=INVALID,
-        stage="dtype",
         spoil={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
     ),
     *(

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
@@ -75,18 +75,15 @@ NEUTRAL: dict[str, Any] = {
 SIZES = {"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 16}
 SAMPLES = {key: {"num_heads": 4, "num_key_value_heads": 2} for key in LAYOUTS}
 
-V1 = Op(
+V1 = of_cann(
     "aclnnIncreFlashAttention",
     "Attention of one new token per item over its cache.",
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,
     neutral={**NEUTRAL, "pse_reserved": True},
-    blank_is_absent=True,
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
@@ -104,23 +101,17 @@ V2 = V1.version(
 V3 = V2.version(
     "aclnnIncreFlashAttentionV3",
     "IncreFlashAttentionV2 with pse_shift, an int8 cache and pages.",
-    after={
-        "quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
-        "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE),
-    },
+    after={"quant_offset2": (ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE), "num_key_value_heads": (BLOCK_SIZE, INNER_PRECISE)},
     rules=RULES,
     rulings=(*V2.rulings, 18),
     neutral=NEUTRAL,
 )
 V4 = V3.version(
-    "aclnnIncreFlashAttentionV4",
-    "IncreFlashAttentionV3 with left padding.",
-    after={"block_table": (PADDING_SIZE,)},
+    "aclnnIncreFlashAttentionV4", "IncreFlashAttentionV3 with left padding.", after={"block_table": (PADDING_SIZE,)}
 )
-TORCH = replace(
-    V4,
-    name="npu_incre_flash_attention",
-    summary="torch_npu's attention of one new token per item over its cache.",
+TORCH = V4.version(
+    "npu_incre_flash_attention",
+    "torch_npu's attention of one new token per item over its cache.",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),

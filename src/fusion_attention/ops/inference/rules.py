@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Rule
+from fusion_attention.contract import Rule, Settings
 from fusion_attention.ops.shared.rules import (
     cached,
     elements,
     finite_scale,
+    group,
+    invalid,
     limit,
+    note,
     of_lengths,
     own_page_ids,
     paged,
+    refused,
     reserved,
+    typed,
 )
 
 # Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
@@ -29,13 +34,16 @@ PAGES: dict[str, Any] = {
     "key": "8 16 N2*D",
     "value": "8 16 N2*D",
 }
-INTEGERS: dict[str, Any] = {
-    "key": ("B S2 N2*D", "int8"),
-    "value": ("B S2 N2*D", "int8"),
-    "antiquant_scale": "2 N2*D",
-}
+INTEGERS: dict[str, Any] = {"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8"), "antiquant_scale": "2 N2*D"}
 NARROW: dict[str, Any] = {"quant_scale2": "1", "attention_out": ("B S1 N1*D", "int8")}
 _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
+
+
+def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
+    """An offset as its scale is; wrong: the shape of one that is not."""
+    check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
+    return Rule(check, offset, advice, text, stage="dtype", given=given, spoil={offset: wrong})
+
 
 INPUTS = (
     Rule(
@@ -93,12 +101,11 @@ INPUTS = (
     ),
     elements("D", "query"),
     finite_scale("scale_value", 1e39, optional=False),
-    Rule(
+    invalid(
         "same_shapes(value, key)",
         "value",
         "values lie as keys do",
         text="the shapes of key",
-        code=INVALID,
         spoil={"value": "B 5 N2*D"},
     ),
     cached("actual_seq_lengths"),
@@ -141,13 +148,11 @@ MATRICES = (
 )
 
 INTEGER_CACHE = (
-    Rule(
+    typed(
         "dtype_of(key) in ('int8', dtype_of(query))",
         "key",
         "convert it, or quantise it to int8",
         text="int8 or the dtype of query",
-        code=INVALID,
-        stage="dtype",
         spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
     Rule(
@@ -168,21 +173,12 @@ INTEGER_CACHE = (
         given=INTEGERS,
         spoil={"antiquant_scale": "2 3"},
     ),
-    Rule(
-        "beside(antiquant_offset, antiquant_scale)",
-        "antiquant_offset",
-        "an offset goes with its scale",
-        text="shape and dtype of antiquant_scale",
-        stage="dtype",
-        given={**INTEGERS, "antiquant_offset": "2 N2*D"},
-        spoil={"antiquant_offset": "2 3"},
-    ),
-    limit(
+    beside_its_scale("antiquant_offset", "antiquant_scale", {**INTEGERS, "antiquant_offset": "2 N2*D"}, "2 3"),
+    refused(
         "antiquant_scale is None or dtype_of(antiquant_scale) == dtype_of(query)",
         "antiquant_scale",
         "the chip takes no other",
         text="the dtype of query",
-        code=INVALID,
         given=INTEGERS,
         spoil={"antiquant_scale": ("2 N2*D", "float32")},
     ),
@@ -207,31 +203,20 @@ INTEGER_OUTPUT = (
         given={"quant_scale2": "1"},
         spoil={"quant_scale2": "3"},
     ),
-    Rule(
-        "beside(quant_offset2, quant_scale2)",
-        "quant_offset2",
-        "an offset goes with its scale",
-        text="shape and dtype of quant_scale2",
-        stage="dtype",
-        given={"quant_scale2": "1", "quant_offset2": "1"},
-        spoil={"quant_offset2": "3"},
-    ),
-    limit(
+    beside_its_scale("quant_offset2", "quant_scale2", {"quant_scale2": "1", "quant_offset2": "1"}, "3"),
+    refused(
         "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
         "quant_scale2",
         "the chip takes bfloat16 beside a bfloat16 query only",
         text="float32, or bfloat16 as query",
-        code=INVALID,
         given={"quant_scale2": "1"},
         spoil={"quant_scale2": ("1", "bfloat16")},
     ),
-    Rule(
+    typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
         "attention_out",
         "the output lies as the query does",
         text="int8 or the dtype of query",
-        code=INVALID,
-        stage="dtype",
         given={"attention_out": ("B S1 N1*D", "float16")},
         spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
@@ -269,12 +254,11 @@ LIMITS = (
         "the chip lets no more query heads share a key head",
         spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
-    limit(
+    refused(
         "dtype_of(query) != 'float32'",
         "query",
         "the chip takes float16 and bfloat16",
         text="float16 or bfloat16",
-        code=INVALID,
         spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "float32")},
     ),
@@ -325,55 +309,48 @@ LIMITS = (
         given=PAGES,
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
-    limit(
-        "input_layout == 'BNSD' or key[0].dim() == 3",
-        "key",
-        "the chip takes pages of heads beside a BNSD query only",
-        text="pages [blocks, block_size, N2*D]",
+    *group(
+        limit(
+            "input_layout == 'BNSD' or key[0].dim() == 3",
+            "key",
+            "the chip takes pages of heads beside a BNSD query only",
+            text="pages [blocks, block_size, N2*D]",
+            spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+        ),
+        limit(
+            "N2 * D <= 65536 or key[0].dim() == 4",
+            "key",
+            "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
+            text="pages of at most 65536 elements per token",
+            spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
+        ),
+        limit(
+            "sum(-(-kv_len // block_size)) <= blocks",
+            "key",
+            "the chip wants a page of its own for every item",
+            text="as many pages as all items fill",
+            spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
+        ),
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
-        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
-    limit(
-        "N2 * D <= 65536 or key[0].dim() == 4",
-        "key",
-        "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
-        text="pages of at most 65536 elements per token",
-        when="block_table is not None",
-        needs=("block_table",),
-        given=PAGES,
-        spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
-    ),
-    limit(
-        "sum(-(-kv_len // block_size)) <= blocks",
-        "key",
-        "the chip wants a page of its own for every item",
-        text="as many pages as all items fill",
-        when="block_table is not None",
-        needs=("block_table",),
-        given=PAGES,
-        spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
-    ),
-    Rule(
+    note(
         "kv_padding_size is None or pads_left",
         "kv_padding_size",
         "it is ignored without lengths, and beside pages or a list of tensors",
         text="left padding beside lengths, in one tensor",
-        level="note",
         spoil={"kv_padding_size": [1]},
     ),
 )
 
 # What the first two versions do not know yet.
 EARLY = (
-    Rule(
+    typed(
         "dtype_of(key) != 'int8'",
         "key",
         "this version takes no scales for it",
         text="no int8 cache",
-        code=INVALID,
-        stage="dtype",
         spoil={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
     limit(

@@ -1,4 +1,4 @@
-"""Parameters that the records of several families have, and the content that their samples need."""
+"""Parameters that the records of several families have, the content that their samples need, and the usual scale."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
     """Sample content: pages one after the other."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+
+
+def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
+    """A scale as a number; None: 1 / sqrt(dim + rope)."""
+    return (dim + rope) ** -0.5 if given is None else float(given)
 
 
 BLOCKED = Tensor(

@@ -5,7 +5,9 @@ Spelled as where they were read, mistakes and all: the versions of one operator 
 
 from __future__ import annotations
 
-from fusion_attention.contract import Prototype
+from functools import partial
+
+from fusion_attention.contract import Op, Prototype
 
 PUBLIC = "its public repository, ops-transformer; pages may spell some otherwise"
 _PAGES = {
@@ -144,3 +146,5 @@ PROTOTYPES = {
     **{name: Prototype(tuple(names.split()), "this operator's page") for name, names in _PAGES.items()},
     **{name: Prototype(tuple(names.split()), PUBLIC) for name, names in _HEADERS.items()},
 }
+# A record of CANN's; further ones are versions of it.
+of_cann = partial(Op, source="CANN", prototypes=PROTOTYPES, blank_is_absent=True)

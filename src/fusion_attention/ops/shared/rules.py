@@ -16,10 +16,17 @@ from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 ROPE = {"query_rope": True, "key_rope": True}
 
-# What a call must have, how lengths must be, and what the chip alone demands.
+# What a call must have, how dtypes and lengths must be, and what the chip alone demands.
 presence = partial(Rule, stage="presence", code=NULL_POINTER)
+typed = partial(Rule, stage="dtype", code=INVALID)
 of_lengths = partial(Rule, stage="lengths")
 limit = partial(Rule, level="limit")
+# The same of what CANN calls an invalid parameter.
+invalid = partial(Rule, code=INVALID)
+refused = partial(limit, code=INVALID)
+# What is said of a call that runs all the same, or only where contents are checked.
+note = partial(Rule, level="note")
+content = partial(Rule, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
@@ -30,11 +37,16 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 # ------------------------------------------------------------------------------------------------------------- meaning
 
 
+def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
+    """A parameter that a call must have."""
+    return presence(f"{param} is not None", param, advice, text, spoil={param: None}, **more)
+
+
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
     """An axis of elements that one head has; optional: there may be no such tensor."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
-    return Rule(check, param, "elements per head", text, code=INVALID, spoil={axis: bad}, **more)
+    return invalid(check, param, "elements per head", text, spoil={axis: bad}, **more)
 
 
 def groups_of_heads(key: str) -> Rule:
@@ -126,9 +138,7 @@ def own_page_ids(given: Settings, ids: Any) -> Rule:
     """Page numbers as the chip reads them; ids: a sample that is not."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
-    return limit(
-        check, "block_table", advice, "int32", when=when, code=INVALID, given=given, spoil={"block_table": ids}
-    )
+    return refused(check, "block_table", advice, "int32", when=when, given=given, spoil={"block_table": ids})
 
 
 # ---------------------------------------------------------------------------------------------------- doubts and hints
@@ -179,10 +189,10 @@ def no_float32(query: str, weights: str = "") -> Rule:
     """Sixteen bits alone; weights: their sample shape, where there are any."""
     spoil = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
-    return limit(f"not float32({query})", query, advice, text, code=INVALID, spoil=spoil)
+    return refused(f"not float32({query})", query, advice, text, spoil=spoil)
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
     """An axis of elements that has one size; beside: a condition."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
-    return limit(f"{axis} == {size}", param, advice, when=when, code=INVALID, spoil={axis: bad}, **more)
+    return refused(f"{axis} == {size}", param, advice, when=when, spoil={axis: bad}, **more)

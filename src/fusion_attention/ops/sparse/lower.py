@@ -9,7 +9,7 @@ import numpy as np
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.shared.layouts import wide
-from fusion_attention.ops.shared.scale import scale_of
+from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.waist.mask import Band

@@ -5,12 +5,11 @@ Lengths are lengths, `causal` is a flag, and a value may be a part of its key.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fusion_attention.contract import Array, Attr, Rule
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, of_lengths, presence
+from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, needed, of_lengths
 from fusion_attention.ops.sparse.checks import lengths
 from fusion_attention.ops.sparse.records import (
     BLOCK,
@@ -32,14 +31,12 @@ from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
 KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
 CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
-PAGED_KEYS = presence(
-    "actual_seq_kvlen is not None",
+PAGED_KEYS = needed(
     "actual_seq_kvlen",
     "pages do not show where a sequence ends",
     text="the lengths of paged keys",
     when="block_table is not None",
     given={"block_table": "2 M", "actual_seq_kvlen": [6, 6]},
-    spoil={"actual_seq_kvlen": None},
 )
 PACKED_KEYS = of_lengths(
     "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
@@ -66,10 +63,9 @@ def _derive(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 
-RECORD = replace(
-    V1,
-    name="sparse_attention",
-    summary="Softmax attention over the blocks of keys that every row selects.",
+RECORD = V1.version(
+    "sparse_attention",
+    "Softmax attention over the blocks of keys that every row selects.",
     source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),

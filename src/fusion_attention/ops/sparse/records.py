@@ -11,15 +11,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
-from fusion_attention.ops.shared.rules import (
-    ROPE,
-    limit,
-    no_float32,
-    only_dim,
-)
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse.lower import lower
@@ -103,12 +98,7 @@ KEY_ROPE = Tensor(
 )
 SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
-BLOCK = Attr(
-    "sparse_block_size",
-    "Tokens of a selected block.",
-    domain="1 <= sparse_block_size <= 128",
-    bad=129,
-)
+BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128", bad=129)
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
 MODE = Attr(
@@ -177,43 +167,39 @@ FORWARD_LIMITS = (
     limit("attention_mode == 2", "attention_mode", "the chip knows no other", spoil={"attention_mode": 0}),
 )
 FORWARD = (
-    Rule(
+    invalid(
         "value is not None or Dv in (None, D)",
         "attention_out",
         "without a value its rows are the key's",
         text="rows as long as the key's",
-        code=INVALID,
         given={"value": None},
         spoil={"attention_out": "B S1 N1 G"},
     ),
-    Rule(
+    invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
         "softmax_max",
         "statistics have the query heads of a key head on their last axis",
         text="a last axis of N1 / N2",
         when="return_softmax_lse",
-        code=INVALID,
         given={"return_softmax_lse": True},
         spoil={"softmax_max": "B N2 S1 3"},
     ),
 )
-SAVED = Rule(
+SAVED = invalid(
     "N2 * G == N1",
     "softmax_max",
     "statistics have the query heads of a key head on their last axis",
     text="a last axis of N1 / N2",
     when="N2 > 0 and N1 % N2 == 0",
-    code=INVALID,
     spoil={"G": 3},
 )
 BACKWARD = (
     SAVED,
-    Rule(
+    invalid(
         "value is not None or Dv == D",
         "dy",
         "without a value its rows are the key's",
         text="rows as long as the key's",
-        code=INVALID,
         given={"value": None},
         spoil={"Dv": 256},
     ),
@@ -279,7 +265,7 @@ def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | {"G": group}
 
 
-V1 = Op(
+V1 = of_cann(
     "aclnnSparseFlashAttention",
     "Attention over the blocks of keys that every row selects.",
     (
@@ -288,14 +274,11 @@ V1 = Op(
         *(ATTENTION_MODE, RETURN_STATS, OUT, MAX_OUT, SUM_OUT),
     ),
     RULES + FORWARD + LIMITS + FORWARD_LIMITS,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORMULA,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
@@ -305,10 +288,9 @@ V1 = Op(
     sizes=SIZES,
     samples=FORWARD_SAMPLES,
 )
-GRAD_V1 = replace(
-    V1,
-    name="aclnnSparseFlashAttentionGrad",
-    summary="Gradients of SparseFlashAttention, padded or packed.",
+GRAD_V1 = V1.version(
+    "aclnnSparseFlashAttentionGrad",
+    "Gradients of SparseFlashAttention, padded or packed.",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -322,10 +304,9 @@ GRAD_V1 = replace(
     trains={},
     samples=BACKWARD_SAMPLES,
 )
-TORCH = replace(
-    V1,
-    name="npu_sparse_flash_attention",
-    summary="torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
+TORCH = V1.version(
+    "npu_sparse_flash_attention",
+    "torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE, *ENDS),
@@ -333,10 +314,9 @@ TORCH = replace(
         *(ATTENTION_MODE, RETURN_STATS, SINKS, OUT, MAX_OUT, SUM_OUT),
     ),
 )
-TORCH_GRAD = replace(
-    GRAD_V1,
-    name="npu_sparse_flash_attention_grad",
-    summary="Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
+TORCH_GRAD = GRAD_V1.version(
+    "npu_sparse_flash_attention_grad",
+    "Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),

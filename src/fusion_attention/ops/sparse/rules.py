@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention.contract import INVALID, Rule
+from fusion_attention.contract import Rule
 from fusion_attention.ops.shared.rules import (
     ENDS,
     PACKED,
     ROPE,
+    content,
     covered,
     elements,
     finite_scale,
     group,
     groups_of_heads,
+    invalid,
     limit,
+    needed,
     of_lengths,
     one_length_each,
     own_page_ids,
     presence,
     rope_pair,
+    typed,
 )
 from fusion_attention.ops.sparse.checks import PAGED
 
@@ -48,13 +52,11 @@ def first_block(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 LENGTHS = (
-    presence(
-        "actual_seq_qlen is not None",
+    needed(
         "actual_seq_qlen",
         "packed rows do not show where a sequence ends",
         text="the lengths of packed sequences",
         only=PACKED,
-        spoil={"actual_seq_qlen": None},
     ),
     of_lengths(
         "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
@@ -75,25 +77,21 @@ LENGTHS = (
 COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]})
 NEEDS_KEY_LENGTHS = (
     *COVERED,
-    presence(
-        "actual_seq_kvlen is not None",
+    needed(
         "actual_seq_kvlen",
         "packed and paged keys do not show where a sequence ends",
         text="the lengths of packed or paged keys",
         when=f"{KEYS} in ('TND', '{PAGED}')",
         given={"layout": "TND"},
-        spoil={"actual_seq_kvlen": None},
     ),
 )
 PAGES = (
-    Rule(
+    typed(
         f"layout_kv in (layout, '{PAGED}')",
         "layout_kv",
         "keys lie as queries do, or in pages",
         text=f"what the queries have, or {PAGED}",
         when="layout in ('BSND', 'TND')",
-        stage="dtype",
-        code=INVALID,
         spoil={"layout_kv": "BNSD"},
     ),
     presence(
@@ -145,12 +143,11 @@ SHAPES = (
     finite_scale("scale_value"),
 )
 SELECTION = (
-    Rule(
+    invalid(
         "K >= 1",
         "sparse_indices",
         "a row selects at least one block, or lists -1",
         text="lists of at least one entry",
-        code=INVALID,
         spoil={"K": 0},
     ),
     Rule(
@@ -161,20 +158,18 @@ SELECTION = (
         reads=True,
         spoil={"sparse_indices": lists(0, 90)},
     ),
-    Rule(
+    content(
         f"at_the_front({LISTS}, sparse_mode)",
         "sparse_indices",
         "a list is read up to its first -1, and no further than its row sees blocks",
         text="lists packed to the front",
-        level="content",
         spoil={"sparse_indices": lists(0, -1, 0)},
     ),
-    Rule(
+    content(
         f"in_the_past({LISTS}, sparse_mode)",
         "sparse_indices",
         "what lies in the future of its row is dropped",
         text="blocks of which the row sees a key",
-        level="content",
         given={"sparse_mode": 3},
         spoil={"sparse_indices": lists(0, 5)},
     ),
@@ -199,14 +194,7 @@ def most_tokens(**keys: tuple[int, int]) -> Rule:
 MOST_SEQUENCES = limit(
     "B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257, "S1": 1}
 )
-WITH_VALUE = presence(
-    "value is not None",
-    "value",
-    "the chip takes no call without one",
-    text="value rows",
-    level="limit",
-    spoil={"value": None},
-)
+WITH_VALUE = needed("value", "the chip takes no call without one", text="value rows", level="limit")
 LISTS_OF_2048 = limit(
     "K == 2048",
     "sparse_indices",
@@ -229,24 +217,20 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (
-        Rule(
+        typed(
             f"same_dtype(weights, {like}) or float32(weights)",
             "weights",
             f"convert them with .to({like}.dtype)",
             text=f"the dtype of {like}, or float32",
             when="floating(weights)",
-            stage="dtype",
-            code=INVALID,
             spoil={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
         ),
-        Rule(
+        typed(
             f"weights.shape[-1] == {query}.shape[-2]",
             "weights",
             "a score is a sum over heads",
             text=f"one weight for every head of {query}",
             when=f"weights.dim() == {query}.dim() - 1 and weights.dim() >= 2",
-            stage="dtype",
-            code=INVALID,
             spoil={"weights": "B S1 7"},
         ),
         elements(dim, query),

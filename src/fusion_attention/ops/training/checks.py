@@ -173,6 +173,4 @@ FUNCTIONS = {
         statistics_in_order,
         float32,
     )
-} | {
-    "has_dtype": lambda t, words: dtype_text(t) in words.split(),
-}
+} | {"has_dtype": lambda t, words: dtype_text(t) in words.split()}

@@ -5,8 +5,8 @@ As rules.py, which holds all the others. Levels and codes: docs/rulings.md 15.
 
 from __future__ import annotations
 
-from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, limit
+from fusion_attention.contract import Rule
+from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, limit, note, typed
 
 # --------------------------------------------------------------------------------------------------- sample settings
 
@@ -28,13 +28,12 @@ PSE_BESIDE_0 = Rule(
 )
 
 MASKS = (
-    Rule(
+    note(
         "atten_mask is not None",
         "sparse_mode",
         "a training operator without atten_mask ignores sparse_mode: every key is visible",
         text="atten_mask beside a sparse_mode other than 0",
         when="sparse_mode != 0",
-        level="note",
         spoil={"sparse_mode": 3, "atten_mask": None},
     ),
     Rule(
@@ -55,14 +54,13 @@ MASKS = (
         given=FULL_MASK,
         spoil={"atten_mask": "6 7"},
     ),
-    Rule(
+    note(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2')",
         "atten_mask",
         "prefixes that differ make other masks; this one and the prefixes both remove keys",
         text="a mask for every sequence",
         when="atten_mask is not None and sparse_mode == 5 and prefixes_differ(prefix)",
         only=PADDED,
-        level="note",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"atten_mask": "S1 S2"},
     ),
@@ -91,23 +89,21 @@ MASKS = (
         given=SQUARE_MASK | {"sparse_mode": 2},
         spoil={"atten_mask": "1 1 2048 2048"},
     ),
-    Rule(
+    content(
         "is_compressed_mask(atten_mask, sparse_mode)",
         "atten_mask",
         "the formula decides, not the content; anything else is a misunderstanding",
         text="the documented content of a compressed mask",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
-        level="content",
         given=SQUARE_MASK | {"sparse_mode": 2},
         spoil={"atten_mask": ("2048 2048", "zeros")},
     ),
-    Rule(
+    content(
         "window_holds_mask(atten_mask, pre_tokens, next_tokens, q_len, kv_len)",
         "atten_mask",
         "a key must be left by the mask and lie inside the window to be seen",
         text="a mask that agrees with pre_tokens and next_tokens",
         when="atten_mask is not None and sparse_mode == 0",
-        level="content",
         given=FULL_MASK,
         spoil={"pre_tokens": 1},
     ),
@@ -140,40 +136,35 @@ MASKS = (
         given=PREFIXED,
         spoil={"prefix": [1, 6]},
     ),
-    Rule(
+    note(
         "prefix_fits(prefix, q_len, kv_len)",
         "prefix",
         "mode 5 without a legal prefix is mode 1: the mask alone decides",
         text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
         when="atten_mask is not None and sparse_mode == 5",
         only=PADDED,
-        level="note",
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
         spoil={"prefix": [1, 6]},
     ),
 )
 
 BIASES = (
-    Rule(
+    typed(
         "pse.dtype == query.dtype",
         "pse",
         "convert it with .to(query.dtype)",
         text="the dtype of query",
         when="pse is not None and pse_type in (0, 1)",
-        stage="dtype",
-        code=INVALID,
         given={"pse": "B N1 S1 S2"},
         spoil={"pse": ("B N1 S1 S2", "float64")},
     ),
-    Rule(
+    typed(
         "pse is not None and float32(pse)",
         "pse",
         "pse_type 2 and 3 take slopes in pse",
         text="float32 slopes [B, N1] or [N1]",
         when="pse_type in (2, 3)",
         needs=("pse_type",),
-        stage="dtype",
-        code=INVALID,
         given={"pse_type": 2} | SLOPES,
         spoil={"pse": ("B N1", "float16")},
     ),
@@ -225,13 +216,12 @@ BIASES = (
         given=TABLE,
         spoil={"atten_mask": "S1 S2", "sparse_mode": 1},
     ),
-    Rule(
+    content(
         "is_shifted(pse)",
         "pse",
         "earlier rows are rebuilt from later ones",
         text="compressed rows that are shifted copies of each other",
         when="pse_form == 'aligned' and pse_type in (0, 1) and S1 > 1024",
-        level="content",
         given={**TABLE, "pse": ("B N1 1024 S2", "zeros")},
         spoil={"pse": "B N1 1024 S2"},
     ),

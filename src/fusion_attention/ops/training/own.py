@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, wide
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, scale_of
 from fusion_attention.ops.shared.rules import (
     PACKED,
     PADDED,
@@ -30,7 +30,6 @@ from fusion_attention.ops.shared.rules import (
     rope_pair,
     untrained,
 )
-from fusion_attention.ops.shared.scale import scale_of
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions
@@ -44,11 +43,7 @@ OWN_ROPE = {"q_rope": True, "k_rope": True}
 
 RULES = (
     presence(
-        "heads > 0",
-        "heads",
-        "the last axis holds heads * dim elements",
-        only=("BSH", "SBH"),
-        spoil={"heads": None},
+        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), spoil={"heads": None}
     ),
     presence(
         "q_len is not None",

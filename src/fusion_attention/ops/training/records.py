@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Tensor
 from fusion_attention.ops.shared.lengths import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
 from fusion_attention.ops.training.lower import lower
@@ -236,7 +236,7 @@ STARTS = (Q_START, KV_START)
 ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
 ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
 
-SCORE_V1 = Op(
+SCORE_V1 = of_cann(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
     (
@@ -245,13 +245,10 @@ SCORE_V1 = Op(
         *(MAX_OUT, SUM_OUT, SOFTMAX_OUT, OUT),
     ),
     WIDE + NARROW + ALIKE,
-    source="CANN",
-    prototypes=PROTOTYPES,
     formula=FORWARD_FORMULA,
     rulings=RULINGS,
     layouts=PADDED,
     neutral=NEUTRAL,
-    blank_is_absent=True,
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
@@ -265,15 +262,11 @@ SCORE_V2 = SCORE_V1.version(
     rulings=(*RULINGS, *OF_SLOPES),
 )
 SCORE_V3 = SCORE_V2.version(
-    "aclnnFlashAttentionScoreV3",
-    "FlashAttentionScoreV2 with sinks.",
-    after={"atten_mask": (SINK,)},
-    rules=WIDE,
+    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=WIDE
 )
-VARLEN_V1 = replace(
-    SCORE_V1,
-    name="aclnnFlashAttentionVarLenScore",
-    summary="Attention for training, forward, packed sequences.",
+VARLEN_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionVarLenScore",
+    "Attention for training, forward, packed sequences.",
     params=(
         *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, Q_ENDS, KV_ENDS),
         *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
@@ -301,10 +294,9 @@ VARLEN_V4 = VARLEN_V1.version(
     after={"sparse_mode": (STATS_LAYOUT,)},
     rules=WIDE + NARROW,
 )
-VARLEN_V5 = replace(
-    VARLEN_V2,
-    name="aclnnFlashAttentionVarLenScoreV5",
-    summary="VarLenScoreV3 with sinks and a choice of the statistics' order.",
+VARLEN_V5 = VARLEN_V2.version(
+    "aclnnFlashAttentionVarLenScoreV5",
+    "VarLenScoreV3 with sinks and a choice of the statistics' order.",
     params=(
         *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, SINK),
         *(PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
@@ -313,10 +305,9 @@ VARLEN_V5 = replace(
     ),
     rules=WIDE,
 )
-GRAD_V1 = replace(
-    SCORE_V1,
-    name="aclnnFlashAttentionScoreGrad",
-    summary="Gradients of FlashAttentionScore.",
+GRAD_V1 = SCORE_V1.version(
+    "aclnnFlashAttentionScoreGrad",
+    "Gradients of FlashAttentionScore.",
     params=(
         *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(MAX_IN, SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX),
@@ -337,10 +328,9 @@ GRAD_V3 = GRAD_V2.version(
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
     rules=WIDE,
 )
-UNPADDING_V1 = replace(
-    GRAD_V1,
-    name="aclnnFlashAttentionUnpaddingScoreGrad",
-    summary="Gradients of FlashAttentionVarLenScore.",
+UNPADDING_V1 = GRAD_V1.version(
+    "aclnnFlashAttentionUnpaddingScoreGrad",
+    "Gradients of FlashAttentionVarLenScore.",
     params=(
         *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX, Q_ENDS, KV_ENDS),
@@ -369,10 +359,9 @@ UNPADDING_V4 = UNPADDING_V1.version(
     after={"dpse": (STATS_LAYOUT,)},
     rules=WIDE + NARROW,
 )
-UNPADDING_V5 = replace(
-    UNPADDING_V2,
-    name="aclnnFlashAttentionUnpaddingScoreGradV5",
-    summary="UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
+UNPADDING_V5 = UNPADDING_V2.version(
+    "aclnnFlashAttentionUnpaddingScoreGradV5",
+    "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
     params=(
         *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, SINK, PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
@@ -392,11 +381,9 @@ SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
 
-TORCH_V1 = replace(
-    SCORE_V1,
-    name="npu_fusion_attention",
-    summary="torch_npu's training attention: "
-    "(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
+TORCH_V1 = SCORE_V1.version(
+    "npu_fusion_attention",
+    "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
     source="Ascend op-plugin",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
@@ -408,10 +395,9 @@ TORCH_V1 = replace(
     rulings=RULINGS_PACKED,
     layouts=(*PADDED, *PACKED),
 )
-TORCH_V2 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_v2",
-    summary="npu_fusion_attention with rope parts, pse_type and start indices.",
+TORCH_V2 = TORCH_V1.version(
+    "npu_fusion_attention_v2",
+    "npu_fusion_attention with rope parts, pse_type and start indices.",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
         *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -433,10 +419,9 @@ TORCH_V2 = replace(
     ),
     rulings=(*RULINGS_PACKED, *OF_SLOPES),
 )
-TORCH_V3 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_v3",
-    summary="npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
+TORCH_V3 = TORCH_V1.version(
+    "npu_fusion_attention_v3",
+    "npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -444,10 +429,9 @@ TORCH_V3 = replace(
         *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
     ),
 )
-TORCH_GRAD_V1 = replace(
-    TORCH_V1,
-    name="npu_fusion_attention_grad",
-    summary="Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
+TORCH_GRAD_V1 = TORCH_V1.version(
+    "npu_fusion_attention_grad",
+    "Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
@@ -458,10 +442,9 @@ TORCH_GRAD_V1 = replace(
     rules=RULES + DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
 )
-TORCH_GRAD_V2 = replace(
-    TORCH_GRAD_V1,
-    name="npu_fusion_attention_grad_v2",
-    summary="Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
+TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
+    "npu_fusion_attention_grad_v2",
+    "Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
@@ -471,10 +454,9 @@ TORCH_GRAD_V2 = replace(
     ),
     rulings=TORCH_V2.rulings,
 )
-TORCH_GRAD_V3 = replace(
-    TORCH_GRAD_V1,
-    name="npu_fusion_attention_grad_v3",
-    summary="Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
+TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
+    "npu_fusion_attention_grad_v3",
+    "Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),

@@ -15,13 +15,17 @@ from fusion_attention.ops.shared.rules import (
     ENDS,
     PACKED,
     PADDED,
+    content,
     covered,
     elements,
     finite_scale,
     group,
+    invalid,
     limit,
+    needed,
+    note,
     of_lengths,
-    presence,
+    refused,
     reserved,
     rope_pair,
 )
@@ -29,22 +33,15 @@ from fusion_attention.ops.training.mask_rules import BIASES, MASKED_ROPE, MASKS,
 
 INPUTS = (
     *(
-        presence(
-            f"{ends} is not None",
-            ends,
-            f"give the cumulative end of every {whose}",
-            only=PACKED,
-            spoil={ends: None},
-        )
+        needed(ends, f"give the cumulative end of every {whose}", only=PACKED)
         for ends, whose in (("actual_seq_qlen", "sequence"), ("actual_seq_kvlen", "sequence's keys"))
     ),
-    Rule(
+    note(
         "actual_seq_qlen is None and actual_seq_kvlen is None",
         "actual_seq_qlen",
         "only layout TND reads lengths; they are ignored here",
         text="no lengths in a padded layout",
         only=PADDED,
-        level="note",
         spoil={"actual_seq_qlen": [4, 8]},
     ),
     of_lengths(
@@ -83,7 +80,7 @@ INPUTS = (
     Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", spoil={"N2": 3}),
     elements("D", "query"),
     elements("Dv", "value", 0),
-    limit("Dv <= D", "value", "the chip takes no wider value rows", code=INVALID, spoil={"Dv": 16}),
+    refused("Dv <= D", "value", "the chip takes no wider value rows", spoil={"Dv": 16}),
     limit("N1 <= 256", "query", "the chip takes no more heads", spoil={"N1": 258}),
     finite_scale("scale", optional=False),
     reserved("padding_mask", ("S1 S2", "uint8")),
@@ -100,20 +97,18 @@ INPUTS = (
         )
         for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
     ),
-    limit(
+    refused(
         "softmax_layout == ''",
         "softmax_layout",
         "padded statistics have one order",
         only=PADDED,
-        code=INVALID,
         spoil={"softmax_layout": "TND"},
     ),
-    Rule(
+    invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
         "dpse",
         "the gradient lies as the bias does",
         text="shape and dtype of pse",
-        code=INVALID,
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         spoil={"dpse": "B N1 S1 3"},
     ),
@@ -183,13 +178,12 @@ GIVEN_OFFSET = (
 
 ROPES = (
     rope_pair("query_rope", "key_rope", MASKED_ROPE),
-    limit(
+    refused(
         "query_rope is None",
         "query_rope",
         "the chip takes rope only in layout TND",
         text="no rope in a padded layout",
         only=PADDED,
-        code=INVALID,
         spoil=MASKED_ROPE,
     ),
 )
@@ -223,13 +217,7 @@ SIZES = (
         only=PACKED,
         spoil={"T2": 1048577, "actual_seq_kvlen": [5, 1048577], **TINY},
     ),
-    limit(
-        "B <= 2097152",
-        "query",
-        MANY,
-        only=PADDED,
-        spoil={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1},
-    ),
+    limit("B <= 2097152", "query", MANY, only=PADDED, spoil={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}),
     limit(
         "len(actual_seq_qlen) <= 2048",
         "actual_seq_qlen",
@@ -265,28 +253,21 @@ SIZES = (
 PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", spoil={"inner_precise": 3}),)
 # The first pages; those of operators with sinks go to 768.
 NARROW = (
-    limit(
-        "D <= 512 or D > 768",
-        "query",
-        "the chip takes no wider rows",
-        text="D <= 512",
-        code=INVALID,
-        spoil={"D": 520, "Dv": 520},
+    refused(
+        "D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", spoil={"D": 520, "Dv": 520}
     ),
 )
 # The first two versions' pages; later ones have shorter value rows.
 ALIKE = (
-    limit(
+    refused(
         "Dv >= D",
         "value",
         "this version takes no shorter ones",
         text="value rows as long as those of key",
-        code=INVALID,
         spoil={"Dv": 4},
     ),
 )
-MASKED = presence(
-    "atten_mask is not None",
+MASKED = needed(
     "atten_mask",
     "the chip takes rope only with a mask",
     text="a mask beside rope",
@@ -295,7 +276,6 @@ MASKED = presence(
     needs=("query_rope",),
     level="limit",
     given=MASKED_ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
-    spoil={"atten_mask": None},
 )
 BESIDE_ROPE = (
     MASKED,
@@ -360,7 +340,7 @@ def _climbing(heads: int = 4) -> Settings:
 
 
 STATISTICS = (
-    Rule(
+    content(
         "statistics_in_order((softmax_max, softmax_sum), softmax_layout, (query, query_rope), (key, key_rope), scale, "
         "atten_mask, (sparse_mode, pre_tokens, next_tokens, prefix), q_len, kv_len)",
         "softmax_max",
@@ -369,7 +349,6 @@ STATISTICS = (
         when="pse is None and N1 > 1",
         only=PACKED,
         needs=("dy",),
-        level="content",
         spoil=_climbing(),
     ),
 )
