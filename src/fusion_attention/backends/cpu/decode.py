@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import _native
+import fusion_attention._native as _native
 from fusion_attention.backends.cpu import native
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention import _native
+import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.backends.cpu.sparse import arguments, key_rows
 from fusion_attention.memory import empty

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import _native
+import fusion_attention._native as _native
 from fusion_attention.memory import empty
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView

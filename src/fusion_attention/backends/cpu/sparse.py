@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention import _native
+import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.memory import empty
 from fusion_attention.waist.kv import PagedView, RowView
