@@ -6,8 +6,8 @@ import torch
 
 from clauses.dtypes import F32, H
 from clauses.near import Near, near, softmax
-from clauses.table import Args, prototype
-from clauses.training import INF, band, biased, bits, given, grid, tabled
+from clauses.table import Args, filled, prototype
+from clauses.training import band, biased, bits, given, grid, tabled
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
@@ -69,29 +69,16 @@ def base(
 ) -> Args:
     """Attention of padded batches; Dv 0 is D."""
     query = laid(draw(B, N, S1, D, d=dtype), layout)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         key=laid(draw(B, N2, S2, D, d=dtype), layout),
         value=laid(draw(B, N2, S2, Dv or D, d=dtype), layout),
-        realShiftOptional=None,
-        dropMaskOptional=None,
-        paddingMaskOptional=None,
-        attenMaskOptional=None,
-        prefixOptional=None,
-        qStartIdxOptional=None,
-        kvStartIdxOptional=None,
         scaleValueOptional=0.25,
-        keepProbOptional=1.0,
-        preTokensOptional=INF,
-        nextTokensOptional=INF,
         headNum=N,
         inputLayout=layout,
-        innerPreciseOptional=0,
-        sparseModeOptional=0,
-        pseTypeOptional=1,
         softmaxMaxOut=torch.empty(B, N, S1, 8, dtype=F32),
         softmaxSumOut=torch.empty(B, N, S1, 8, dtype=F32),
-        softmaxOutOut=None,
         attentionOutOut=torch.empty_like(laid(torch.empty(B, N, S1, Dv or D, dtype=dtype), layout)),
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
-from clauses.table import Args, prototype
+from clauses.table import Args, filled, prototype
 from clauses.values import draw, whole
 
 PROTOTYPE = prototype("""
@@ -77,22 +77,14 @@ def base(
         spread = [(sum(counts), page)]
     key, value = ([rows(n, s, N2, pages if page else layout, stored) for n, s in spread] for _ in range(2))
     query = rows(B, Sq, N, layout, dtype)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         key=key,
         value=value,
-        pseShift=None,
-        attenMask=None,
         actualSeqLengths=list(tokens) if page else None,
-        dequantScale1=None,
-        quantScale1=None,
-        dequantScale2=None,
-        quantScale2=None,
-        quantOffset2=None,
         antiquantScale=torch.tensor([0.01, 0.02]).to(dtype) if stored == I8 else None,
-        antiquantOffset=None,
         blocktable=table,
-        kvPaddingSize=None,
         numHeads=N,
         scaleValue=0.25,
         inputLayout=layout,
