@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import rules
 from .core import Value
 from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
@@ -201,8 +200,7 @@ def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes:
     dtype = dtypes[int(rng.integers(len(dtypes)))]
     bytes_ = torch.from_numpy(rng.integers(1, 256 if dtype == torch.uint8 else 2, shape).astype(np.uint8))
     stored = torch.where(values, bytes_, torch.zeros((), dtype=torch.uint8)).to(dtype)
-    placed = place(rng, stored) if rules.EMPTY_MATRICES or stored.numel() else stored
-    return Matrix(expanded(rng, placed, whole), four(values))
+    return Matrix(expanded(rng, place(rng, stored), whole), four(values))  # one without elements at any strides too
 
 
 def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
@@ -228,13 +226,12 @@ def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], whole: Seq
             read = read.any(dim=axis, keepdim=True)
         matrix.tensor[~read.reshape(matrix.tensor.shape)] = torch.nan
     matrix.whole = four(matrix.tensor.double())
-    if rules.EMPTY_MATRICES or matrix.tensor.numel():
-        matrix.tensor = place(rng, matrix.tensor)
+    matrix.tensor = place(rng, matrix.tensor)
 
 
 def hide_by_inf(batch: Batch, counts: Sequence[Tensor], matrix: Matrix, mean: bool) -> None:
-    """NaN in the value rows of keys whose every score that counts is -inf."""
-    if not rules.HIDDEN_BY_INF or mean or not maybe(batch.rng, 0.5):
+    """NaN in the value rows of keys whose every score that counts is -inf: such a key is not seen."""
+    if mean or not maybe(batch.rng, 0.5):
         return
     for b, count in enumerate(counts):
         bias = matrix.of(b, count.shape[1], count.shape[2], batch.heads)

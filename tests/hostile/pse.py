@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from . import rules
 from .core import Value
 from .dense import Batch
 from .formulas import Slopes, U, rounding
@@ -122,7 +121,7 @@ def draw_pse_slopes(p: Plan, kind: int) -> None:
     if maybe(rng, 0.5) and not (mode == 8 and p.call.get("atten_mask") is None):
         start = [int(rng.integers(0, 60)), int(rng.integers(0, 60))]
         p.call |= {"q_start_idx": start[:1], "kv_start_idx": start[1:]}
-        if rules.ONE_START and maybe(rng, 0.2):
+        if maybe(rng, 0.2):  # one start index alone: the other one is 0
             gone = int(rng.integers(2))
             del p.call[("q_start_idx", "kv_start_idx")[gone]]
             start[gone] = 0

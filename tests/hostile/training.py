@@ -11,7 +11,6 @@ import torch
 
 from fusion_attention import npu
 
-from . import rules
 from .attention import UNLIMITED, draw_scale, mode_visible
 from .core import Drawn, Results, Value, exact
 from .dense import (
@@ -180,7 +179,7 @@ def _draw_dropout(p: Plan) -> None:
     if p.version != 3 and maybe(rng, 0.5):
         drop.bits = draw_bits(p.batch)
         p.call["dropout_mask"] = place(rng, drop.bits)
-        if rules.MASK_AND_SEED and maybe(rng, 0.3):
+        if maybe(rng, 0.3):  # the mask says what is kept; seed and offset are handed back
             drop.seed, drop.offset = draw_seed(rng)
     elif p.version != 3 and maybe(rng, 0.6):
         drop.seed, drop.offset = draw_seed(rng)
@@ -242,7 +241,7 @@ def draw(rng: Rng) -> Drawn:
     p = _draw_plan(rng)
     b, may_mean = p.batch, _means(p)
     hide_unseen(b, p.counts, any(bool(m.any()) for m in may_mean))
-    if rules.HIDDEN_BY_INF and p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
+    if p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
         for s, count in enumerate(p.counts):
             unseen = ~((count > 0) & (p.pse.bias(s) != -torch.inf)).any(1).unflatten(0, (b.heads_kv, -1)).any(1).T
             b.parts["v"][s][unseen] = float(garbage(rng, b.dtype))
