@@ -12,7 +12,7 @@ import fusion_attention as fa
 from .attention import draw_scale
 from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill, own_cache
 from .core import Drawn, Results, Value
-from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, poison_matrix
+from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lengths, maybe, normal, pick, place, size
 
@@ -84,13 +84,12 @@ def hide(s: Step, may_mean: bool) -> None:
             continue
         for b, count in enumerate(s.counts):
             unseen = torch.ones(cache.slots[b], cache.heads, dtype=torch.bool)
-            seen = (count > 0).any(1).unflatten(0, (cache.heads, -1)).any(1).T
+            counted = count > 0
             if may_mean and (not keys or cache.values is None):
-                seen = torch.ones_like(seen)
-            unseen[span_of(s, b)] = ~seen
-            if s.biases is not None and not keys and not may_mean and maybe(rng, 0.3):
-                counted = (count > 0) & (s.biases[b] != -torch.inf)
-                unseen[span_of(s, b)] = ~counted.any(1).unflatten(0, (cache.heads, -1)).any(1).T
+                counted = torch.ones_like(counted)
+            elif s.biases is not None and not keys and maybe(rng, 0.3):
+                counted = counted & (s.biases[b] != -torch.inf)
+            unseen[span_of(s, b)] = nobody(counted, cache.heads)
             if not side.kind:
                 side.stored[b][unseen] = float(garbage(rng, s.dtype))
 

@@ -23,10 +23,11 @@ from .dense import (
     dsink,
     fill_batch,
     gradients,
+    hide_by_inf,
     hide_unseen,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, garbage, leaf, lengths, maybe, normal, pick, place
+from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 from .pse import Pse, draw_pse
 
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -240,11 +241,10 @@ def _means(p: Plan) -> list[Tensor]:
 def draw(rng: Rng) -> Drawn:
     p = _draw_plan(rng)
     b, may_mean = p.batch, _means(p)
-    hide_unseen(b, p.counts, any(bool(m.any()) for m in may_mean))
-    if p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
-        for s, count in enumerate(p.counts):
-            unseen = ~((count > 0) & (p.pse.bias(s) != -torch.inf)).any(1).unflatten(0, (b.heads_kv, -1)).any(1).T
-            b.parts["v"][s][unseen] = float(garbage(rng, b.dtype))
+    mean = any(bool(m.any()) for m in may_mean)
+    hide_unseen(b, p.counts, mean)
+    if p.pse is not None:
+        hide_by_inf(b, p.counts, [p.pse.bias(s) for s in range(len(p.counts))], mean)
     b.draw("dy", "q", b.heads, b.dim_v)
     p.call |= {p.name(n): b.tensor(n, "q" if n[0] == "q" else "kv") for n in b.parts if n != "dy"}
     p.call |= {"scale": p.scale, "head_num": b.heads, "input_layout": b.layout}
@@ -338,7 +338,7 @@ def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
     if not b.packed:
         return list(flat)
     if p.token_major:
-        return [own.T for own in flat[: sum(b.q_len)].split(b.q_len)]
+        return [own.T for own in b.split(flat)]
     flat, found, first = flat.reshape(-1), [], 0
     for m in b.q_len:
         found.append(flat[first : first + b.heads * m].view(b.heads, m))
@@ -350,7 +350,7 @@ def _parts(b: Batch, tensor: Tensor, elements: int) -> list[Tensor]:
     """[N, R, elements] of every sequence, from a tensor in the layout."""
     t = tensor.double()
     if b.packed:
-        return [own.transpose(0, 1) for own in t[: sum(b.q_len)].split(b.q_len)]
+        return [own.transpose(0, 1) for own in b.split(t)]
     t = t.transpose(0, 1) if b.layout == "SBH" else t
     t = t.unflatten(2, (b.heads, elements)) if b.layout in ("BSH", "SBH") else t
     return list(t if b.layout == "BNSD" else t.transpose(1, 2))
