@@ -238,24 +238,8 @@ def selecting() -> None:
 
 # What a forger may write in any place. Sizes that memory is allocated for are small: a call decides them, not a file.
 HOSTILE = [
-    *(
-        None,
-        True,
-        False,
-        -1,
-        0,
-        1,
-        3,
-        4.5,
-        2**31,
-        2**63 - 1,
-        -(2**63),
-        2**64,
-        10**40,
-        float("nan"),
-        float("inf"),
-        1e300,
-    ),
+    *(None, True, False, -1, 0, 1, 3, 4.5, 2**31, 2**63 - 1, -(2**63), 2**64, 10**40),
+    *(float("nan"), float("inf"), 1e300),
     *("", "x", "BSND", "TND", [], [0], [3, 10], [10, 3], [4.5], ["a"], [[1]], {}, {"a": 1}, [10**40], [True]),
 ]
 
