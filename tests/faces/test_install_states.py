@@ -70,13 +70,8 @@ def test_this_thread_installs_and_another_one_uninstalls() -> None:
 
 def test_every_thread_that_installs_knows_npu() -> None:
     npu.install()
-    assert elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes())) == [
-        False,
-        None,
-        True,
-        None,
-        1,
-    ]
+    found = elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes()))
+    assert found == [False, None, True, None, 1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(npu.install).result()
         npu.uninstall()

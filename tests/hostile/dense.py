@@ -71,9 +71,8 @@ class Batch:
         """Statistics from (value, error) [heads, length] per sequence."""
         value = lay_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
         error = lay_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
-        return Value(
-            value, torch.where(value.isfinite(), error, 0.0) + U * value.abs().nan_to_num(0, 0, 0), torch.float32
-        )
+        error = torch.where(value.isfinite(), error, 0.0)
+        return Value(value, error + U * value.abs().nan_to_num(0, 0, 0), torch.float32)
 
     def rows(self, b: int, name: str, group: int = 1) -> Tensor:
         """[heads, length, elements] of a sequence, key heads repeated."""

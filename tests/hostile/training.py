@@ -258,12 +258,8 @@ def draw(rng: Rng) -> Drawn:
     elif how < 0.8 and p.drop.bits is None:
         p.saves, p.asked = True, names
     dy = b.tensor("dy", "q") if p.asked else None
-    about = {
-        "function": f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}",
-        **p.call,
-        "dy": dy,
-    }
-    return Drawn(about, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
+    function = f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}"
+    return Drawn({"function": function, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
 
 
 SUFFIX = {1: "", 2: "_v2", 3: "_v3"}
@@ -319,10 +315,8 @@ def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor
         form = torch.where(rows.mean, float(rows.count.shape[-1]), FLT_MAX)
         total = torch.where(rows.empty, form, total)
     plain = ~rows.empty | (torch.tensor(rows.sink is not None))
-    return (top, torch.where(plain, rows.max_error, 0.0)), (
-        total,
-        torch.where(plain, rows.sum_error, 0.0).nan_to_num(0),
-    )
+    max_error, sum_error = (torch.where(plain, error, 0.0) for error in (rows.max_error, rows.sum_error))
+    return (top, max_error), (total, sum_error.nan_to_num(0))
 
 
 def _lanes(p: Plan, parts: list[tuple[Tensor, Tensor]]) -> Value:
