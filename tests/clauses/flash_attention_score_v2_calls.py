@@ -8,7 +8,7 @@ from clauses.dtypes import F32, H
 from clauses.near import Near, near, softmax
 from clauses.table import Args, filled, prototype
 from clauses.training import band, biased, bits, given, grid, tabled
-from clauses.values import draw
+from clauses.values import draw, heads_first, laid
 
 PROTOTYPE = prototype("""
     aclTensor   query
@@ -36,24 +36,6 @@ PROTOTYPE = prototype("""
     aclTensor   attentionOutOut
 """)
 FLT_MAX = torch.finfo(torch.float32).max
-
-
-def laid(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """[B, N, S, D] in a layout."""
-    if layout == "BNSD":
-        return t.contiguous()
-    if layout == "SBH":
-        return t.permute(2, 0, 1, 3).flatten(2).contiguous()
-    t = t.transpose(1, 2).contiguous()
-    return t.flatten(2) if layout == "BSH" else t
-
-
-def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """[B, N, S, D] of a tensor in a layout."""
-    if layout in ("BSH", "SBH"):
-        t = t.unflatten(2, (heads, -1)) if t.shape[2] else t.new_empty(*t.shape[:2], heads, 0)
-        return t.transpose(1, 2) if layout == "BSH" else t.permute(1, 2, 0, 3)
-    return t if layout == "BNSD" else t.transpose(1, 2)
 
 
 def base(

@@ -216,8 +216,7 @@ def _columns(s: Step, call: dict[str, Any], form: str) -> int:
 
 
 def _run(s: Step, call: dict[str, Any]) -> Results:
-    given = dict(call)
-    out, lse = fa.decode_attention(given.pop("q"), given.pop("cache"), **given)
+    out, lse = fa.decode_attention(**call)
     return {"out": out, "lse": lse} | {"stored " + name: found for name, (found, _) in s.checks.items()}
 
 

@@ -290,14 +290,10 @@ def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) 
     for name in asked:
         if name not in batch.parts:
             continue
-        side = "q" if name.startswith("q") else "kv"
-        parts = []
-        for own in slopes:
-            value, error = (
-                own.dq() if side == "q" else own.dv(batch.heads_kv) if name == "v" else own.dk(batch.heads_kv)
-            )
-            parts.append((value[..., tail[name]], error[..., tail[name]]))
-        found["d" + name] = batch.lay(parts, side)
+        heads, queries = batch.heads_kv, name.startswith("q")
+        whole = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
+        parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in whole]
+        found["d" + name] = batch.lay(parts, "q" if queries else "kv")
     return found
 
 

@@ -10,7 +10,7 @@ from fusion_attention import npu
 
 from .attention import draw_scale
 from .caches import Cache, draw_pages, draw_side
-from .core import Drawn, Results, Value
+from .core import Drawn
 from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, lay_q, span_of, stored_out
 from .dense import draw_bias, draw_blocked, expanded
 from .places import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
@@ -122,12 +122,8 @@ def draw(rng: Rng) -> Drawn:
     call |= {name: _lay_cache(s, layout, side, torch.int8 if stored else dtype) for name, side in names}
     draw_post(s, call, ("quant_scale2", "quant_offset2"))
     call["query"] = place(rng, lay_q(s, layout, s.q, float(garbage(rng, dtype))).to(dtype))
-    return Drawn(call, lambda: _run(call), lambda _: _expect(s, layout))
-
-
-def _run(call: dict[str, Any]) -> Results:
-    return {"out": npu.npu_incre_flash_attention(**call)}
-
-
-def _expect(s: Step, layout: str) -> dict[str, Value]:
-    return {"out": stored_out(s, layout, [attended(s, b) for b in range(len(s.kv_len))])}
+    return Drawn(
+        call,
+        lambda: {"out": npu.npu_incre_flash_attention(**call)},
+        lambda _: {"out": stored_out(s, layout, [attended(s, b) for b in range(count)])},
+    )

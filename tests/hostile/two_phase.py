@@ -203,23 +203,18 @@ def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) ->
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles.values(), strict=False)
     workspace = acl.rt.malloc(size)[0] if size else None
     second = getattr(aclnn, op.name)
-    written = 0
-    if how == "workspace":
-        if not size:  # nothing to take away: the call is legal
-            return {"first": _code(first), "second": _code(second(None, 0, executor, None))}
-        code = second(workspace, size - 1, executor, None)
-    elif how == "twice":
+    if how == "workspace" and not size:  # nothing to take away: the call is legal
+        return {"first": _code(first), "second": _code(second(None, 0, executor, None))}
+    if how == "twice":
         done = second(workspace, size, executor, None)
         if done:
             return {"first use": _code(done)}
         watched.before = {n: _bytes(t) for n, t in watched.tensors.items() if t is not None}
-        code = second(workspace, size, executor, None)
     elif how == "destroyed":
         acl.destroy_tensor(handles[victim])
-        code = second(workspace, size, executor, None)
-    else:
+    elif how == "finalized":
         acl.finalize()
-        code = second(workspace, size, executor, None)
+    code = second(workspace, size - (how == "workspace"), executor, None)
+    if how == "finalized":
         _start()
-    written = watched.touched(whole=True)
-    return {"first": _code(first), "code": _code(code), "bytes written": _code(written)}
+    return {"first": _code(first), "code": _code(code), "bytes written": _code(watched.touched(whole=True))}
