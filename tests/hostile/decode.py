@@ -14,7 +14,7 @@ from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill,
 from .core import Drawn, Results, Value
 from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, lengths, maybe, normal, pick, place, size
+from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, lengths, maybe, normal, pick, place, size
 
 
 @dataclass
@@ -69,11 +69,7 @@ def draw_rows(s: Step, dims: int) -> None:
 
 def lay_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
     """[B, N, S1, d] in the layout, from [N, R, d] per sequence."""
-    whole = torch.full((len(parts), s.heads, s.rows, parts[0].shape[-1]), fill, dtype=torch.float64)
-    for b, part in enumerate(parts):
-        whole[b, :, : part.shape[1]] = part
-    whole = whole if layout == "BNSD" else whole.transpose(1, 2)
-    return whole.flatten(2) if layout == "BSH" else whole
+    return lay([part.transpose(0, 1) for part in parts], layout, s.rows, fill)
 
 
 def hide(s: Step, may_mean: bool) -> None:
@@ -272,10 +268,7 @@ def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
 def _expect(s: Step, layout: str) -> dict[str, Value]:
     rows = [attended(s, b) for b in range(len(s.q_len))]
     expected = {"out": stored_out(s, layout, rows)}
-    lse = torch.full((len(rows), s.heads, s.rows), -torch.inf, dtype=torch.float64)
-    error = torch.zeros_like(lse)
-    for b, r in enumerate(rows):
-        lse[b, :, : s.q_len[b]] = r.lse
-        error[b, :, : s.q_len[b]] = torch.where(r.lse.isfinite(), r.lse_error, 0.0)
+    lse = lay_rows([r.lse for r in rows], False, s.rows, -torch.inf)
+    error = lay_rows([torch.where(r.lse.isfinite(), r.lse_error, 0.0) for r in rows], False, s.rows)
     expected["lse"] = Value(lse, error + U * lse.abs().nan_to_num(0, 0, 0), torch.float32)
     return expected | {"stored " + name: want for name, (_, want) in s.checks.items()}

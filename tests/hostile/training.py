@@ -125,8 +125,7 @@ def _draw_full_mask(p: Plan) -> list[Tensor]:
     some = tuple(1 if maybe(rng, 0.1) else n for n in shape)
     matrix = draw_blocked(rng, some, some, dtypes)
     p.call["atten_mask"] = matrix.tensor.expand(shape)
-    pairs = enumerate(zip(b.q_len, b.kv_len, strict=True))
-    return [~matrix.of(s, m, n, b.heads) for s, (m, n) in pairs]
+    return [~matrix.of(s, m, n, b.heads) for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True))]
 
 
 def _draw_mode(p: Plan) -> None:
