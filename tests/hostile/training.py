@@ -332,11 +332,8 @@ def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
         return list(flat)
     if p.token_major:
         return [own.T for own in b.split(flat)]
-    flat, found, first = flat.reshape(-1), [], 0
-    for m in b.q_len:
-        found.append(flat[first : first + b.heads * m].view(b.heads, m))
-        first += b.heads * m
-    return found
+    own = flat.reshape(-1)[: b.heads * sum(b.q_len)].split([b.heads * m for m in b.q_len])
+    return [part.view(b.heads, m) for part, m in zip(own, b.q_len, strict=True)]
 
 
 def _parts(b: Batch, tensor: Tensor, elements: int) -> list[Tensor]:
