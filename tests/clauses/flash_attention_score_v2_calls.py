@@ -6,9 +6,9 @@ import torch
 
 from clauses.dtypes import F32, H
 from clauses.near import Near, near, softmax
-from clauses.table import Args, prototype
-from clauses.training import INF, band, biased, bits, given, grid, tabled
-from clauses.values import draw
+from clauses.table import Args, filled, prototype
+from clauses.training import band, biased, bits, given, grid, tabled
+from clauses.values import draw, heads_first, laid
 
 PROTOTYPE = prototype("""
     aclTensor   query
@@ -38,24 +38,6 @@ PROTOTYPE = prototype("""
 FLT_MAX = torch.finfo(torch.float32).max
 
 
-def laid(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """[B, N, S, D] in a layout."""
-    if layout == "BNSD":
-        return t.contiguous()
-    if layout == "SBH":
-        return t.permute(2, 0, 1, 3).flatten(2).contiguous()
-    t = t.transpose(1, 2).contiguous()
-    return t.flatten(2) if layout == "BSH" else t
-
-
-def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """[B, N, S, D] of a tensor in a layout."""
-    if layout in ("BSH", "SBH"):
-        t = t.unflatten(2, (heads, -1)) if t.shape[2] else t.new_empty(*t.shape[:2], heads, 0)
-        return t.transpose(1, 2) if layout == "BSH" else t.permute(1, 2, 0, 3)
-    return t if layout == "BNSD" else t.transpose(1, 2)
-
-
 def base(
     layout: str = "BSND",
     B: int = 2,
@@ -69,29 +51,16 @@ def base(
 ) -> Args:
     """Attention of padded batches; Dv 0 is D."""
     query = laid(draw(B, N, S1, D, d=dtype), layout)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         key=laid(draw(B, N2, S2, D, d=dtype), layout),
         value=laid(draw(B, N2, S2, Dv or D, d=dtype), layout),
-        realShiftOptional=None,
-        dropMaskOptional=None,
-        paddingMaskOptional=None,
-        attenMaskOptional=None,
-        prefixOptional=None,
-        qStartIdxOptional=None,
-        kvStartIdxOptional=None,
         scaleValueOptional=0.25,
-        keepProbOptional=1.0,
-        preTokensOptional=INF,
-        nextTokensOptional=INF,
         headNum=N,
         inputLayout=layout,
-        innerPreciseOptional=0,
-        sparseModeOptional=0,
-        pseTypeOptional=1,
         softmaxMaxOut=torch.empty(B, N, S1, 8, dtype=F32),
         softmaxSumOut=torch.empty(B, N, S1, 8, dtype=F32),
-        softmaxOutOut=None,
         attentionOutOut=torch.empty_like(laid(torch.empty(B, N, S1, Dv or D, dtype=dtype), layout)),
     )
 

@@ -172,11 +172,7 @@ CLAUSES = (
         forbids("actualSeqLengths", B=3, actualSeqLengths=[9, 9]),
     ),
     # --------------------------------------------------------------------------------------------------------- sizes
-    clause(
-        "query-one",
-        "S of query is 1.",
-        *(forbids("query", layout=x, Sq=2) for x in LAYOUTS),
-    ),
+    clause("query-one", "S of query is 1.", *(forbids("query", layout=x, Sq=2) for x in LAYOUTS)),
     clause(
         "sizes",
         "B is at most 65536, N 256, D 512.",

@@ -8,8 +8,8 @@ import torch
 
 from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
-from clauses.table import Args, prototype
-from clauses.values import draw, whole
+from clauses.table import Args, filled, prototype
+from clauses.values import draw, heads_first, laid, whole
 
 PROTOTYPE = prototype("""
     aclTensor     query
@@ -62,9 +62,8 @@ def base(
     """
 
     def rows(n: int, s: int, heads: int, order: str, d: torch.dtype) -> torch.Tensor:
-        t = whole(n, heads, s, D, low=-128, high=128, d=d) if d == I8 else draw(n, heads, s, D, d=d)
-        t = t if order == "BNSD" else t.transpose(1, 2).contiguous()
-        return t.reshape(n, s, -1) if order == "BSH" else t
+        shape = (n, heads, s, D)
+        return laid(whole(*shape, low=-128, high=128, d=d) if d == I8 else draw(*shape, d=d), order)
 
     stored = cache or dtype
     spread, table = [(B, S)] if not listed else [(1, s) for s in listed], None
@@ -77,22 +76,14 @@ def base(
         spread = [(sum(counts), page)]
     key, value = ([rows(n, s, N2, pages if page else layout, stored) for n, s in spread] for _ in range(2))
     query = rows(B, Sq, N, layout, dtype)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         key=key,
         value=value,
-        pseShift=None,
-        attenMask=None,
         actualSeqLengths=list(tokens) if page else None,
-        dequantScale1=None,
-        quantScale1=None,
-        dequantScale2=None,
-        quantScale2=None,
-        quantOffset2=None,
         antiquantScale=torch.tensor([0.01, 0.02]).to(dtype) if stored == I8 else None,
-        antiquantOffset=None,
         blocktable=table,
-        kvPaddingSize=None,
         numHeads=N,
         scaleValue=0.25,
         inputLayout=layout,
@@ -101,13 +92,6 @@ def base(
         innerPrecise=1,
         attentionOut=torch.empty_like(query),
     )
-
-
-def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """[B, N, S, D] of a tensor in a layout."""
-    if layout == "BSH":
-        t = t.unflatten(-1, (heads, -1))
-    return t if layout == "BNSD" else t.transpose(1, 2)
 
 
 def _cache(args: Args, which: str, heads: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I64, U8, H
-from clauses.indexer_grad_kl_loss_calls import PROTOTYPE, base, finish, formula
+from clauses.indexer_grad_kl_loss_calls import LENGTHS, PROTOTYPE, base, finish, formula
 from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
 from clauses.values import deeper, ends, fractal, gapped, longer, swapped, to, wide, zeros
 
@@ -13,7 +13,6 @@ BSND = {"axes": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "queryIndex", "keyIndex", "queryRope", "keyRope")
 OUTPUTS = ("dQueryIndex", "dKeyIndex", "dWeights", "loss")
 REQUIRED = ("query", "key", "queryIndex", "keyIndex", "weights", "sparseIndices", "softmaxMax", "softmaxSum", *OUTPUTS)
-LENGTHS = ("actualSeqLengthsQuery", "actualSeqLengthsKey")
 
 CLAUSES = (
     # ---------------------------------------------------------------------------------------------------------- dtypes

@@ -8,8 +8,8 @@ import torch
 
 from clauses.dtypes import F32, I32, H
 from clauses.near import Near, near, softmax
-from clauses.selections import Item, flat, items_of, lists, packed, selected
-from clauses.table import Args, prototype
+from clauses.selections import Item, flat, items_of, lists, selected, sequences_of
+from clauses.table import Args, filled, prototype
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
@@ -36,6 +36,7 @@ PROTOTYPE = prototype("""
     aclTensor   dWeights
     aclTensor   loss
 """)
+LENGTHS = ("actualSeqLengthsQuery", "actualSeqLengthsKey")
 
 
 def base(
@@ -63,13 +64,7 @@ def base(
         count: keys that every row selects at most; K: entries of a list.
         peak: of the indexer's weights, on which depends how peaked its distribution is.
     """
-    given: tuple[list[int] | None, list[int] | None]
-    if axes == "TND":
-        items, t1, t2, given = list(packed(q, kv)), q[-1], kv[-1], (list(q), list(kv))
-    else:
-        rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
-        items = [Item(b * q[0], rows[b], b * kv[0], keys[b]) for b in range(len(q))]
-        t1, t2, given = len(q) * q[0], len(q) * kv[0], (list(rows), list(keys)) if tokens else (None, None)
+    items, t1, t2, lengths = sequences_of(axes, q, kv, tokens)
 
     def shaped(t: torch.Tensor) -> torch.Tensor:
         return t if axes == "TND" else t.unflatten(0, (len(q), -1))
@@ -79,7 +74,8 @@ def base(
     weights = shaped((draw(t1, Nidx) * peak).to(weights_dtype or dtype))
     listed = torch.full((t1, 1, K), -1, dtype=I32)
     listed[..., :2048] = lists(items, t1, 3, 1, min(count, K))[..., :K]
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=shaped(draw(t1, N, D, d=dtype)),
         key=shaped(draw(t2, 1, D, d=dtype)),
         queryIndex=query_index,
@@ -90,8 +86,7 @@ def base(
         softmaxSum=statistics,
         queryRope=shaped(draw(t1, N, Dr, d=dtype)) if rope else None,
         keyRope=shaped(draw(t2, 1, Dr, d=dtype)) if rope else None,
-        actualSeqLengthsQuery=given[0],
-        actualSeqLengthsKey=given[1],
+        **dict(zip(LENGTHS, lengths, strict=True) if axes == "TND" or tokens else ()),
         scaleValue=0.04,
         layout=axes,
         sparseMode=3,
@@ -107,8 +102,7 @@ def base(
 
 def sequences(args: Args) -> list[tuple[Item, torch.Tensor]]:
     """Every sequence with rows and keys, and [rows, keys]: what its rows selected."""
-    items = items_of(args, "actualSeqLengthsQuery", "actualSeqLengthsKey")
-    return [(item, selected(args, item, 3, 1)) for item in items if item.rows and item.keys]
+    return [(item, selected(args, item, 3, 1)) for item in items_of(args, *LENGTHS) if item.rows and item.keys]
 
 
 def scores_of(args: Args, item: Item) -> Near:
@@ -127,7 +121,7 @@ def finish(args: Args, changed: frozenset[str]) -> None:
             continue
         rows = torch.zeros(flat(args["query"]).shape[0], heads)
         for item, seen in sequences(args):
-            seen = seen[:, None].expand(-1, heads, -1)
+            seen = wide_of(seen, heads)
             found = softmax(scores_of(args, item), seen | ~seen.any(-1, keepdim=True))[which].value[..., 0]
             rows[item.row : item.row + item.rows] = (found * seen.any(-1)).float()
         args[name] = rows.reshape(args[name].shape)
@@ -154,11 +148,11 @@ def formula(args: Args) -> dict[str, Near]:
         logs = p.only(seen, 1).log() - y.only(seen, 1).log()
         loss = loss + (p * logs).sum(1).sum(0)
         d_i = (y - p)[:, None]
-        _lay(d_w, rows, (d_i * products.relu()).sum(2))
+        d_w.lay(rows, (d_i * products.relu()).sum(2))
         d_s = (d_i * weight * products.step()).rounded(dtype).only(wide_of(seen, q.shape[1]), 0)
-        _lay(d_q, rows, d_s @ near(k[keys]))
+        d_q.lay(rows, d_s @ near(k[keys]))
         flat_s = Near(d_s.value.flatten(0, 1), d_s.slack.flatten(0, 1))
-        _lay(d_k, keys, flat_s.T @ near(q[rows].flatten(0, 1)))
+        d_k.lay(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
     found = {"dQueryIndex": d_q, "dKeyIndex": d_k, "dWeights": d_w, "loss": loss}
     return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in found.items()}
 
@@ -166,8 +160,3 @@ def formula(args: Args) -> dict[str, Near]:
 def wide_of(seen: torch.Tensor, heads: int) -> torch.Tensor:
     """[rows, heads, keys]."""
     return seen[:, None].expand(-1, heads, -1)
-
-
-def _lay(total: Near, where: slice, part: Near) -> None:
-    shape = total.value[where].shape
-    total.value[where], total.slack[where] = part.value.reshape(shape), part.slack.reshape(shape)

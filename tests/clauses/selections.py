@@ -29,6 +29,17 @@ def packed(q_ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[Item]:
         row, key = q, k
 
 
+def sequences_of(
+    layout: str, q: Sequence[int], kv: Sequence[int], tokens: tuple[Sequence[int], Sequence[int]] | None
+) -> tuple[list[Item], int, int, tuple[list[int], list[int]]]:
+    """(sequences, rows of all, keys of all, lengths as a call gives them); BSND: of len(q) items, perhaps not full."""
+    if layout == "TND":
+        return list(packed(q, kv)), q[-1], kv[-1], (list(q), list(kv))
+    rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
+    items = [Item(b * q[0], rows[b], b * kv[0], keys[b]) for b in range(len(q))]
+    return items, len(q) * q[0], len(q) * kv[0], (list(rows), list(keys))
+
+
 def visible(item: Item, row: int, mode: int) -> int:
     """How many keys a row may see: all of them, or up to the diagonal through the lower right corner."""
     return item.keys if mode == 0 else min(max(item.keys - item.rows + row + 1, 0), item.keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
-from clauses.sparse_flash_attention_grad_calls import PROTOTYPE, base, finish, formula
+from clauses.sparse_flash_attention_grad_calls import LENGTHS, PROTOTYPE, base, finish, formula
 from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
 from clauses.values import deeper, drawn, ends, fractal, gapped, ints, longer, swapped, to, wide, zeros
 
@@ -15,7 +15,6 @@ OUTPUTS = ("dQueryOut", "dKeyOut", "dValueOut")
 ROPE_OUTPUTS = ("dQueryRopeOutOptional", "dKeyRopeOutOptional")
 NO_ROPE = {"queryRopeOptional": None, "keyRopeOptional": None}
 REQUIRED = ("query", "key", "value", "sparseIndices", "dOut", "out", "softmaxMax", "softmaxSum", *OUTPUTS)
-LENGTHS = ("actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
 
 
 CLAUSES = (

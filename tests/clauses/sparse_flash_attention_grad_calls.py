@@ -8,8 +8,8 @@ import torch
 
 from clauses.dtypes import F32, I32, H
 from clauses.near import Near, near, softmax
-from clauses.selections import Item, flat, items_of, lists, packed, selected
-from clauses.table import Args, prototype
+from clauses.selections import Item, flat, items_of, lists, selected, sequences_of
+from clauses.table import Args, filled, prototype
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
@@ -38,6 +38,7 @@ PROTOTYPE = prototype("""
     aclTensor dQueryRopeOutOptional
     aclTensor dKeyRopeOutOptional
 """)
+LENGTHS = ("actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
 INF = 2147483647
 
 
@@ -63,14 +64,7 @@ def base(
         count: blocks that every row selects at most.
         lengths: whether they are given; tokens: of the items of BSND, where these are not full.
     """
-    if layout == "TND":
-        items, t1, t2 = list(packed(q, kv)), q[-1], kv[-1]
-        given = torch.tensor(q, dtype=I32), torch.tensor(kv, dtype=I32)
-    else:
-        rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
-        items = [Item(b * q[0], rows[b], b * kv[0], keys[b]) for b in range(len(q))]
-        t1, t2 = len(q) * q[0], len(q) * kv[0]
-        given = torch.tensor(rows, dtype=I32), torch.tensor(keys, dtype=I32)
+    items, t1, t2, given = sequences_of(layout, q, kv, tokens)
 
     def shaped(t: torch.Tensor) -> torch.Tensor:
         return t if layout == "TND" else t.unflatten(0, (len(q), -1))
@@ -78,7 +72,8 @@ def base(
     query, query_rope = shaped(draw(t1, N, D, d=dtype)), shaped(draw(t1, N, Dr, d=dtype))
     key, key_rope = shaped(draw(t2, 1, D, d=dtype)), shaped(draw(t2, 1, Dr, d=dtype))
     statistics = torch.ones((1, t1, N) if layout == "TND" else (len(q), 1, q[0], N), dtype=F32)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         key=key,
         value=shaped(draw(t2, 1, D, d=dtype)),
@@ -87,8 +82,7 @@ def base(
         out=torch.zeros_like(query),
         softmaxMax=torch.zeros_like(statistics),
         softmaxSum=statistics,
-        actualSeqLengthsQueryOptional=given[0] if lengths else None,
-        actualSeqLengthskvOptional=given[1] if lengths else None,
+        **{name: torch.tensor(own, dtype=I32) for name, own in zip(LENGTHS, given, strict=True) if lengths},
         queryRopeOptional=query_rope if rope else None,
         keyRopeOptional=key_rope if rope else None,
         scaleValue=0.04,
@@ -120,9 +114,8 @@ def scores_of(args: Args, item: Item, query: torch.Tensor, key: torch.Tensor) ->
 
 def items_and_rows(args: Args) -> tuple[list[Item], torch.Tensor, torch.Tensor]:
     """(sequences, query rows, key rows), rope included."""
-    items = items_of(args, "actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
     query = joined(args, "query", "queryRopeOptional")
-    return items, query, joined(args, "key", "keyRopeOptional")
+    return items_of(args, *LENGTHS), query, joined(args, "key", "keyRopeOptional")
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
@@ -170,8 +163,7 @@ def formula(args: Args) -> dict[str, Near]:
         d_k = (d_s.T @ near(query[rows].flatten(0, 1))) * args["scaleValue"]
         d_v = p.T @ d_out
         for total, one, where in zip(sums, (d_q, d_k, d_v), (rows, keys, keys), strict=True):
-            shape = total.value[where].shape
-            total.value[where], total.slack[where] = one.value.reshape(shape), one.slack.reshape(shape)
+            total.lay(where, one)
     results = {}
     pairs = (("dQueryOut", 0, 0), ("dKeyOut", 1, 0), ("dValueOut", 2, 0))
     ropes = (("dQueryRopeOutOptional", 0, dim), ("dKeyRopeOutOptional", 1, dim))

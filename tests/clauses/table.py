@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,6 +143,11 @@ def prototype(lines: str) -> tuple[Parameter, ...]:
         assert added.keys() <= {"=", "default"}, line
         found.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
     return tuple(found)
+
+
+def filled(lines: Iterable[Parameter], **given: Any) -> Args:
+    """A call of what is given: the rest is null, or the default that the page names."""
+    return {p.name: TYPES[p.kind](p.default) if p.default else None for p in lines} | given
 
 
 @dataclass(frozen=True, eq=False)

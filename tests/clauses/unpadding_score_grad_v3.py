@@ -224,11 +224,7 @@ CLAUSES = (
         computes(qStartIdxOptional=[9]),
         computes(prefixOptional=[0], **mode(0)),
     ),
-    clause(
-        "precision",
-        "innerPrecise is not used.",
-        *(computes(innerPrecise=n) for n in (0, 1, 2, 3, 7, -1)),
-    ),
+    clause("precision", "innerPrecise is not used.", *(computes(innerPrecise=n) for n in (0, 1, 2, 3, 7, -1))),
     # ----------------------------------------------------------------------------------------------------------- shapes
     clause(
         "statistics",

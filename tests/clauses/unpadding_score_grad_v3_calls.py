@@ -9,7 +9,7 @@ import torch
 from clauses.dtypes import BF, F32
 from clauses.near import Near, near, softmax
 from clauses.selections import Item, packed
-from clauses.table import Args, prototype
+from clauses.table import Args, filled, prototype
 from clauses.training import INF, TRIANGLE, band, cut, given
 from clauses.values import draw
 
@@ -67,26 +67,20 @@ def base(
     query, key, value = draw(t1, N, D, d=dtype), draw(t2, N2, D, d=dtype), draw(t2, N2, Dv or D, d=dtype)
     query_rope, key_rope = (draw(t, n, Dr, d=dtype) if rope else None for t, n in ((t1, N), (t2, N2)))
     dy = draw(t1, N, Dv or D, d=dtype)
-    return dict(
+    return filled(
+        PROTOTYPE,
         query=query,
         queryRope=query_rope,
         keyIn=key,
         keyInRope=key_rope,
         value=value,
         dy=dy,
-        pseShiftOptional=None,
-        dropMaskOptional=None,
-        paddingMaskOptional=None,
         attenMaskOptional=TRIANGLE,
         softmaxMaxOptional=torch.zeros(t1, N, 8, dtype=F32),
         softmaxSumOptional=torch.ones(t1, N, 8, dtype=F32),
-        softmaxInOptional=None,
         attentionInOptional=torch.zeros_like(dy),
-        prefixOptional=None,
         actualSeqQLenOptional=list(q),
         actualSeqKvLenOptional=list(kv),
-        qStartIdxOptional=None,
-        kvStartIdxOptional=None,
         scaleValue=0.2,
         keepProb=1.0,
         preTokens=INF,
@@ -101,7 +95,6 @@ def base(
         dkOut=torch.empty_like(key),
         dkRopeOut=torch.empty_like(key_rope) if rope else None,
         dvOut=torch.empty_like(value),
-        dpseOut=None,
     )
 
 

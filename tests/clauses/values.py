@@ -1,4 +1,6 @@
-"""What a check writes in a parameter's place: numbers from its own generator, and changes of what stands there."""
+"""What a check writes in a parameter's place: numbers from its own generator, in a layout, and changes of what stands
+there.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,24 @@ def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
 def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
     """Uniform integers low ... high - 1."""
     return torch.randint(low, high, shape, generator=GENERATOR).to(d)
+
+
+def laid(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """[B, N, S, D] in a layout."""
+    if layout == "BNSD":
+        return t.contiguous()
+    if layout == "SBH":
+        return t.permute(2, 0, 1, 3).flatten(2).contiguous()
+    t = t.transpose(1, 2).contiguous()
+    return t.flatten(2) if layout == "BSH" else t
+
+
+def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
+    """[B, N, S, D] of a tensor in a layout."""
+    if layout in ("BSH", "SBH"):
+        t = t.unflatten(2, (heads, -1)) if t.shape[2] else t.new_empty(*t.shape[:2], heads, 0)
+        return t.transpose(1, 2) if layout == "BSH" else t.permute(1, 2, 0, 3)
+    return t if layout == "BNSD" else t.transpose(1, 2)
 
 
 def zeros(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:

@@ -24,8 +24,7 @@ OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn"
 TRAINING = [op for op in OPERATORS.values() if op in training.RECORDS]
 FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
 BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
-
-
+FIRST = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
@@ -100,7 +99,7 @@ def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
             assert same(tensor, torch.zeros_like(tensor) if expected is None else expected), (name, output)
 
 
-@pytest.mark.parametrize("op", [op for op in RECORDS.values() if op.name.startswith("aclnn")], ids=by_name)
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
 def test_signatures_are_the_records(op: Op) -> None:
     first = inspect.signature(getattr(aclnn, op.name + "GetWorkspaceSize")).parameters
     assert list(first) == [*(p.shown for p in op.params), "strict", "check_content"]
@@ -144,7 +143,7 @@ def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Exe
     args = sample(V2) if args is None else args
     given = outputs_of(V2, args) | outputs
     handles = handles_of(V2, args, given)
-    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, size, executor = FIRST(**handles)
     return ret, size, executor, handles
 
 
@@ -192,30 +191,29 @@ def test_wrong_outputs_are_refused(output: str, tensor: torch.Tensor, word: str)
 def test_reserved_outputs_are_null_or_empty() -> None:
     for blank in (None, torch.empty(0), torch.empty(())):
         assert planned(softmax_out=blank)[0] == 0, acl.get_recent_err_msg()
-    failed(
-        planned(softmax_out=torch.empty(3, dtype=torch.float16))[0], TILING, "softmax_out", "None or an empty tensor"
-    )
+    ret, *_ = planned(softmax_out=torch.empty(3, dtype=torch.float16))
+    failed(ret, TILING, "softmax_out", "None or an empty tensor")
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2), np.zeros(2), "text", 7, object()], ids=lambda v: type(v).__name__)
 def test_wrong_types_are_refused(wrong: Any) -> None:
     *_, handles = planned()
     for name in ("query", "atten_mask", "attention_out"):
-        ret, _, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {name: wrong}))
+        ret, _, executor = FIRST(**(handles | {name: wrong}))
         assert executor is None
         failed(ret, INVALID, str(V2.failure(name, "an acl.Tensor or None", "")))
     if not isinstance(wrong, np.ndarray):
-        ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {"prefix": wrong}))
+        ret, *_ = FIRST(**(handles | {"prefix": wrong}))
         failed(ret, INVALID, "prefix (prefixOptional): expected an acl.IntArray")
         failed(run(1, wrong), INVALID, "executor: expected an acl.Executor")
     with pytest.raises(TypeError):
-        aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(handles["query"])
+        FIRST(handles["query"])
 
 
 def test_a_chip_format_is_refused() -> None:
     *_, handles = planned()
     handles["query"] = acl.Tensor.of(handles["query"].view, acl.ACL_FORMAT_FRACTAL_NZ)
-    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, *_ = FIRST(**handles)
     failed(ret, INVALID, "query: expected a plain format, got ACL_FORMAT_FRACTAL_NZ")
 
 
@@ -270,15 +268,13 @@ def test_what_ended_since_phase_1_is_noticed() -> None:
     failed(run(size, executor, stream="stream"), INVALID, "stream")
     assert acl.destroy_tensor(handles["key"]) == 0
     failed(run(size, executor), RUNTIME, "key: expected a live tensor")
-    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, *_ = FIRST(**handles)
     failed(ret, INVALID, "key: expected a live tensor")
     failed(acl.destroy_tensor(handles["key"]), INVALID, "destroyed before")
     failed(acl.destroy_tensor(None), NULL_POINTER, "got null")
     prefix = acl.create_int_array([1, 2])
     assert acl.destroy_int_array(prefix) == 0
-    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(
-        **(handles | {"key": handles["value"], "prefix": prefix})
-    )
+    ret, *_ = FIRST(**(handles | {"key": handles["value"], "prefix": prefix}))
     failed(ret, INVALID, "prefix (prefixOptional): expected a live int array")
     failed(acl.destroy_int_array(prefix), INVALID, "destroyed before")
 
@@ -289,7 +285,7 @@ def test_memory_freed_under_a_tensor_is_noticed() -> None:
     shape = args["query"].shape
     query = acl.create_tensor(shape, acl.ACL_FLOAT16, None, 0, acl.ACL_FORMAT_ND, shape, address)
     *_, handles = planned()
-    ret, size, executor = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**(handles | {"query": query}))
+    ret, size, executor = FIRST(**(handles | {"query": query}))
     assert (ret, acl.rt.free(address)) == (0, 0)
     failed(run(size, executor), RUNTIME, "query: expected a live tensor, got destroyed, or its memory freed")
 
@@ -345,14 +341,13 @@ def strided(like: torch.Tensor, kind: str) -> torch.Tensor:
 def test_inputs_and_outputs_of_any_strides(op: Op, kind: str) -> None:
     settings = VARIANTS["full_mask"] if op is V2 else VARIANTS["rope"] | VARIANTS["sink"]
     args = sample(op, **settings)
-    options = {"strict": False}
     outputs, moved = outputs_of(op, args), {}
-    assert call(op, args, outputs, **options) == (0, 0), acl.get_recent_err_msg()
+    assert call(op, args, outputs, strict=False) == (0, 0), acl.get_recent_err_msg()
     for name, value in args.items():
         float_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
         moved[name] = strided(value, kind).copy_(value) if float_tensor else value
     targets = {name: None if t is None else strided(t, kind) for name, t in outputs.items()}
-    assert call(op, moved, targets, **options) == (0, 0), acl.get_recent_err_msg()
+    assert call(op, moved, targets, strict=False) == (0, 0), acl.get_recent_err_msg()
     for name, expected in outputs.items():
         if expected is not None:
             assert same(targets[name], expected), name  # type: ignore[arg-type]
@@ -406,7 +401,7 @@ def test_nothing_works_before_init_or_after_finalize() -> None:
     failed(acl.rt.get_mem_info()[2], 100001)
     assert acl.create_tensor((2,), acl.ACL_FLOAT, data=torch.zeros(2)) is None
     failed(100001, 100001, "create_tensor", "acl.init()")
-    ret, *_ = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(**handles)
+    ret, *_ = FIRST(**handles)
     failed(ret, RUNTIME, "acl.init()")
     failed(aclnn.aclnnFlashAttentionScoreV2(None, size, executor, None), RUNTIME, "acl.init()")
     failed(acl.init(device="meta"), 207004, "device")

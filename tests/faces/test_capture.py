@@ -17,8 +17,6 @@ from fusion_attention.npu import npu_fusion_attention as imported_before
 from fusion_attention.npu import training
 from fusion_attention.testing import hostile
 
-Files = list[Path]
-
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

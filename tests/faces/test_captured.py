@@ -45,19 +45,25 @@ def rewrite(file: Path, **changes: Any) -> None:
     safetensors.torch.save_file(tensors, file, text)
 
 
+def refused(file: Path, what: str) -> None:
+    """One CaptureError, short, with the file's name."""
+    with pytest.raises(fa.CaptureError, match=what) as caught:
+        fa.replay(file)
+    assert str(file) in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
 @pytest.mark.parametrize("size", [0, 3, 8, 100, 700, -1])
 def test_a_truncated_file(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(fa.CaptureError, match=r"0000-.*: not a readable .safetensors file"):
-        fa.replay(file)
+    refused(file, r"0000-.*: not a readable .safetensors file")
 
 
 def test_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors here" * 9)
     safetensors.torch.save_file({"weight": torch.ones(2)}, tmp_path / "model")
     for name, what in (("text", "not a readable"), ("model", "not one that capture")):
-        with pytest.raises(fa.CaptureError, match=what):
-            fa.replay(tmp_path / name)
+        refused(tmp_path / name, what)
     with pytest.raises(FileNotFoundError, match="nothing"):
         fa.replay(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError):
@@ -142,10 +148,7 @@ def strides(**given: Any) -> dict[str, Any]:
 )
 def test_mislabelled_files(file: Path, changes: dict[str, Any], what: str) -> None:
     rewrite(file, **changes)
-    with pytest.raises(fa.CaptureError, match=what) as caught:
-        fa.replay(file)
-    assert str(file) in str(caught.value)
-    assert len(str(caught.value)) < 700
+    refused(file, what)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +168,7 @@ def test_mislabelled_bands(band: Any, tmp_path: Path) -> None:
     attributes = json.loads(metadata(file)["attributes"])
     assert attributes["band"] == [*BAND[:3], [1, 2]]
     rewrite(file, attributes={**attributes, "band": band})
-    with pytest.raises(fa.CaptureError, match="attributes: band: expected the fields of a Band") as caught:
-        fa.replay(file)
-    assert str(file) in str(caught.value)
+    refused(file, "attributes: band: expected the fields of a Band")
 
 
 @pytest.mark.parametrize(
@@ -185,11 +186,7 @@ def test_mislabelled_lists(names: list[str], tmp_path: Path) -> None:
     for name, (tensor, stride) in zip(names, lists, strict=False):
         tensors[name], steps[name] = tensor, stride
     safetensors.torch.save_file(tensors, file, {**text, "strides": json.dumps(steps)})
-    with pytest.raises(
-        fa.CaptureError, match=r"tensors: expected (a list's members by numbers|names that have no value yet).*, got 'k"
-    ) as caught:
-        fa.replay(file)
-    assert str(file) in str(caught.value)
+    refused(file, r"tensors: expected (a list's members by numbers|names that have no value yet).*, got 'k")
 
 
 def test_other_values_show_as_differences(file: Path) -> None:
@@ -238,24 +235,8 @@ def selecting() -> None:
 
 # What a forger may write in any place. Sizes that memory is allocated for are small: a call decides them, not a file.
 HOSTILE = [
-    *(
-        None,
-        True,
-        False,
-        -1,
-        0,
-        1,
-        3,
-        4.5,
-        2**31,
-        2**63 - 1,
-        -(2**63),
-        2**64,
-        10**40,
-        float("nan"),
-        float("inf"),
-        1e300,
-    ),
+    *(None, True, False, -1, 0, 1, 3, 4.5, 2**31, 2**63 - 1, -(2**63), 2**64, 10**40),
+    *(float("nan"), float("inf"), 1e300),
     *("", "x", "BSND", "TND", [], [0], [3, 10], [10, 3], [4.5], ["a"], [[1]], {}, {"a": 1}, [10**40], [True]),
 ]
 

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from support.surroundings import Seen
 
 import fusion_attention as fa
 from fusion_attention.api import attention as api
@@ -266,16 +267,8 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_modes_do_not_see_the_writing(tmp_path: Path) -> None:
-    class Seen(torch.overrides.TorchFunctionMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
+    with Seen() as alone:
         small()
-    alone, Seen.names = Seen.names, []
-    with fa.capture(tmp_path), Seen():
+    with fa.capture(tmp_path), Seen() as beside:
         small()
-    assert Seen.names == alone
+    assert beside.names == alone.names

@@ -72,16 +72,8 @@ def slightly_wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
 def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
     """Exit code and text of the job, at a width where no row wraps."""
     console = Console(file=io.StringIO(), width=160)
-    settings = demo.Settings(len(SENTENCES), 0, 1, BUDGET)
-    code = demo.run(
-        encoder,
-        SENTENCES,
-        attention,
-        settings,
-        console,
-        backend="test",
-        progress=Progress(console=console, disable=True),
-    )
+    settings, progress = demo.Settings(len(SENTENCES), 0, 1, BUDGET), Progress(console=console, disable=True)
+    code = demo.run(encoder, SENTENCES, attention, settings, console, backend="test", progress=progress)
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.cases import BITS, CASES, CAUSAL, DENSE, DRAWN, DTYPES, FLOATS, PACKED, Args, compute, operands
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.compiled import Recorder
 from torch.utils._pytree import tree_map_only
 
 import fusion_attention as fa
@@ -208,20 +208,6 @@ OPCHECKED = [
 ]
 
 
-class Recorder(TorchDispatchMode):
-    """The operators that run, with their arguments; that a mode is active makes the faces call operators at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fusion_attention":
-            assert not kwargs
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda case: case.id)
 def test_the_operators_that_torch_sees(case: Case) -> None:
     """They have the bits of the eager call, and pass torch's own checks, with gradients and without."""
@@ -326,12 +312,7 @@ def test_empty_rows_on_request() -> None:
 
 def test_a_band_is_what_a_mode_is() -> None:
     q, k = torch.randn(2, 4, 2, 8), torch.randn(2, 6, 2, 8)
-    pairs = {
-        2: fa.Band.causal("start"),
-        3: fa.Band.causal(),
-        4: fa.Band.window(2, 1),
-        0: fa.Band.window(2, 1, "start"),
-    }
+    pairs = {2: fa.Band.causal("start"), 3: fa.Band.causal(), 4: fa.Band.window(2, 1), 0: fa.Band.window(2, 1, "start")}
     for mode, band in pairs.items():
         by_mode = fa.attention(q, k, k, sparse_mode=mode, pre_tokens=2, next_tokens=1)
         same_bits(by_mode, fa.attention(q, k, k, band=band), f"mode {mode}")

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.surroundings import modes, surroundings
-from torch.overrides import TorchFunctionMode
+from support.surroundings import Seen, modes, surroundings
 
 from fusion_attention import npu
 
@@ -26,9 +25,7 @@ def restored() -> Iterator[None]:
     before = surroundings()
     yield
     npu.uninstall()
-    after = surroundings()
-    for one, other in zip(before, after, strict=True):
-        assert one == other
+    assert surroundings() == before
     assert importlib.util.find_spec("torch_npu") is None
 
 
@@ -71,13 +68,8 @@ def test_this_thread_installs_and_another_one_uninstalls() -> None:
 
 def test_every_thread_that_installs_knows_npu() -> None:
     npu.install()
-    assert elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes())) == [
-        False,
-        None,
-        True,
-        None,
-        1,
-    ]
+    found = elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes()))
+    assert found == [False, None, True, None, 1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(npu.install).result()
         npu.uninstall()
@@ -108,16 +100,6 @@ def test_eight_threads_at_once() -> None:
 # --------------------------------------------------------------------------------------------------------------- modes
 
 
-class Counting(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_installed_inside_a_device_context() -> None:
     with torch.device("meta"):
         npu.install()
@@ -134,14 +116,14 @@ def test_installed_inside_a_device_context() -> None:
 @pytest.mark.parametrize("enter", [npu.install, npu.uninstall, lambda: (npu.uninstall(), npu.install())])
 def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
     npu.install()
-    outer, inner = Counting(), Counting()
+    outer, inner = Seen(), Seen()
     with outer, torch.device("meta"), inner:
-        before = outer.calls, inner.calls
+        before = len(outer.names), len(inner.names)
         enter()
         torch.ones(2)
-        assert outer.calls > before[0]
-        assert inner.calls > before[1]
-        assert [mode for mode in modes() if isinstance(mode, Counting)] == [outer, inner]
+        assert len(outer.names) > before[0]
+        assert len(inner.names) > before[1]
+        assert [mode for mode in modes() if isinstance(mode, Seen)] == [outer, inner]
     assert torch.ones(2).device.type == "cpu"
     assert len(modes()) == (1 if hasattr(torch, "npu") else 0)
 
@@ -177,24 +159,19 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 # --------------------------------------------------------------------------------------------------- halves, and others
 
 
-def steps() -> list[str]:
-    """Every place of install() that may fail: what it calls to change something."""
-    return [*("made", "_Finder", "Watch", "_mapped"), "enter", "Watch.begin"]
+# Every place of install() that may fail: what it calls to change something.
+STEPS = {name: (install, name) for name in ("made", "_Finder", "Watch", "_mapped")}
+STEPS |= {"enter": (install._Devices, "enter"), "Watch.begin": (install.Watch, "begin")}
 
 
-@pytest.mark.parametrize("step", steps())
+@pytest.mark.parametrize("step", STEPS)
 def test_an_interrupted_install_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt(step)
 
     before = surroundings()
     with monkeypatch.context() as patch:
-        if step == "enter":
-            patch.setattr(install._Devices, "enter", fails)
-        elif step == "Watch.begin":
-            patch.setattr(install.Watch, "begin", fails)
-        else:
-            patch.setattr(install, step, fails)
+        patch.setattr(*STEPS[step], fails)
         with pytest.raises(KeyboardInterrupt, match=step):
             npu.install()
     assert surroundings() == before

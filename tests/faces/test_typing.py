@@ -81,25 +81,27 @@ def test_words_are_those_that_are_taken() -> None:
     assert get_args(nn.Stage) == nn.STAGES
 
 
+def checked(checker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", checker, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 CHECKERS = ("mypy", "basedpyright")
+by_checker = pytest.mark.parametrize(
+    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
-)
+@by_checker
 def test_what_checkers_make_of_it(checker: str) -> None:
     """`make lint` asks them too; here a face that they no longer understand fails beside the other tests."""
-    done = subprocess.run(
-        [sys.executable, "-m", checker, "tests/typed"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = checked(checker, "tests/typed")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
-)
+@by_checker
 def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
     """Without its comments every call of tests/typed that must be an error is one, in its own line."""
     text = (ROOT / "tests/typed/faces.py").read_text(encoding="utf-8")
@@ -107,8 +109,6 @@ def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text(text.replace("# type: ignore[", "# was ["), encoding="utf-8")
     options = ["--config-file=pyproject.toml"] if checker == "mypy" else []
-    done = subprocess.run(
-        [sys.executable, "-m", checker, *options, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = checked(checker, *options, str(wrong))
     assert [n for n in lines if f"wrong.py:{n}:" not in done.stdout] == []
     assert len(lines) > 20

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .families import FAMILIES
+from .core import FAMILIES
 
 HERE = Path(__file__).parent
 

@@ -165,9 +165,9 @@ def draw(rng: Rng) -> Drawn:
     biases: list[Tensor] | None = None
     if maybe(rng, 0.35):
         matrix = draw_bias(rng, batch.whole, broadcast_shape(rng, batch.whole), batch.dtype)
-        hide_by_inf(batch, counts, matrix, mean)
         poison_matrix(rng, matrix, counts, batch.whole)
         biases = [matrix.of(b, *count.shape[1:], batch.heads) for b, count in enumerate(counts)]
+        hide_by_inf(batch, counts, biases, mean)
         call["bias"] = matrix.tensor
     elif maybe(rng, 0.2):
         biases = _draw_slopes(batch, call)

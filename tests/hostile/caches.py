@@ -151,16 +151,8 @@ def own_cache(
     rng, shares = cache.rng, cache.values is None
     size = int(rng.choice([1, 3, 8, 16]))
     needed = sum(-(-n // size) for n in kv_len) + len(kv_len) + int(rng.integers(0, 9))
-    made = fa.PagedKVCache(
-        cache.heads,
-        cache.dim,
-        needed + 2,
-        dim_v=cache.dim_v,
-        page_size=size,
-        dtype=cache.dtype,
-        stored=cache.stored,
-        shares_kv=shares,
-    )
+    kind: dict[str, Any] = {"dim_v": cache.dim_v, "dtype": cache.dtype, "stored": cache.stored, "shares_kv": shares}
+    made = fa.PagedKVCache(cache.heads, cache.dim, needed + 2, page_size=size, **kind)
     spare = made.allocate() if maybe(rng, 0.3) else None
     sequences = [made.allocate() for _ in kv_len]
     sides = [cache.keys] if shares else [cache.keys, cache.values]

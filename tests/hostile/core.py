@@ -1,7 +1,8 @@
-"""A drawn call, what may come back from it, and the comparison."""
+"""The families by name, a call that one draws from a number alone, what may come back from it, and the comparison."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from fusion_attention import ContractWarning
 
+FAMILIES = ("attention", "training", "decode", "infer", "sparse", "indexer", "loss", "two_phase")
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
 
@@ -66,12 +68,18 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Value]) -> None:
             )
 
 
-def judge(drawn: Drawn) -> None:
+def judge(call: Drawn) -> None:
     """Makes a call and compares; a refusal of what was drawn to be legal is a failure like any other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContractWarning)
-        got = drawn.run()
-    compare(got, drawn.expect(got))
+        got = call.run()
+    compare(got, call.expect(got))
+
+
+def drawn(family: str, number: int) -> Drawn:
+    """Call `number` of a family, the same every time."""
+    rng = np.random.default_rng([*family.encode(), number])
+    return importlib.import_module(f".{family}", __package__).draw(rng)  # type: ignore[no-any-return]
 
 
 def told(about: Mapping[str, Any]) -> str:

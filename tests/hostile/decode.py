@@ -9,13 +9,12 @@ import torch
 
 import fusion_attention as fa
 
-from . import rules
 from .attention import draw_scale
 from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill, own_cache
 from .core import Drawn, Results, Value
-from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, poison_matrix
+from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, lengths, maybe, normal, pick, place, size
+from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, lengths, maybe, normal, pick, place, size
 
 
 @dataclass
@@ -34,7 +33,6 @@ class Step:
     first: list[int] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
     bands: list[Tensor] = field(default_factory=list)
-    bias: Matrix | None = None
     biases: list[Tensor] | None = None
     sink: Tensor | None = None
     out_scale: Tensor | None = None
@@ -71,55 +69,59 @@ def draw_rows(s: Step, dims: int) -> None:
 
 def lay_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
     """[B, N, S1, d] in the layout, from [N, R, d] per sequence."""
-    whole = torch.full((len(parts), s.heads, s.rows, parts[0].shape[-1]), fill, dtype=torch.float64)
-    for b, part in enumerate(parts):
-        whole[b, :, : part.shape[1]] = part
-    whole = whole if layout == "BNSD" else whole.transpose(1, 2)
-    return whole.flatten(2) if layout == "BSH" else whole
+    return lay([part.transpose(0, 1) for part in parts], layout, s.rows, fill)
 
 
 def hide(s: Step, may_mean: bool) -> None:
     """NaN in slots that nobody sees: behind the length, and before a window (floats, and scales of tokens)."""
     cache, rng = s.cache, s.rng
-    sides = [(cache.keys, True), (cache.values, False)]
-    for side, keys in sides:
+    for side, keys in ((cache.keys, True), (cache.values, False)):
         if side is None:
             continue
         for b, count in enumerate(s.counts):
             unseen = torch.ones(cache.slots[b], cache.heads, dtype=torch.bool)
-            first = s.first[b]
-            seen = (count > 0).any(1).unflatten(0, (cache.heads, -1)).any(1).T
+            counted = count > 0
             if may_mean and (not keys or cache.values is None):
-                seen = torch.ones_like(seen)
-            unseen[first : first + s.kv_len[b]] = ~seen
-            if s.biases is not None and rules.HIDDEN_BY_INF and not keys and not may_mean and maybe(rng, 0.3):
-                counted = (count > 0) & (s.biases[b] != -torch.inf)
-                unseen[first : first + s.kv_len[b]] = ~counted.any(1).unflatten(0, (cache.heads, -1)).any(1).T
+                counted = torch.ones_like(counted)
+            elif s.biases is not None and not keys and maybe(rng, 0.3):
+                counted = counted & (s.biases[b] != -torch.inf)
+            unseen[span_of(s, b)] = nobody(counted, cache.heads)
             if not side.kind:
                 side.stored[b][unseen] = float(garbage(rng, s.dtype))
 
 
-def draw_matrices(s: Step, call: dict[str, Any], columns: int, may_mean: bool) -> None:
+def span_of(s: Step, b: int) -> slice:
+    """The slots of a sequence that hold its keys."""
+    return slice(s.first[b], s.first[b] + s.kv_len[b])
+
+
+def own(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
+    """[N, R, K] of a sequence's keys."""
+    return matrix.of(b, s.q_len[b], columns, s.heads)[..., span_of(s, b)]
+
+
+def add_bias(s: Step, matrix: Matrix, whole: tuple[int, int, int, int]) -> None:
+    """A drawn bias joins the call, NaN where no score that counts reads it."""
+    padded = []
+    for b, count in enumerate(s.counts):
+        wide = torch.zeros(s.heads, s.q_len[b], whole[3], dtype=torch.int32)
+        wide[..., span_of(s, b)] = count
+        padded.append(wide)
+    poison_matrix(s.rng, matrix, padded, whole)
+    s.biases = [own(s, matrix, b, whole[3]) for b in range(len(s.counts))]
+
+
+def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
     rng = s.rng
     whole = (len(s.q_len), s.heads, s.rows, columns)
-
-    def own(matrix: Matrix, b: int) -> Tensor:
-        return matrix.of(b, s.q_len[b], columns, s.heads)[..., s.first[b] : s.first[b] + s.kv_len[b]]
-
     if maybe(rng, 0.3):
         blocked = draw_blocked(rng, whole, broadcast_shape(rng, whole), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
-        s.counts = [torch.where(own(blocked, b), 0, count) for b, count in enumerate(s.counts)]
+        s.counts = [torch.where(own(s, blocked, b, columns), 0, count) for b, count in enumerate(s.counts)]
     if maybe(rng, 0.3):
-        s.bias = draw_bias(rng, whole, broadcast_shape(rng, whole), s.dtype)
-        padded = []
-        for b, count in enumerate(s.counts):
-            wide = torch.zeros(s.heads, s.q_len[b], columns, dtype=torch.int32)
-            wide[..., s.first[b] : s.first[b] + s.kv_len[b]] = count
-            padded.append(wide)
-        poison_matrix(rng, s.bias, padded, whole)
-        s.biases = [own(s.bias, b) for b in range(len(s.counts))]
-        call["bias"] = s.bias.tensor
+        bias = draw_bias(rng, whole, broadcast_shape(rng, whole), s.dtype)
+        add_bias(s, bias, whole)
+        call["bias"] = bias.tensor
 
 
 def draw_post(s: Step, call: dict[str, Any], names: tuple[str, str]) -> None:
@@ -153,8 +155,7 @@ def draw(rng: Rng) -> Drawn:
     draw_rows(s, cache.dim)
     _draw_stored(s, call, form)
     draw_bands(s, call)
-    columns = _columns(s, call, form)
-    draw_matrices(s, call, columns, False)
+    draw_matrices(s, call, _columns(s, call, form))
     if form != "own":
         hide(s, False)
         call["cache"] = (cache.tensor(cache.keys), None if cache.values is None else cache.tensor(cache.values))
@@ -211,15 +212,14 @@ def _columns(s: Step, call: dict[str, Any], form: str) -> int:
 
 
 def _run(s: Step, call: dict[str, Any]) -> Results:
-    given = dict(call)
-    out, lse = fa.decode_attention(given.pop("q"), given.pop("cache"), **given)
+    out, lse = fa.decode_attention(**call)
     return {"out": out, "lse": lse} | {"stored " + name: found for name, (found, _) in s.checks.items()}
 
 
 def attended(s: Step, b: int) -> Rows:
     """One sequence over its cache."""
     cache, group = s.cache, s.group
-    span = slice(s.first[b], s.first[b] + s.kv_len[b])
+    span = span_of(s, b)
     keys = cache.keys.real(b, span.start, span.stop, group)
     side = cache.keys if cache.values is None else cache.values
     values = side.real(b, span.start, span.stop, group)[..., : cache.dim_v]
@@ -268,10 +268,7 @@ def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
 def _expect(s: Step, layout: str) -> dict[str, Value]:
     rows = [attended(s, b) for b in range(len(s.q_len))]
     expected = {"out": stored_out(s, layout, rows)}
-    lse = torch.full((len(rows), s.heads, s.rows), -torch.inf, dtype=torch.float64)
-    error = torch.zeros_like(lse)
-    for b, r in enumerate(rows):
-        lse[b, :, : s.q_len[b]] = r.lse
-        error[b, :, : s.q_len[b]] = torch.where(r.lse.isfinite(), r.lse_error, 0.0)
+    lse = lay_rows([r.lse for r in rows], False, s.rows, -torch.inf)
+    error = lay_rows([torch.where(r.lse.isfinite(), r.lse_error, 0.0) for r in rows], False, s.rows)
     expected["lse"] = Value(lse, error + U * lse.abs().nan_to_num(0, 0, 0), torch.float32)
     return expected | {"stored " + name: want for name, (_, want) in s.checks.items()}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import rules
 from .core import Value
 from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
 from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
@@ -72,17 +71,21 @@ class Batch:
         """Statistics from (value, error) [heads, length] per sequence."""
         value = lay_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
         error = lay_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
-        return Value(
-            value, torch.where(value.isfinite(), error, 0.0) + U * value.abs().nan_to_num(0, 0, 0), torch.float32
-        )
+        error = torch.where(value.isfinite(), error, 0.0)
+        return Value(value, error + U * value.abs().nan_to_num(0, 0, 0), torch.float32)
 
     def rows(self, b: int, name: str, group: int = 1) -> Tensor:
         """[heads, length, elements] of a sequence, key heads repeated."""
         return self.parts[name][b].transpose(0, 1).repeat_interleave(group, 0)
 
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The rows of every sequence, from [B, S1, ..] or [T1, ..]."""
+        if self.packed:
+            return list(tensor[: sum(self.q_len)].split(self.q_len))
+        return [tensor[b, :m] for b, m in enumerate(self.q_len)]
+
     def q(self, b: int) -> Tensor:
-        own = [self.rows(b, name) for name in ("q", "q_rope") if name in self.parts]
-        return torch.cat(own, -1)
+        return torch.cat([self.rows(b, name) for name in ("q", "q_rope") if name in self.parts], -1)
 
     def k(self, b: int) -> Tensor:
         return torch.cat([self.rows(b, name, self.group) for name in ("k", "k_rope") if name in self.parts], -1)
@@ -91,7 +94,7 @@ class Batch:
         return self.rows(b, "v", self.group)
 
 
-def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25, no_rope_limit: int = 300) -> Batch:
+def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25) -> Batch:
     """Sequences and their q, k, v (and rope parts)."""
     layout, dtype = str(pick(rng, *layouts)), DTYPES[int(rng.choice(3, p=[0.5, 0.3, 0.2]))]
     count = int(rng.integers(1, 5 if layout == "TND" else 4))
@@ -113,15 +116,21 @@ def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25, no_rope_lim
     return batch
 
 
-def fill_batch(batch: Batch) -> None:
-    """Draws the numbers, once lengths are known."""
+def fill_batch(batch: Batch, values: bool = True) -> None:
+    """Draws the numbers, once lengths are known; values: v is a tensor of its own."""
     b = batch
     b.draw("q", "q", b.heads, b.dim)
     b.draw("k", "kv", b.heads_kv, b.dim)
-    b.draw("v", "kv", b.heads_kv, b.dim_v)
+    if values:
+        b.draw("v", "kv", b.heads_kv, b.dim_v)
     if b.dim_rope:
         b.draw("q_rope", "q", b.heads, b.dim_rope)
         b.draw("k_rope", "kv", b.heads_kv, b.dim_rope)
+
+
+def nobody(counted: Tensor, heads_kv: int) -> Tensor:
+    """[K, heads_kv]: the keys that no row of [N, R, K] counts."""
+    return ~counted.any(1).unflatten(0, (heads_kv, -1)).any(1).T
 
 
 def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
@@ -130,7 +139,7 @@ def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
         return
     names = ("k", "k_rope") if mean else ("k", "v", "k_rope")
     for b, count in enumerate(counts):
-        unseen = ~(count > 0).any(1).unflatten(0, (batch.heads_kv, -1)).any(1).T  # [K, heads_kv]
+        unseen = nobody(count > 0, batch.heads_kv)
         for name in names:
             if name in batch.parts:
                 batch.parts[name][b][unseen] = float(garbage(batch.rng, batch.dtype))
@@ -152,24 +161,23 @@ class Matrix:
         own = own.expand(heads, max(rows, 1) if own.shape[1] == 1 else -1, max(keys, 1) if own.shape[2] == 1 else -1)
         return own[:, :rows, :keys]
 
-    def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> Value:
+    def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Value:
         """The gradient of the passed tensor from dS [N, R, K] per sequence, summed over the axes that it broadcasts."""
         whole = torch.zeros(batch.whole, dtype=torch.float64)
         off, terms = torch.zeros_like(whole), torch.zeros_like(whole)
         for b, (value, error) in enumerate(parts):
             place_ = (b, slice(None), slice(0, value.shape[1]), slice(0, value.shape[2]))
             whole[place_], off[place_], terms[place_] = value, error, value.abs()
-        shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
-        axes = [axis for axis in range(4) if shape[axis] == 1]
+        axes = [axis for axis, size in enumerate(self.whole.shape) if size == 1]
         count = int(np.prod([whole.shape[axis] for axis in axes]))
         value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (whole, off, terms))
-        error = abs(scale) * (error + count * U * most)
+        error = error + count * U * most
         if self.widened:
             error = torch.where(
                 error > 0, error + HALF[self.tensor.dtype] * most + count * SMALLEST[self.tensor.dtype], 0.0
             )
-        error = torch.where(error > 0, rounding(abs(scale) * value.abs(), error, self.tensor.dtype), 0.0)
-        return Value((scale * value).reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
+        error = torch.where(error > 0, rounding(value.abs(), error, self.tensor.dtype), 0.0)
+        return Value(value.reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
 
 
 def broadcast_shape(rng: Rng, whole: Sequence[int]) -> tuple[int, ...]:
@@ -201,8 +209,7 @@ def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes:
     dtype = dtypes[int(rng.integers(len(dtypes)))]
     bytes_ = torch.from_numpy(rng.integers(1, 256 if dtype == torch.uint8 else 2, shape).astype(np.uint8))
     stored = torch.where(values, bytes_, torch.zeros((), dtype=torch.uint8)).to(dtype)
-    placed = place(rng, stored) if rules.EMPTY_MATRICES or stored.numel() else stored
-    return Matrix(expanded(rng, placed, whole), four(values))
+    return Matrix(expanded(rng, place(rng, stored), whole), four(values))  # one without elements at any strides too
 
 
 def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
@@ -221,26 +228,19 @@ def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], whole: Seq
         seen = torch.zeros(tuple(whole), dtype=torch.bool)
         for b, count in enumerate(counts):
             seen[b, :, : count.shape[1], : count.shape[2]] = count > 0
-        shape = matrix.whole.shape
-        axes = [axis for axis in range(4) if shape[axis] == 1]
-        read = seen.any(dim=axes[0], keepdim=True) if axes else seen
-        for axis in axes[1:]:
-            read = read.any(dim=axis, keepdim=True)
+        axes = [axis for axis, size in enumerate(matrix.whole.shape) if size == 1]
+        read = seen.any(axes, keepdim=True) if axes else seen
         matrix.tensor[~read.reshape(matrix.tensor.shape)] = torch.nan
     matrix.whole = four(matrix.tensor.double())
-    if rules.EMPTY_MATRICES or matrix.tensor.numel():
-        matrix.tensor = place(rng, matrix.tensor)
+    matrix.tensor = place(rng, matrix.tensor)
 
 
-def hide_by_inf(batch: Batch, counts: Sequence[Tensor], matrix: Matrix, mean: bool) -> None:
-    """NaN in the value rows of keys whose every score that counts is -inf."""
-    if not rules.HIDDEN_BY_INF or mean or not maybe(batch.rng, 0.5):
+def hide_by_inf(batch: Batch, counts: Sequence[Tensor], biases: Sequence[Tensor], mean: bool) -> None:
+    """NaN in the value rows of keys whose every score that counts is -inf: such a key is not seen."""
+    if mean or not maybe(batch.rng, 0.5):
         return
-    for b, count in enumerate(counts):
-        bias = matrix.of(b, count.shape[1], count.shape[2], batch.heads)
-        counted = (count > 0) & (bias != -torch.inf)
-        unseen = ~counted.any(1).unflatten(0, (batch.heads_kv, -1)).any(1).T
-        batch.parts["v"][b][unseen] = float(garbage(batch.rng, batch.dtype))
+    for values, count, bias in zip(batch.parts["v"], counts, biases, strict=True):
+        values[nobody((count > 0) & (bias != -torch.inf), batch.heads_kv)] = float(garbage(batch.rng, batch.dtype))
 
 
 @dataclass
@@ -290,14 +290,10 @@ def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) 
     for name in asked:
         if name not in batch.parts:
             continue
-        side = "q" if name.startswith("q") else "kv"
-        parts = []
-        for own in slopes:
-            value, error = (
-                own.dq() if side == "q" else own.dv(batch.heads_kv) if name == "v" else own.dk(batch.heads_kv)
-            )
-            parts.append((value[..., tail[name]], error[..., tail[name]]))
-        found["d" + name] = batch.lay(parts, side)
+        heads, queries = batch.heads_kv, name.startswith("q")
+        whole = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
+        parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in whole]
+        found["d" + name] = batch.lay(parts, "q" if queries else "kv")
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 import fusion_attention as fa
 from fusion_attention import npu
 
-from .core import Drawn, Results, Value
+from .core import Drawn, Results, Value, exact
 from .dense import Batch
 from .formulas import HALF, U, narrowing, rounding
 from .places import Rng, Tensor, lay, leaf, maybe, normal, pick, place
@@ -186,22 +186,13 @@ def fair(own: Scores, chosen: Tensor, seen: Tensor, count: int) -> Tensor:
     return want
 
 
-def _lists(p: Plan, chosen: Tensor) -> list[Tensor]:
-    """[R, K] of every sequence."""
-    b, own = p.batch, chosen.long().squeeze(-2)
-    return list(own[: sum(b.q_len)].split(b.q_len)) if b.packed else [own[s, :m] for s, m in enumerate(b.q_len)]
-
-
 def _expect(p: Plan, got: Results) -> dict[str, Value]:
     b = p.batch
     every = [scores_of(b, s, p.coarse) for s in range(len(b.q_len))]
     seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
-    wanted = [fair(e, own, v, p.count) for e, own, v in zip(every, _lists(p, got["indices"]), seen, strict=True)]
-    expected = {
-        "indices": Value(
-            _lay(b, [w.double() for w in wanted], -1.0), _lay(b, [0.0 * w for w in wanted], 0.0), torch.int32
-        )
-    }
+    lists = b.split(got["indices"].long().squeeze(-2))
+    wanted = [fair(e, own, v, p.count) for e, own, v in zip(every, lists, seen, strict=True)]
+    expected = {"indices": exact(_lay(b, wanted, -1).int())}
     if p.values:
         value = [torch.where(w >= 0, _at(e.value, w), -torch.inf) for e, w in zip(every, wanted, strict=True)]
         error = [torch.where(w >= 0, _at(e.error, w), 0.0) for e, w in zip(every, wanted, strict=True)]

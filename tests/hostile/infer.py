@@ -10,10 +10,10 @@ from fusion_attention import npu
 
 from .attention import draw_scale
 from .caches import Cache, draw_pages, draw_side
-from .core import Drawn, Results, Value
-from .decode import Step, attended, draw_post, draw_rows, hide, lay_q, stored_out
-from .dense import Matrix, draw_bias, draw_blocked, expanded, poison_matrix
-from .places import DTYPES, Rng, Tensor, dim, garbage, lengths, maybe, pick, place, size
+from .core import Drawn
+from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, lay_q, span_of, stored_out
+from .dense import draw_bias, draw_blocked, expanded
+from .places import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
 
 FORMS = {"BSH": "BSND", "BSND": "BSND", "BNSD": "BNSD"}
 
@@ -74,30 +74,16 @@ def _draw_matrices(s: Step, call: dict[str, Any]) -> None:
     rng, count = s.rng, len(s.kv_len)
     least = max(f + n for f, n in zip(s.first, s.kv_len, strict=True))
     columns = max(least, 1) + int(rng.integers(0, 20))
-    mean = s.means
     if maybe(rng, 0.35):
         matrix = draw_blocked(rng, (count, columns), (count, columns), (torch.bool, torch.uint8, torch.int8))
         shape = [(count, columns), (count, 1, columns), (count, 1, 1, columns)][int(rng.integers(3))]
         call["atten_mask"] = matrix.tensor.reshape(shape)
-        for b, n in enumerate(s.kv_len):
-            own = matrix.whole[0, 0, b, s.first[b] : s.first[b] + n]
-            s.counts[b] = torch.where(own, 0, s.counts[b])
+        s.counts = [torch.where(matrix.whole[0, 0, b, span_of(s, b)], 0, count) for b, count in enumerate(s.counts)]
     if maybe(rng, 0.35):
         shape = (count if maybe(rng, 0.6) else 1, s.heads, s.rows if maybe(rng, 0.5) else 1, columns)
-        s.bias = draw_bias(rng, shape, shape, s.dtype)
-        padded = []
-        for b, one in enumerate(s.counts):
-            wide = torch.zeros(s.heads, s.rows, columns, dtype=torch.int32)
-            wide[..., s.first[b] : s.first[b] + s.kv_len[b]] = one
-            padded.append(wide)
-        poison_matrix(rng, s.bias, padded, (count, s.heads, s.rows, columns))
-        s.biases = [_own(s, s.bias, b, columns) for b in range(count)]
-        call["pse_shift"] = expanded(rng, s.bias.tensor, s.bias.tensor.shape)
-    assert mean == s.means
-
-
-def _own(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
-    return matrix.of(b, s.rows, columns, s.heads)[..., s.first[b] : s.first[b] + s.kv_len[b]]
+        bias = draw_bias(rng, shape, shape, s.dtype)
+        add_bias(s, bias, (count, s.heads, s.rows, columns))
+        call["pse_shift"] = expanded(rng, bias.tensor, bias.tensor.shape)
 
 
 def draw(rng: Rng) -> Drawn:
@@ -136,12 +122,8 @@ def draw(rng: Rng) -> Drawn:
     call |= {name: _lay_cache(s, layout, side, torch.int8 if stored else dtype) for name, side in names}
     draw_post(s, call, ("quant_scale2", "quant_offset2"))
     call["query"] = place(rng, lay_q(s, layout, s.q, float(garbage(rng, dtype))).to(dtype))
-    return Drawn(call, lambda: _run(call), lambda _: _expect(s, layout))
-
-
-def _run(call: dict[str, Any]) -> Results:
-    return {"out": npu.npu_incre_flash_attention(**call)}
-
-
-def _expect(s: Step, layout: str) -> dict[str, Value]:
-    return {"out": stored_out(s, layout, [attended(s, b) for b in range(len(s.kv_len))])}
+    return Drawn(
+        call,
+        lambda: {"out": npu.npu_incre_flash_attention(**call)},
+        lambda _: {"out": stored_out(s, layout, [attended(s, b) for b in range(count)])},
+    )

@@ -13,7 +13,7 @@ from fusion_attention import npu
 
 from .attention import draw_scale
 from .core import Drawn, Results, Value
-from .dense import Batch, hide_unseen
+from .dense import Batch, fill_batch, hide_unseen
 from .formulas import EXP, Rows, U
 from .indexer import Scores, draw_parts, lay_gradients, lay_weights, scores_of
 from .places import Rng, Tensor, dim, lay_rows, leaf, maybe, normal, pick, place
@@ -57,12 +57,7 @@ def draw(rng: Rng) -> Drawn:
     index.dim, index.dim_rope, index.parts = dim(rng, 64), 0, {}
     face = str(pick(rng, "own", "npu sparse", "npu dense", "npu statistics"))
     causal = maybe(rng, 0.7)
-    for name, side, heads, elements in (
-        *(("q", "q", batch.heads, batch.dim), ("k", "kv", batch.heads_kv, batch.dim)),
-        *(("q_rope", "q", batch.heads, batch.dim_rope), ("k_rope", "kv", batch.heads_kv, batch.dim_rope)),
-    ):
-        if elements:
-            batch.draw(name, side, heads, elements)
+    fill_batch(batch, values=False)
     kind = draw_parts(index, maybe(rng, 0.1), INDEX)
     selects = face == "npu sparse" or (face == "own" and maybe(rng, 0.6))
     lists = draw_lists(batch, 1, 1, causal) if selects else None
@@ -153,21 +148,25 @@ def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
     return own, count, own.error + 4 * U * own.value.abs()
 
 
+def _peak(own: Scores, seen: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score that counts of a row, and its error, [R, 1]; 0 and 0 where it sees no key."""
+    if not seen.shape[1]:
+        return own.value.new_zeros(len(seen), 1), own.value.new_zeros(len(seen), 1)
+    top = own.value.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+    return top.masked_fill(~seen.any(-1, keepdim=True), 0.0), torch.where(seen, error, 0.0).amax(-1, keepdim=True)
+
+
 def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     """(max, error) and (sum, error) [R] of every sequence; 0 and 0 where a row sees no key."""
     tops, sums = [], []
     for s in range(len(p.counts)):
         own, count, error = _masked(p, s)
         seen = count > 0
-        none = ~seen.any(-1)
-        top = own.value.masked_fill(~seen, -torch.inf)
-        peak = (top.amax(-1) if top.shape[1] else top.new_zeros(len(top))).masked_fill(none, 0.0)
-        worst = torch.where(seen, error, 0.0)
-        off = worst.amax(-1) if worst.shape[1] else worst.new_zeros(len(worst))
-        total = torch.where(seen, (own.value - peak[:, None]).exp(), 0.0).sum(-1)
-        tops.append((peak, torch.where(none, 0.0, off + U * peak.abs())))
+        peak, off = _peak(own, seen, error)
+        total = torch.where(seen, (own.value - peak).exp(), 0.0).sum(-1, keepdim=True)
         relative = torch.expm1(2 * off) + EXP + (seen.shape[1] + 9) * U
-        sums.append((total, torch.where(none, 0.0, total * relative)))
+        tops.append((peak[:, 0], (off + U * peak.abs())[:, 0]))
+        sums.append((total[:, 0], (total * relative)[:, 0]))
     return tops, sums
 
 
@@ -183,12 +182,8 @@ def _run(p: Plan) -> Results:
             short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
             found |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
         return found
-    name = (
-        "npu_sparse_lightning_indexer_grad_kl_loss"
-        if p.face == "npu sparse"
-        else "npu_dense_lightning_indexer_grad_kl_loss"
-    )
-    return dict(zip(("dq", "dk", "dw", "loss"), getattr(npu, name)(**p.call), strict=True))
+    function = getattr(npu, f"{p.face.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
+    return dict(zip(("dq", "dk", "dw", "loss"), function(**p.call), strict=True))
 
 
 def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
@@ -223,16 +218,12 @@ def _own(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tu
     """(scores, y [R, K], its error) of the indexer."""
     own, count, error = _masked(p, s)
     seen = count > 0
-    none = ~seen.any(-1, keepdim=True)
     if given is not None:
         peak, total = given[0][s][:, None], given[1][s][:, None]
         off = torch.zeros_like(peak)
     else:
-        top = own.value.masked_fill(~seen, -torch.inf)
-        peak = (top.amax(-1, keepdim=True) if top.shape[1] else top.new_zeros(len(top), 1)).masked_fill(none, 0.0)
+        peak, off = _peak(own, seen, error)
         total = torch.where(seen, count * (own.value - peak).exp(), 0.0).sum(-1, keepdim=True)
-        worst = torch.where(seen, error, 0.0)
-        off = worst.amax(-1, keepdim=True) if worst.shape[1] else worst.new_zeros(len(worst), 1)
     y = torch.where(seen, (own.value - peak).exp() / torch.where(total > 0, total, 1.0), 0.0)
     relative = torch.expm1((error + off + 4 * U * peak.abs()).clamp(max=50)) + 2 * EXP + (seen.shape[1] + 16) * U
     return own, y, torch.where(seen, y * relative + TINY_WEIGHT, 0.0)

@@ -90,15 +90,10 @@ def lay(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) ->
 
 def lay_rows(parts: Sequence[Tensor], packed: bool, tokens: int, fill: float = 0.0, head_major: bool = False) -> Tensor:
     """Numbers per row [heads, length] as [B, heads, S], or packed [T, heads] (head_major: item by item [heads, L])."""
-    heads = parts[0].shape[0]
-    if packed:
-        rest = parts[0].new_full(((tokens - sum(part.shape[1] for part in parts)), heads), fill)
-        own = [part.reshape(-1) if head_major else part.T.reshape(-1) for part in parts]
-        return torch.cat([*own, rest.reshape(-1)]).view(tokens, heads)
-    whole = parts[0].new_full((len(parts), heads, tokens), fill)
-    for b, part in enumerate(parts):
-        whole[b, :, : part.shape[1]] = part
-    return whole
+    if packed and head_major:
+        rest = parts[0].new_full((tokens * len(parts[0]) - sum(part.numel() for part in parts),), fill)
+        return torch.cat([*(part.reshape(-1) for part in parts), rest]).view(tokens, len(parts[0]))
+    return lay([part.T[..., None] for part in parts], "TND" if packed else "BNSD", tokens, fill).squeeze(-1)
 
 
 def lengths(rng: Rng, values: Sequence[int]) -> object:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from . import rules
 from .core import Value
 from .dense import Batch
 from .formulas import Slopes, U, rounding
@@ -47,6 +46,7 @@ class Pse:
 def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
     found, first = [], 0
     for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True)):
+        item = s if shape[0] > 1 else 0
         h, i, j = torch.arange(b.heads)[:, None, None], torch.arange(m)[:, None], torch.arange(n)
         if form == "blocks":
             places = first + (h * m + i) * n + j
@@ -57,10 +57,8 @@ def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
         elif form == "table":
             stored = torch.where(i >= m - 1024, i - (m - 1024), i % 1024)
             column = (shape[3] - n if b.packed else 0) + j + (m - 1024 + stored) - i
-            item = s if shape[0] > 1 else 0
             places = ((item * b.heads + h) * 1024 + stored) * shape[3] + column.clamp(0, shape[3] - 1)
         else:
-            item = s if shape[0] > 1 else 0
             places = ((item * b.heads + h) * shape[2] + (i if shape[2] > 1 else 0 * i)) * shape[3] + j
         found.append(places)
     return found
@@ -122,7 +120,7 @@ def draw_pse_slopes(p: Plan, kind: int) -> None:
     if maybe(rng, 0.5) and not (mode == 8 and p.call.get("atten_mask") is None):
         start = [int(rng.integers(0, 60)), int(rng.integers(0, 60))]
         p.call |= {"q_start_idx": start[:1], "kv_start_idx": start[1:]}
-        if rules.ONE_START and maybe(rng, 0.2):
+        if maybe(rng, 0.2):  # one start index alone: the other one is 0
             gone = int(rng.integers(2))
             del p.call[("q_start_idx", "kv_start_idx")[gone]]
             start[gone] = 0

@@ -15,9 +15,9 @@ from fusion_attention import npu
 from .attention import draw_scale
 from .caches import Cache, Side, draw_pages
 from .core import Drawn, Results, Value
-from .dense import Batch, dsink, gradients, hide_unseen
+from .dense import Batch, dsink, fill_batch, gradients, hide_unseen
 from .formulas import Rows, Slopes, U
-from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, size
+from .places import DTYPES, Rng, Tensor, dim, lay, leaf, lengths, maybe, normal, pick, place, size
 
 
 def draw_sequences(rng: Rng, most: int = 300) -> Batch:
@@ -108,16 +108,9 @@ def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
 
 def lay_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[B, S1, heads, K] or [T1, heads, K]; garbage in rows that no sequence has."""
-    heads, _, count = entries[0].shape
     wild = int(batch.rng.choice([-7, 0, 10**6]))
-    parts = [own.transpose(0, 1) for own in entries]
-    if batch.packed:
-        rest = torch.full((batch.tokens[0] - sum(batch.q_len), heads, count), wild)
-        return place(batch.rng, torch.cat([*parts, rest]).to(dtype))
-    whole = torch.full((len(parts), batch.tokens[0], heads, count), wild)
-    for b, part in enumerate(parts):
-        whole[b, : len(part)] = part
-    return place(batch.rng, whole.to(dtype))
+    laid = lay([own.transpose(0, 1) for own in entries], batch.layout, batch.tokens[0], wild)
+    return place(batch.rng, laid.to(dtype))
 
 
 def lay_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -160,12 +153,7 @@ def draw(rng: Rng) -> Drawn:
     if maybe(rng, 0.4):
         batch.dim_rope = dim(rng, 64)
     b = batch
-    for name, side, heads, elements in (
-        *(("q", "q", b.heads, b.dim), ("k", "kv", b.heads_kv, b.dim), ("v", "kv", b.heads_kv, b.dim_v)),
-        *(("q_rope", "q", b.heads, b.dim_rope), ("k_rope", "kv", b.heads_kv, b.dim_rope)),
-    ):
-        if elements and not (name == "v" and shares):
-            b.draw(name, side, heads, elements)
+    fill_batch(b, not shares)
     lists = draw_lists(b, b.heads_kv, block, causal)
     hide_unseen(b, [own.repeat_interleave(b.group, 0) for own in lists.counts], False)
     if shares:
@@ -223,16 +211,10 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         out, top, total = npu.npu_sparse_flash_attention(**p.call)
         found = {"out": out, "max": top, "sum": total}
     if p.face == "npu gradient":
-        gone = (
-            "actual_seq_lengths_query",
-            "actual_seq_lengths_kv",
-            "layout_query",
-            "layout_kv",
-            "block_table",
-            "sinks",
-        )
-        given = {name: v for name, v in p.call.items() if name not in (*gone, "return_softmax_lse")}
-        given |= {"actual_seq_qlen": p.call.get(gone[0]), "actual_seq_kvlen": p.call.get(gone[1])}
+        gone = ("actual_seq_lengths", "layout", "block_table", "sinks", "return_softmax_lse")
+        given = {name: v for name, v in p.call.items() if not name.startswith(gone)}
+        for name, long in (("actual_seq_qlen", "query"), ("actual_seq_kvlen", "kv")):
+            given[name] = p.call.get(f"actual_seq_lengths_{long}")
         given |= {"layout": p.batch.layout, "d_out": dy, "out": place(p.batch.rng, out)}
         given |= {"softmax_max": place(p.batch.rng, top), "softmax_sum": place(p.batch.rng, total)}
         grads = npu.npu_sparse_flash_attention_grad(**given)
@@ -252,14 +234,8 @@ def _rows(p: Plan, s: int) -> Rows:
 
 def lay_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
     """[B, N2, S1, G] or [N2, T1, G], from [N, R] per sequence."""
-    grouped = [own.unflatten(0, (batch.heads_kv, -1)).transpose(1, 2) for own in parts]
-    if batch.packed:
-        rest = grouped[0].new_zeros(batch.heads_kv, batch.tokens[0] - sum(batch.q_len), batch.group)
-        return torch.cat([*grouped, rest], 1)
-    whole = grouped[0].new_zeros(len(parts), batch.heads_kv, batch.tokens[0], batch.group)
-    for b, own in enumerate(grouped):
-        whole[b, :, : own.shape[1]] = own
-    return whole
+    grouped = [own.unflatten(0, (batch.heads_kv, -1)).permute(2, 0, 1) for own in parts]
+    return lay(grouped, batch.layout, batch.tokens[0]).transpose(-3, -2)
 
 
 def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
@@ -275,18 +251,7 @@ def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
 
 def _saved_rows(p: Plan, stats: Tensor) -> list[Tensor]:
     """[N, R] of every sequence."""
-    b = p.batch
-    if b.packed:
-        own = stats.double()[:, : sum(b.q_len)].split(b.q_len, 1)
-    else:
-        own = tuple(stats.double()[s, :, :m] for s, m in enumerate(b.q_len))
-    return [part.transpose(1, 2).flatten(0, 1) for part in own]
-
-
-def _outs(b: Batch, out: Tensor) -> list[Tensor]:
-    t = out.double()
-    own = t[: sum(b.q_len)].split(b.q_len) if b.packed else [t[s, :m] for s, m in enumerate(b.q_len)]
-    return [part.transpose(0, 1) for part in own]
+    return [own.permute(1, 2, 0).flatten(0, 1) for own in p.batch.split(stats.double().transpose(-3, -2))]
 
 
 def _expect(p: Plan, got: Results) -> dict[str, Value]:
@@ -301,7 +266,8 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
         return expected
     dys = [b.rows(s, "dy") for s in range(len(b.q_len))]
     if p.face == "npu gradient":
-        saved = zip(_outs(b, got["out"]), _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
+        outs = [own.transpose(0, 1) for own in b.split(got["out"].double())]
+        saved = zip(outs, _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
         slopes = [r.saved(*own, dy) for r, own, dy in zip(every, saved, dys, strict=True)]
     else:
         slopes = [r.slopes(dy) for r, dy in zip(every, dys, strict=True)]

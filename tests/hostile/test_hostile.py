@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from .core import judge, told
-from .families import FAMILIES, drawn
+from .core import FAMILIES, drawn, judge, told
 
 EVERYDAY = 30
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from . import caches, decode, dense, formulas, indexer, loss, sparse, training, two_phase
-from .core import Drawn, Mismatch, Value, compare, exact, judge
-from .families import drawn
+from .core import Drawn, Mismatch, Value, compare, drawn, exact, judge
 from .formulas import Rows
 
 Patch = pytest.MonkeyPatch
+Mistake = Callable[[Patch], None]
 CALLS = 150
 
 
@@ -26,19 +27,30 @@ def wrong(family: str, number: int) -> bool:
     return False
 
 
-def of_rows(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mistake]:
+    """A mistake that stands in a function's place: it is called as that one is, behind the right one."""
+
+    def made(wrong: Callable[..., Any]) -> Mistake:
+        @functools.wraps(wrong)
+        def patch(monkeypatch: Patch) -> None:
+            right = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args, **how: wrong(right, *args, **how))
+
+        return patch
+
+    return made
+
+
+def of_rows(change: Callable[[dict[str, Any]], None]) -> Mistake:
     """A mistake in what one sequence is computed from."""
 
-    def patch(monkeypatch: Patch) -> None:
-        start = Rows.__post_init__
+    @around(Rows, "__post_init__")
+    @functools.wraps(change)
+    def changed(right: Callable[[Rows], None], self: Rows) -> None:
+        change(vars(self))
+        right(self)
 
-        def changed(self: Rows) -> None:
-            change(vars(self))
-            start(self)
-
-        monkeypatch.setattr(Rows, "__post_init__", changed)
-
-    return patch
+    return changed
 
 
 def scale(rows: dict[str, Any]) -> None:
@@ -90,32 +102,27 @@ def no_means(rows: dict[str, Any]) -> None:
     rows["mean"] = None
 
 
-def big_endian(monkeypatch: Patch) -> None:
-    def wrong(bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> torch.Tensor:
-        flat = np.unpackbits(bits)[first : first + int(np.prod(shape))]
-        return torch.from_numpy(flat.reshape(shape).astype(np.float64))
-
-    monkeypatch.setattr(dense, "given_bits", wrong)
+@around(dense, "given_bits")
+def big_endian(right: Any, bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    flat = np.unpackbits(bits)[first : first + int(np.prod(shape))]
+    return torch.from_numpy(flat.reshape(shape).astype(np.float64))
 
 
-def next_seed(monkeypatch: Patch) -> None:
-    right = formulas.philox
-    monkeypatch.setattr(formulas, "philox", lambda counter, seed: right(counter, seed + 1))
+@around(formulas, "philox")
+def next_seed(right: Any, counter: Any, seed: int) -> Any:
+    return right(counter, seed + 1)
 
 
-def first_head_alone(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(formulas, "grouped", lambda by_head, n: by_head.unflatten(0, (n, -1))[:, 0])
+@around(formulas, "grouped")
+def first_head_alone(right: Any, by_head: torch.Tensor, n: int) -> torch.Tensor:
+    return by_head.unflatten(0, (n, -1))[:, 0]
 
 
-def no_delta(monkeypatch: Patch) -> None:
+@around(formulas.Slopes, "__post_init__")
+def no_delta(right: Any, self: formulas.Slopes) -> None:
     """dS = P * dP."""
-    start = formulas.Slopes.__post_init__
-
-    def changed(self: formulas.Slopes) -> None:
-        self.out = torch.zeros_like(self.out)
-        start(self)
-
-    monkeypatch.setattr(formulas.Slopes, "__post_init__", changed)
+    self.out = torch.zeros_like(self.out)
+    right(self)
 
 
 def other_order(monkeypatch: Patch) -> None:
@@ -123,29 +130,22 @@ def other_order(monkeypatch: Patch) -> None:
     monkeypatch.setattr(training.Plan, "token_major", property(lambda self: self.call.get("softmax_layout") != "TND"))
 
 
-def swapped_nibbles(monkeypatch: Patch) -> None:
-    right = caches.Cache.pack
-    monkeypatch.setattr(caches.Cache, "pack", lambda self, parts: [(p & 15) << 4 | p >> 4 for p in right(self, parts)])
+@around(caches.Cache, "pack")
+def swapped_nibbles(right: Any, self: caches.Cache, parts: Any) -> list[torch.Tensor]:
+    return [(p & 15) << 4 | p >> 4 for p in right(self, parts)]
 
 
-def no_window(monkeypatch: Patch) -> None:
-    def wrong(s: decode.Step, call: dict[str, Any]) -> None:
-        right(s, call)
-        s.counts = [torch.ones_like(count) for count in s.counts]
-
-    right = decode.draw_bands
-    monkeypatch.setattr(decode, "draw_bands", wrong)
+@around(decode, "draw_bands")
+def no_window(right: Any, s: decode.Step, call: dict[str, Any]) -> None:
+    right(s, call)
+    s.counts = [torch.ones_like(count) for count in s.counts]
 
 
-def wrong_rounding(monkeypatch: Patch) -> None:
+@around(decode, "stored_out")
+def wrong_rounding(right: Any, s: decode.Step, layout: str, rows: list[Rows]) -> Value:
     """Results of int8 that are cut, not rounded."""
-    right = decode.stored_out
-
-    def wrong(s: decode.Step, layout: str, rows: list[Rows]) -> Value:
-        found = right(s, layout, rows)
-        return found if s.out_scale is None else Value(found.value - 1, found.error, found.dtype)
-
-    monkeypatch.setattr(decode, "stored_out", wrong)
+    found = right(s, layout, rows)
+    return found if s.out_scale is None else Value(found.value - 1, found.error, found.dtype)
 
 
 def holes_are_passed(monkeypatch: Patch) -> None:
@@ -158,74 +158,60 @@ def holes_are_passed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(indexer, "read_entries", wrong)
 
 
-def slots_close_up(monkeypatch: Patch) -> None:
+@around(indexer, "scatter_slots")
+def slots_close_up(right: Any, slots: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, keys: int) -> Any:
     """Gradients of values move to the front where entries are passed over."""
-    right = indexer.scatter_slots
-
-    def wrong(slots: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, keys: int) -> torch.Tensor:
-        moved = slots.gather(1, (read.int().cumsum(1) - 1).clamp(min=0))
-        return right(moved, entries, read, keys)
-
-    monkeypatch.setattr(indexer, "scatter_slots", wrong)
+    moved = slots.gather(1, (read.int().cumsum(1) - 1).clamp(min=0))
+    return right(moved, entries, read, keys)
 
 
-def ties_from_behind(monkeypatch: Patch) -> None:
-    def wrong(own: Any, chosen: torch.Tensor, vis: torch.Tensor, count: int) -> torch.Tensor:
-        want = right(own, chosen, vis, count)
-        for row, n in enumerate(vis.tolist()):
-            order = np.lexsort((-np.arange(n), -own.value[row, :n].numpy()))[:count]
-            want[row, : len(order)] = torch.from_numpy(order.copy())
-        return want
-
-    right = indexer.fair
-    monkeypatch.setattr(indexer, "fair", wrong)
+@around(indexer, "fair")
+def ties_from_behind(right: Any, own: Any, chosen: torch.Tensor, vis: torch.Tensor, count: int) -> torch.Tensor:
+    want = right(own, chosen, vis, count)
+    for row, n in enumerate(vis.tolist()):
+        order = np.lexsort((-np.arange(n), -own.value[row, :n].numpy()))[:count]
+        want[row, : len(order)] = torch.from_numpy(order.copy())
+    return want
 
 
-def no_gate(monkeypatch: Patch) -> None:
-    right = indexer.Scores.gradients
-
-    def wrong(self: indexer.Scores, *given: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        found = right(self, *given)
-        ds = given[0] * self.w.T[..., None]
-        return found | {"dq": (ds @ self.k, found["dq"][1])}
-
-    monkeypatch.setattr(indexer.Scores, "gradients", wrong)
+@around(indexer.Scores, "gradients")
+def no_gate(right: Any, self: indexer.Scores, *given: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found = right(self, *given)
+    ds = given[0] * self.w.T[..., None]
+    return found | {"dq": (ds @ self.k, found["dq"][1])}
 
 
-def loss_of_means(monkeypatch: Patch) -> None:
-    right = loss._target
-    monkeypatch.setattr(loss, "_target", lambda p, s: tuple(1.02 * part for part in right(p, s)))
+@around(loss, "_target")
+def loss_of_means(right: Any, p: loss.Plan, s: int) -> tuple[torch.Tensor, ...]:
+    return tuple(1.02 * part for part in right(p, s))
 
 
 def no_clamp(monkeypatch: Patch) -> None:
     monkeypatch.setattr(loss, "LEAST", 1e-30)
 
 
-def other_code(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(two_phase, "exact", lambda value: exact(torch.where(value == 561002, 561000, value)))
+@around(two_phase, "exact")
+def other_code(right: Any, value: torch.Tensor) -> Value:
+    return right(torch.where(value == 561002, 561000, value))
 
 
-def written_beside(monkeypatch: Patch) -> None:
+@around(two_phase, "call")
+def written_beside(right: Any, op: Any, args: Any, outputs: Mapping[str, Any], *content: bool, **how: bool) -> Any:
     """Somebody writes one byte of an output's gap, or of a refused call's output."""
-    right = two_phase.call
-
-    def wrong(op: Any, args: Any, outputs: Mapping[str, Any], *content: bool, **how: bool) -> tuple[int, int]:
-        found = right(op, args, outputs, *content, **how)
-        for tensor in outputs.values():
-            if tensor is not None and tensor.untyped_storage().nbytes():
-                tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
-        return found
-
-    monkeypatch.setattr(two_phase, "call", wrong)
+    found = right(op, args, outputs, *content, **how)
+    for tensor in outputs.values():
+        if tensor is not None and tensor.untyped_storage().nbytes():
+            tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
+    return found
 
 
-MISTAKES: tuple[tuple[str, Callable[[Patch], None]], ...] = (
+MISTAKES: tuple[tuple[str, Mistake], ...] = (
     *((f, of_rows(m)) for f in ("attention", "training", "decode", "infer", "sparse") for m in (scale, heads)),
     *((f, of_rows(m)) for f in ("attention", "training", "sparse") for m in (one_key, one_tile, no_sink)),
     *((f, of_rows(m)) for f in ("attention", "training") for m in (no_bias, no_divisor, no_means)),
     *((f, of_rows(m)) for f in ("decode", "infer") for m in (one_key, no_bias)),
     *((f, m) for f in ("attention", "training") for m in (big_endian, next_seed, first_head_alone, no_delta)),
-    *(("training", m) for m in (other_order,)),
+    ("training", other_order),
     *(("decode", m) for m in (swapped_nibbles, no_window, wrong_rounding)),
     *(("sparse", m) for m in (of_rows(once), holes_are_passed, no_delta)),
     *(("indexer", m) for m in (holes_are_passed, slots_close_up, ties_from_behind, no_gate)),
@@ -235,7 +221,7 @@ MISTAKES: tuple[tuple[str, Callable[[Patch], None]], ...] = (
 
 
 @pytest.mark.parametrize(("family", "mistake"), MISTAKES)
-def test_a_mistake_is_seen(family: str, mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_mistake_is_seen(family: str, mistake: Mistake, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         mistake(patch)
         number = next((n for n in range(CALLS) if wrong(family, n)), None)

@@ -11,7 +11,6 @@ import torch
 
 from fusion_attention import npu
 
-from . import rules
 from .attention import UNLIMITED, draw_scale, mode_visible
 from .core import Drawn, Results, Value, exact
 from .dense import (
@@ -24,10 +23,11 @@ from .dense import (
     dsink,
     fill_batch,
     gradients,
+    hide_by_inf,
     hide_unseen,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, garbage, leaf, lengths, maybe, normal, pick, place
+from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 from .pse import Pse, draw_pse
 
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -125,8 +125,7 @@ def _draw_full_mask(p: Plan) -> list[Tensor]:
     some = tuple(1 if maybe(rng, 0.1) else n for n in shape)
     matrix = draw_blocked(rng, some, some, dtypes)
     p.call["atten_mask"] = matrix.tensor.expand(shape)
-    pairs = enumerate(zip(b.q_len, b.kv_len, strict=True))
-    return [~matrix.of(s, m, n, b.heads) for s, (m, n) in pairs]
+    return [~matrix.of(s, m, n, b.heads) for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True))]
 
 
 def _draw_mode(p: Plan) -> None:
@@ -180,7 +179,7 @@ def _draw_dropout(p: Plan) -> None:
     if p.version != 3 and maybe(rng, 0.5):
         drop.bits = draw_bits(p.batch)
         p.call["dropout_mask"] = place(rng, drop.bits)
-        if rules.MASK_AND_SEED and maybe(rng, 0.3):
+        if maybe(rng, 0.3):  # the mask says what is kept; seed and offset are handed back
             drop.seed, drop.offset = draw_seed(rng)
     elif p.version != 3 and maybe(rng, 0.6):
         drop.seed, drop.offset = draw_seed(rng)
@@ -241,11 +240,10 @@ def _means(p: Plan) -> list[Tensor]:
 def draw(rng: Rng) -> Drawn:
     p = _draw_plan(rng)
     b, may_mean = p.batch, _means(p)
-    hide_unseen(b, p.counts, any(bool(m.any()) for m in may_mean))
-    if rules.HIDDEN_BY_INF and p.pse is not None and not any(bool(m.any()) for m in may_mean) and maybe(rng, 0.5):
-        for s, count in enumerate(p.counts):
-            unseen = ~((count > 0) & (p.pse.bias(s) != -torch.inf)).any(1).unflatten(0, (b.heads_kv, -1)).any(1).T
-            b.parts["v"][s][unseen] = float(garbage(rng, b.dtype))
+    mean = any(bool(m.any()) for m in may_mean)
+    hide_unseen(b, p.counts, mean)
+    if p.pse is not None:
+        hide_by_inf(b, p.counts, [p.pse.bias(s) for s in range(len(p.counts))], mean)
     b.draw("dy", "q", b.heads, b.dim_v)
     p.call |= {p.name(n): b.tensor(n, "q" if n[0] == "q" else "kv") for n in b.parts if n != "dy"}
     p.call |= {"scale": p.scale, "head_num": b.heads, "input_layout": b.layout}
@@ -259,12 +257,8 @@ def draw(rng: Rng) -> Drawn:
     elif how < 0.8 and p.drop.bits is None:
         p.saves, p.asked = True, names
     dy = b.tensor("dy", "q") if p.asked else None
-    about = {
-        "function": f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}",
-        **p.call,
-        "dy": dy,
-    }
-    return Drawn(about, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
+    function = f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}"
+    return Drawn({"function": function, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
 
 
 SUFFIX = {1: "", 2: "_v2", 3: "_v3"}
@@ -320,10 +314,8 @@ def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor
         form = torch.where(rows.mean, float(rows.count.shape[-1]), FLT_MAX)
         total = torch.where(rows.empty, form, total)
     plain = ~rows.empty | (torch.tensor(rows.sink is not None))
-    return (top, torch.where(plain, rows.max_error, 0.0)), (
-        total,
-        torch.where(plain, rows.sum_error, 0.0).nan_to_num(0),
-    )
+    max_error, sum_error = (torch.where(plain, error, 0.0) for error in (rows.max_error, rows.sum_error))
+    return (top, max_error), (total, sum_error.nan_to_num(0))
 
 
 def _lanes(p: Plan, parts: list[tuple[Tensor, Tensor]]) -> Value:
@@ -339,19 +331,16 @@ def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
     if not b.packed:
         return list(flat)
     if p.token_major:
-        return [own.T for own in flat[: sum(b.q_len)].split(b.q_len)]
-    flat, found, first = flat.reshape(-1), [], 0
-    for m in b.q_len:
-        found.append(flat[first : first + b.heads * m].view(b.heads, m))
-        first += b.heads * m
-    return found
+        return [own.T for own in b.split(flat)]
+    own = flat.reshape(-1)[: b.heads * sum(b.q_len)].split([b.heads * m for m in b.q_len])
+    return [part.view(b.heads, m) for part, m in zip(own, b.q_len, strict=True)]
 
 
 def _parts(b: Batch, tensor: Tensor, elements: int) -> list[Tensor]:
     """[N, R, elements] of every sequence, from a tensor in the layout."""
     t = tensor.double()
     if b.packed:
-        return [own.transpose(0, 1) for own in t[: sum(b.q_len)].split(b.q_len)]
+        return [own.transpose(0, 1) for own in b.split(t)]
     t = t.transpose(0, 1) if b.layout == "SBH" else t
     t = t.unflatten(2, (b.heads, elements)) if b.layout in ("BSH", "SBH") else t
     return list(t if b.layout == "BNSD" else t.transpose(1, 2))

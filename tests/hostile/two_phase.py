@@ -7,7 +7,8 @@ nothing at all and says which code.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -103,9 +104,18 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).clone()
 
 
-def _started() -> None:
+def _start() -> None:
     acl.init()
     acl.rt.set_device(0)
+
+
+@contextmanager
+def _started() -> Iterator[None]:
+    _start()
+    try:
+        yield
+    finally:
+        acl.finalize()
 
 
 def _code(found: int) -> Tensor:
@@ -124,12 +134,9 @@ def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
     plain, strange = outputs_of(op, args), _Watched(rng, outputs_of(op, args), 0.0)
 
     def run() -> Results:
-        _started()
-        try:
+        with _started():
             first = call(op, args, plain, strict=True)
             second = call(op, moved, strange.tensors, strict=False)
-        finally:
-            acl.finalize()
         found = {
             f"{n} as {where}": _code(code)
             for where, pair in (("it is", first), ("moved", second))
@@ -163,11 +170,8 @@ def _draw_spoiled(rng: Rng, op: Op) -> Drawn:
     refused = spoiled.level in ("meaning", "limit", "content") or (spoiled.level == "doubt" and strictly)
 
     def run() -> Results:
-        _started()
-        try:
+        with _started():
             first, second = call(op, spoiled.args, watched.tensors, content, strict=strictly)
-        finally:
-            acl.finalize()
         return {"code": _code(first or second), "bytes written": _code(watched.touched(whole=True) if refused else 0)}
 
     def expect(_: Results) -> dict[str, Value]:
@@ -185,11 +189,8 @@ def _draw_disorder(rng: Rng, op: Op, args: Args) -> Drawn:
     victim = str(pick(rng, *inputs))
 
     def run() -> Results:
-        _started()
-        try:
+        with _started():
             return _disordered(op, args, watched, how, victim)
-        finally:
-            acl.finalize()
 
     def expect(got: Results) -> dict[str, Value]:
         return {name: exact(_code(RUNTIME if name == "code" else 0)) for name in got}
@@ -202,23 +203,18 @@ def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) ->
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles.values(), strict=False)
     workspace = acl.rt.malloc(size)[0] if size else None
     second = getattr(aclnn, op.name)
-    written = 0
-    if how == "workspace":
-        if not size:  # nothing to take away: the call is legal
-            return {"first": _code(first), "second": _code(second(None, 0, executor, None))}
-        code = second(workspace, size - 1, executor, None)
-    elif how == "twice":
+    if how == "workspace" and not size:  # nothing to take away: the call is legal
+        return {"first": _code(first), "second": _code(second(None, 0, executor, None))}
+    if how == "twice":
         done = second(workspace, size, executor, None)
         if done:
             return {"first use": _code(done)}
         watched.before = {n: _bytes(t) for n, t in watched.tensors.items() if t is not None}
-        code = second(workspace, size, executor, None)
     elif how == "destroyed":
         acl.destroy_tensor(handles[victim])
-        code = second(workspace, size, executor, None)
-    else:
+    elif how == "finalized":
         acl.finalize()
-        code = second(workspace, size, executor, None)
-        _started()
-    written = watched.touched(whole=True)
-    return {"first": _code(first), "code": _code(code), "bytes written": _code(written)}
+    code = second(workspace, size - (how == "workspace"), executor, None)
+    if how == "finalized":
+        _start()
+    return {"first": _code(first), "code": _code(code), "bytes written": _code(watched.touched(whole=True))}

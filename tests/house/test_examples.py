@@ -11,34 +11,18 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.sources import ROOT, modules
 
 import fusion_attention as fa
 
-ROOT = Path(__file__).resolve().parents[2]
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
     "generate": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }
-DOCUMENTED = (
-    "api.attention",
-    "api.cache",
-    "api.decode",
-    "api.sparse",
-    "nn",
-    "npu.training",
-    "npu.inference",
-    "npu.sparse",
-    "npu.indexer_loss",
-    "npu.install",
-    "captures.capture",
-    "captures.replay",
-    "waist.mask",
-    "backends",
-    "contract.sampling",
-    "settings",
-)
+# The examples of acl run with its runtime: tests/faces/test_acl.py.
+DOCUMENTED = [name for name, path in modules().items() if ">>> " in path.read_text() and name.split(".")[0] != "acl"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

@@ -1,10 +1,13 @@
-"""Functions under torch.compile beside themselves: one graph, the same bits, and those of their gradients."""
+"""Functions under torch.compile beside themselves: one graph, the same bits, and those of their gradients; and which
+operators run.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from support.bits import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -31,3 +34,17 @@ def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensor
     same_bits(one, two)
     weight = torch.linspace(-1, 1, one.numel()).view_as(one)
     same_bits(torch.autograd.grad(one, leaves, weight), torch.autograd.grad(two, leaves, weight))
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that run, with their arguments; that a mode is active makes the faces call operators at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusion_attention":
+            assert not kwargs
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))

@@ -1,10 +1,10 @@
-"""Everything that npu.install() changes, in this thread."""
+"""Everything that npu.install() changes, in this thread, and a mode that sees what torch is asked."""
 
 import sys
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 def modes() -> list[Any]:
@@ -14,3 +14,15 @@ def modes() -> list[Any]:
 def surroundings() -> list[Any]:
     owners = (torch, torch.Tensor, torch.nn.Module, torch.autocast)
     return [*(dict(vars(owner)) for owner in owners), list(sys.meta_path), sorted(sys.modules), modes()]
+
+
+class Seen(TorchFunctionMode):
+    """The names of functions that are called under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
