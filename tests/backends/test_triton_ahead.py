@@ -19,8 +19,7 @@ triton = pytest.importorskip("triton")
 
 from support import triton_ahead as ahead
 
-EVERYDAY = [name for name in ahead.CONFIGS if name in ahead.EVERYDAY]
-REST = [name for name in ahead.CONFIGS if name not in ahead.EVERYDAY]
+NAMES = [pytest.param(n, marks=[] if n in ahead.EVERYDAY else pytest.mark.slow) for n in ahead.CONFIGS]
 RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8"))
 
 
@@ -41,7 +40,11 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]
     }  # fmt: skip
 
 
-def judge(name: str, chip: int, found: ahead.Figures) -> None:
+@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
+@pytest.mark.parametrize("chip", ahead.CHIPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
+    found = compiled[f"{name} sm_{chip}"].result()
     recorded = RECORDED["rows"][f"{name} sm_{chip}"]
     assert found["spilled"] == 0
     assert found["shared"] <= ahead.SHARED[chip]
@@ -50,21 +53,6 @@ def judge(name: str, chip: int, found: ahead.Figures) -> None:
     assert {key: found[key] for key in ("wgmma", "mma")} == {key: recorded[key] for key in ("wgmma", "mma")}
     # wgmma that the assembler runs one after the other waits after each.
     assert found["waits"] <= recorded["waits"]
-
-
-@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
-@pytest.mark.parametrize("chip", ahead.CHIPS)
-@pytest.mark.parametrize("name", EVERYDAY)
-def test_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
-    judge(name, chip, compiled[f"{name} sm_{chip}"].result())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
-@pytest.mark.parametrize("chip", ahead.CHIPS)
-@pytest.mark.parametrize("name", REST)
-def test_the_other_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
-    judge(name, chip, compiled[f"{name} sm_{chip}"].result())
 
 
 def test_the_tables_say_how_much_memory_their_kernels_take() -> None:

@@ -49,7 +49,7 @@ FEATURES = [
 LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17)]
 EVERYDAY = [replace(case, dtype=dtype) for case in FEATURES for dtype in ("float32", "float16")]
 EVERYDAY += [replace(case, dtype="bfloat16") for case in LOW]
-REST = [case for case in CASES if short(case)]
+REST = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if short(case)]
 # Several tiles each way, with what a tile's edges cut: parts of 96, 192 and 80 elements, dims that differ.
 LONGER = [
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, dim_qk=96, dim_v=80, sparse_mode=3, mask="compressed"),
@@ -68,14 +68,8 @@ def judge(case: Case) -> None:
     check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), plain(case, args))
 
 
-@pytest.mark.parametrize("case", EVERYDAY, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)
 def test_cases(case: Case) -> None:
-    judge(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", REST, ids=lambda case: case.id)
-def test_the_other_cases(case: Case) -> None:
     judge(case)
 
 

@@ -48,7 +48,10 @@ REST = [(case, name, fill) for case in CASES for name in NAMES for fill in FILLS
 REST = [item for item in REST if item not in EVERYDAY]
 
 
-def spoil(case: Case, name: str, fill: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "name", "fill"), [*EVERYDAY, *(pytest.param(*item, marks=pytest.mark.slow) for item in REST)]
+)
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, fill: float) -> None:
     """One element of a row of one head, in the middle of a tile."""
     args = arguments(case)
     measure = plain(case, args)  # of what is not reached: plain itself multiplies by zero
@@ -57,17 +60,6 @@ def spoil(case: Case, name: str, fill: float) -> None:
     want = golden(case, args)
     assert any(not t.isfinite().all() for t in want.values())
     check(case, run(lowered(case, args), args["dy"], "triton"), want, measure)
-
-
-@pytest.mark.parametrize(("case", "name", "fill"), EVERYDAY)
-def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, fill: float) -> None:
-    spoil(case, name, fill)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "name", "fill"), REST)
-def test_the_other_rows_that_are_not_finite(case: Case, name: str, fill: float) -> None:
-    spoil(case, name, fill)
 
 
 @pytest.mark.parametrize("largest", [300.0, 3000.0])

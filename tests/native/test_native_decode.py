@@ -16,14 +16,14 @@ import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
 from support.native_dense import VARIANTS, converted, judge, results, spoil
-from support.witness import Results, forward, load, make, room
+from support.witness import Results, forward, load, make
 
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem, Stats
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -126,7 +126,7 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
 def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1, empty_rows="mean")
     call = converted(make(problem, (1, 200, 0, 2), (300, 200, 4, 0), Band.causal()), torch.bfloat16)
-    operands = replace(load(call, torch.bfloat16), stats=Stats(*(room(call.q, 1, torch.float32) for _ in range(2))))
+    operands = load(call, torch.bfloat16, torch.float32)
     schedule = cpu.schedule(problem, call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
     assert schedule.own.tolist() == [True, False, True, True]
@@ -202,8 +202,7 @@ def test_halves_round_as_the_problem_says(rounding: str, want: list[int]) -> Non
     call = replace(make(problem, (1,), (1,)), k=[torch.zeros(1, 1, 6)], v=[value])
     call = converted(call, torch.float32)
     out = RowView((torch.zeros(6, dtype=torch.int8),), np.array([0]), 6, np.array([6]), 6)
-    stats = Stats(*(room(call.q, 1, torch.float32) for _ in range(2)))
-    operands = replace(load(call, torch.float32), out=out, stats=stats, out_scale=torch.ones(1, 6))
+    operands = replace(load(call, torch.float32, torch.float32), out=out, out_scale=torch.ones(1, 6))
     cpu.attention_forward(problem, call.extents, cpu.schedule(problem, call.extents, "attention_forward"), operands)
     assert out.keep[0].tolist() == want
 
@@ -226,8 +225,7 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
         assert all(np.array_equal(getattr(plan.extents, n), getattr(fresh, n)) for n in ("kv_len", "lo", "hi"))
         found = []
         for each in (plan, planning.plan(problem, fresh, device, backend)):
-            stats = Stats(*(room(call.q, 1, torch.float32) for _ in range(2)))
-            operands = replace(load(call, torch.bfloat16), stats=stats)
+            operands = load(call, torch.bfloat16, torch.float32)
             each.run(operands)
             found.append(bits(results(call, operands)))
         same_bits(*found, f"{lengths}")

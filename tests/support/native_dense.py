@@ -97,7 +97,7 @@ def results(call: Call, operands: Operands) -> Results:
 
 def native(call: Call, variant: str | None = None, packed: bool = True, threads: int = 2) -> Results:
     dtype = call.problem.torch_dtype
-    operands = replace(load(call, dtype), stats=Stats(*(room(call.q, 1, torch.float32) for _ in range(2))))
+    operands = load(call, dtype, torch.float32)
     if not packed:
         operands = replace(operands, q=rows(call.q, False), k=rows(call.k), v=rows(call.v, False))
     torch.set_num_threads(threads)

@@ -87,14 +87,14 @@ def bits(keep: Tensors) -> MatrixView:
     return MatrixView(torch.from_numpy(np.packbits(loose, bitorder="little")), address, strides[:, 0], strides[:, 1], 1)
 
 
-def load(call: Call, dtype: torch.dtype = torch.float64) -> Operands:
-    """The operands, with poisoned room for out (of any dtype) and statistics."""
+def load(call: Call, dtype: torch.dtype = torch.float64, stats: torch.dtype = torch.float64) -> Operands:
+    """The operands, with poisoned room for out and statistics (of any dtypes)."""
     return Operands(
         q=rows(call.q),
         k=rows(call.k, packed=False),
         v=rows(call.v),
         out=room(call.q, call.problem.dim_v, dtype),
-        stats=Stats(room(call.q, 1), room(call.q, 1)),
+        stats=Stats(room(call.q, 1, stats), room(call.q, 1, stats)),
         q_rope=rows(call.q_rope, packed=False) if call.q_rope else None,
         k_rope=rows(call.k_rope) if call.k_rope else None,
         bias=matrix(call.bias) if call.bias else None,
