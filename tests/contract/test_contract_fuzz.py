@@ -145,11 +145,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real")
 
 def fuzz(op: Op, examples: int) -> None:
     @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(calls(op))
     def check(args: Args) -> None:

@@ -49,10 +49,7 @@ def indexed(face: Callable[..., Any], **options: Any) -> Any:
 LISTS = torch.zeros(300, 1, 4, dtype=torch.int32)
 # Calls over 300 rows whose last sequence ends before them; each names the parameter.
 SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
-    "dense": (
-        "actual_seq_qlen",
-        lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends()),
-    ),
+    "dense": ("actual_seq_qlen", lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends())),
     "tensors": (
         "actual_seq_qlen",
         lambda: npu.npu_fusion_attention_v3(

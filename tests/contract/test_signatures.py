@@ -5,17 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.records import FACES
 
 import fusion_attention
-from fusion_attention import npu
 from fusion_attention.captures.capture import PLACES
 from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
 from fusion_attention.ops import RECORDS
-
-FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
-del FACES["decode_attention"]  # its cache stands for several of the record's parameters
-
 
 # What may be None, but stands before parameters that may not.
 POSITIONAL = {

@@ -111,12 +111,7 @@ def test_statistics_of_more_keys_than_these(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"heads": 1, "groups": 1},
-        {"q_ends": [1, 2, 3], "kv_ends": [4, 9, 20]},
-        {"kv_ends": [0, 0, 0, 0]},
-    ],
+    "changes", [{"heads": 1, "groups": 1}, {"q_ends": [1, 2, 3], "kv_ends": [4, 9, 20]}, {"kv_ends": [0, 0, 0, 0]}]
 )
 def test_where_both_orders_are_one(changes: Args) -> None:
     args = made(**changes)

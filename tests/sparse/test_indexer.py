@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.records import by_name
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import Op
 from fusion_attention.ops.indexer import own as own_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.testing import compare
@@ -225,10 +225,6 @@ def test_what_is_not_a_number() -> None:
 # --------------------------------------------------------------------------------------------------------------- faces
 
 
-def by_npu(op: Op, args: Args) -> Args:
-    return {p.shown: args[p.name] for p in op.params if p.name in args}
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
 def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     args = operands(case)
@@ -237,12 +233,12 @@ def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     indices, values = chosen(call, "auto")
     own = {p.shown: {**args, **leaves}[p.name] for p in own_indexer.RECORD.params if p.name in args}
     own |= {"causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
-    results = npu.npu_lightning_indexer(**by_npu(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
+    results = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
     for own_indices, own_values in results:
         same_bits(own_indices, indices, "indices")
         same_bits(own_values.detach(), values, "values")
         assert not own_indices.requires_grad
-    alone, nothing = npu.npu_lightning_indexer(**by_npu(indexer.TORCH, {**args, "return_values": False}))
+    alone, nothing = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, "return_values": False}))
     same_bits(alone, indices, "indices")
     assert nothing.shape == (0,)
     if case.page:
@@ -251,7 +247,7 @@ def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     saved = {**args, "sparse_indices": indices}
     bare = {**saved, "dy": args["dy"].squeeze(-2), "sparse_indices": indices.squeeze(-2).long()}
     for given in (saved, bare):
-        explicit = npu.npu_lightning_indexer_grad(**by_npu(indexer.TORCH_GRAD, given))
+        explicit = npu.npu_lightning_indexer_grad(**by_name(indexer.TORCH_GRAD, given))
         for name, gradient in zip(want, explicit, strict=True):
             same_bits(gradient, want[name], name)
     for _, own_values in results:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.records import by_name
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import Op, bind
+from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import own as own_loss
@@ -293,11 +294,6 @@ def test_rows_of_no_sequence_get_no_gradient() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- faces
-
-
-def by_name(op: Op, args: Args) -> Args:
-    """Arguments of a function by its own names."""
-    return {p.shown: args[p.name] for p in op.params if p.name in args}
 
 
 FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.records import by_name
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import Op
 from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import SparseBackward
@@ -304,11 +304,6 @@ def leaves_of(args: Args) -> dict[str, torch.Tensor]:
     return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
 
 
-def by_npu(op: Op, args: Args) -> Args:
-    """Arguments of a function of torch_npu by its own names."""
-    return {p.shown: args[p.name] for p in op.params if p.name in args}
-
-
 def by_python(case: SparseCase, args: Args) -> Args:
     """Arguments of sparse_attention()."""
     given = {p.shown: args[p.name] for p in own.RECORD.params if p.name in args}
@@ -319,7 +314,7 @@ def by_python(case: SparseCase, args: Args) -> Args:
 def test_npu_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args)
-    out, max_, sum_ = npu.npu_sparse_flash_attention(**by_npu(sparse.TORCH, {**args, **leaves}))
+    out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
     for name, got in (("out", out), ("max", max_), ("sum", sum_)):
         same_bits(got.detach(), want[name], name)
     assert not max_.requires_grad
@@ -327,7 +322,7 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
     if case.page:
         return
     saved = {"attention_in": out.detach(), "softmax_max": max_, "softmax_sum": sum_}
-    explicit = npu.npu_sparse_flash_attention_grad(**by_npu(sparse.TORCH_GRAD, {**args, **saved}))
+    explicit = npu.npu_sparse_flash_attention_grad(**by_name(sparse.TORCH_GRAD, {**args, **saved}))
     for name, gradient in zip(("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope"), explicit, strict=True):
         same_bits(gradient, want.get(name, args["query"].new_empty(0)), name)
     for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):

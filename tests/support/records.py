@@ -39,3 +39,8 @@ def one(op: Op, args: Args, **flags: bool) -> str:
 def call(op: Op, args: Args) -> Any:
     """The function that a record describes, called by its own names."""
     return FACES[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
+
+
+def by_name(op: Op, args: Args) -> Args:
+    """Arguments of a function by its own names."""
+    return {p.shown: args[p.name] for p in op.params if p.name in args}

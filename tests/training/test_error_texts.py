@@ -28,11 +28,7 @@ TEXTS = [
             "lengths 3 and 5; strip the leading 0 of cu_seqlens)"
         ),
     ),
-    (
-        "npu_fusion_attention",
-        {"head_num": 3},
-        "query: expected axis 2 to be N1=3 as in head_num, got 4",
-    ),
+    ("npu_fusion_attention", {"head_num": 3}, "query: expected axis 2 to be N1=3 as in head_num, got 4"),
     (
         "npu_fusion_attention",
         {"input_layout": "BSH", "D": 0},

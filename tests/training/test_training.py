@@ -114,9 +114,7 @@ def face(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.packed and case.q_rest + case.kv_rest],
-    ids=lambda case: case.id,
+    "case", [case for case in CASES if case.packed and case.q_rest + case.kv_rest], ids=lambda case: case.id
 )
 def test_rows_beyond_the_last_end_are_zero(case: Case) -> None:
     args = operands(case)
