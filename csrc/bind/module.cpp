@@ -2,6 +2,7 @@
 // Compiled for the baseline instruction set; a call with bad arguments ends in a Python exception, never in a crash.
 
 #include "plan/arena.h"
+#include "plan/team.h"
 #include "dispatch.h"
 
 #include <nanobind/nanobind.h>
@@ -101,6 +102,29 @@ nb::dict cpu_features() {
     return out;
 }
 
+// The thread that Python runs handlers of signals in, when this module was imported.
+unsigned long main_thread = 0;
+
+// Runs handlers of signals that have arrived, as Python does between two of its instructions; whether one has raised.
+// Called without Python's lock, which another thread may hold for some ms: never asked for where no handler runs.
+bool signals_stop() {
+    if (PyThread_get_thread_ident() != main_thread) return false;
+    const nb::gil_scoped_acquire held;
+    return PyErr_CheckSignals() != 0;
+}
+
+void watch_signals() {
+    main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
+    fusion::asks_to_stop = &signals_stop;
+    nb::register_exception_translator([](const std::exception_ptr &thrown, void *) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const fusion::Interrupted &) {
+            // Python's exception is set: the handler has raised it.
+        }
+    });
+}
+
 }  // namespace
 
 void bind_forward(nb::module_ &m);   // bind/forward.cpp
@@ -112,6 +136,7 @@ void bind_sparse(nb::module_ &m);    // bind/sparse.cpp
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
     fusion::built_variants();  // ask the CPU once, now
+    watch_signals();
     // Plans live in a Python cache until the interpreter ends, and it may end without taking them down.
     nb::set_leak_warnings(false);
 

@@ -1,8 +1,10 @@
 // The machine's own limits, measured: arithmetic of one variant, and reading memory.
 
 #include "bind/arguments.h"
+#include "plan/team.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <vector>
 
@@ -21,11 +23,13 @@ template <class Body> double best_seconds(Body body) {
 }
 
 double operations(double (*work)(std::int64_t, float *), int threads, std::int64_t turns) {
-    double done = 0;
-    float result = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : done, result)
-    done += work(turns, &result);
-    return result == result ? done : 0;
+    std::atomic<double> done = 0;
+    fusion::run_team(threads, [&](const fusion::Team &) {
+        float result = 0;
+        const double own = work(turns, &result);
+        if (result == result) done += own;
+    });
+    return done;
 }
 
 double gflops(double (*work)(std::int64_t, float *), int threads) {
@@ -37,11 +41,14 @@ double gflops(double (*work)(std::int64_t, float *), int threads) {
 double read_gigabytes(int threads) {
     const std::vector<std::uint64_t> memory(std::size_t{1} << 26, 1);  // 512 MiB: more than any cache
     const auto count = static_cast<std::int64_t>(memory.size());
-    std::uint64_t sum = 0;
+    std::atomic<std::uint64_t> sum = 0;
     const double seconds = best_seconds([&] {
-        sum = 0;
-#pragma omp parallel for simd num_threads(threads) reduction(+ : sum)
-        for (std::int64_t i = 0; i < count; ++i) sum += memory[i];
+        fusion::run_team(threads, [&](const fusion::Team &team) {
+            const std::int64_t end = count * (team.thread + 1) / team.size;
+            std::uint64_t own = 0;
+            for (std::int64_t i = count * team.thread / team.size; i < end; ++i) own += memory[i];
+            sum += own;
+        });
     });
     return sum ? static_cast<double>(count) * sizeof(std::uint64_t) / seconds / 1e9 : 0;
 }

@@ -1,4 +1,4 @@
-// Scratch memory that outlives a call: the last returned buffer is kept for the next taker.
+// Scratch memory that outlives a call: the largest returned buffer is kept for the next taker.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -23,61 +23,89 @@ inline std::atomic<bool> poisons_leases = false;
 class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
 public:
     explicit Lease(std::size_t bytes)
-        : asked_(bytes), guard_(poisons_leases.load(std::memory_order_relaxed) ? 4096 : 0) {
-        take(bytes + guard_);
-        if (guard_) std::memset(data_, 0xff, bytes + guard_);
+        : asked_(bytes), guard_(poisons_leases.load(std::memory_order_relaxed) ? 4096 : 0),
+          buffer_(take(bytes + guard_)) {
+        if (guard_) std::memset(data(), 0xff, bytes + guard_);
     }
     ~Lease() {
         for (std::size_t i = 0; i < guard_; ++i) {
-            if (data_[asked_ + i] != static_cast<char>(0xff)) std::abort();
+            if (data()[asked_ + i] != static_cast<char>(0xff)) std::abort();
         }
-        {
-            const std::lock_guard<std::mutex> lock(kept().mutex);
-            if (bytes_ > kept().bytes) {
-                std::swap(data_, kept().data);
-                std::swap(bytes_, kept().bytes);
-            }
-        }
-        std::free(data_);
+        give_back(std::move(buffer_));
     }
     Lease(const Lease &) = delete;
     Lease &operator=(const Lease &) = delete;
 
-    char *data() const { return data_; }
+    char *data() const { return buffer_->data; }
 
 private:
-    struct Kept {
-        std::mutex mutex;
+    struct Buffer {
         char *data = nullptr;
         std::size_t bytes = 0;
+        int unfit = 0;  // takers in a row that needed less than half of it
+
+        Buffer() = default;
+        ~Buffer() { std::free(data); }
+        Buffer(const Buffer &) = delete;
+        Buffer &operator=(const Buffer &) = delete;
     };
-    static Kept &kept() {
-        static Kept *const one = new Kept;  // never destroyed: a thread may still run when the process ends
-        return *one;
+    using Owner = std::unique_ptr<Buffer>;
+
+    // The kept buffer, for who comes next. No lock: a fork could leave it locked.
+    static Owner exchange(Owner other) {
+        static std::atomic<Buffer *> kept = nullptr;  // never destroyed: a thread may still run when the process ends
+        return Owner(kept.exchange(other.release(), std::memory_order_acq_rel));
     }
 
-    void take(std::size_t bytes) {
-        {
-            const std::lock_guard<std::mutex> lock(kept().mutex);
-            std::swap(data_, kept().data);
-            std::swap(bytes_, kept().bytes);
-        }
-        if (bytes_ >= bytes) return;
-        std::free(data_);
+    static Owner take(std::size_t bytes) {
+        Owner buffer = exchange(nullptr);
+        if (!buffer) buffer = std::make_unique<Buffer>();
+        buffer->unfit = bytes < buffer->bytes / 2 ? buffer->unfit + 1 : 0;
+        if (buffer->bytes < bytes || buffer->unfit > most_unfit) allocate(*buffer, bytes);
+        return buffer;
+    }
+
+    // Keeps the larger one where another run gave its own back meanwhile.
+    static void give_back(Owner buffer) {
+        Owner other = exchange(nullptr);
+        if (other && other->bytes > buffer->bytes) std::swap(buffer, other);
+        exchange(std::move(buffer));
+    }
+
+    static void allocate(Buffer &buffer, std::size_t bytes) {
+        std::free(buffer.data);
+        buffer.data = nullptr;
+        buffer.bytes = 0, buffer.unfit = 0;
         // Large buffers begin where huge pages do: panels are read in long streams.
         constexpr std::size_t huge = std::size_t{2} << 20;
         const std::size_t alignment = bytes >= huge / 2 ? huge : 64;
-        bytes_ = (bytes + alignment - 1) / alignment * alignment;
-        data_ = static_cast<char *>(std::aligned_alloc(alignment, bytes_));
-        if (!data_) throw std::bad_alloc();
+        const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+        buffer.data = static_cast<char *>(std::aligned_alloc(alignment, rounded));
+        if (!buffer.data && rounded) throw std::bad_alloc();
+        buffer.bytes = rounded;
 #if defined(__linux__)
-        if (alignment == huge) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: no matter if it fails
+        if (alignment == huge) madvise(buffer.data, rounded, MADV_HUGEPAGE);  // a wish: no matter if it fails
 #endif
     }
 
+    // A buffer that so many have not needed half of goes back to the system: one large call does not hold its memory
+    // for ever, and a large call among small ones finds it.
+    static constexpr int most_unfit = 64;
+
     const std::size_t asked_, guard_;
-    char *data_ = nullptr;
-    std::size_t bytes_ = 0;
+    Owner buffer_;
 };
+
+// A lease of what so many threads take, or, where there is no such memory, half as many, and so on: `threads` is then
+// how many there is memory for.
+template <class BytesOf> Lease lease_for(int &threads, const BytesOf &bytes_of) {
+    for (;; threads /= 2) {
+        try {
+            return Lease(bytes_of(threads));
+        } catch (const std::bad_alloc &) {
+            if (threads <= 1) throw;
+        }
+    }
+}
 
 }  // namespace fusion

@@ -1,56 +1,91 @@
 // The threads that compute a call together: the one place of the plans that asks for threads, and that waits.
+//
+// A run can be given up (Ctrl-C). Its threads then begin nothing more and leave; what they wait for may never come, so
+// a wait says whether it did. Results of such a run are unspecified.
 
 #pragma once
 
-#include "plan/denormals.h"
-
-#include <omp.h>
-
-#include <thread>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <type_traits>
 
 namespace fusion {
 
+// Asked by the thread that called, a few dozen times a second, in the middle of its work: whether to give the run up.
+// One for the process, as its signals are; set before the first run (bind/module.cpp).
+inline bool (*asks_to_stop)() = nullptr;
+
+// Thrown by run_team() when the run was given up.
+struct Interrupted : std::exception {
+    const char *what() const noexcept override { return "fusion_attention: native core: the call was interrupted"; }
+};
+
+// How a thread passes the time between two looks at what it waits for. What comes soon is seen soon; after that others
+// may have the core, since there may be more threads than cores, or a quota that idle threads use up.
+class Backoff {
+public:
+    void pause();
+
+private:
+    std::chrono::steady_clock::time_point begun_{};
+};
+
 // What each thread of a team knows of it. Every thread calls barrier() and share(), in the same order.
 struct Team {
-    int thread, size;
+    struct Run;  // what the threads share
 
-    void barrier() const {
-        if (size == 1) return;
-#pragma omp barrier
+    int thread, size;
+    Run &run;
+
+    // Whether the run is given up. Asked before anything is begun that takes long.
+    bool cancelled() const;
+
+    // The number of a piece of work that nobody has taken; beyond all numbers once the run is given up. What is taken
+    // is to be done, or given up where a wait says so: others may wait for it.
+    template <class Index> Index take(std::atomic<Index> &next, std::type_identity_t<Index> count = 1) const {
+        return cancelled() ? std::numeric_limits<Index>::max() : next.fetch_add(count, std::memory_order_relaxed);
     }
+
+    // Waits until holds(); false: the run is given up, whoever would make it hold may have left.
+    template <class Condition> bool wait_until(const Condition &holds) const {
+        for (Backoff backoff; !holds(); backoff.pause()) {
+            if (cancelled()) return false;
+        }
+        return true;
+    }
+
+    // Waits for all threads of the team; false as wait_until().
+    bool barrier() const;
 
     // Calls body(i) for every i < count, each on one thread, in ascending order; returns when all are done.
     template <class Index, class Body> void share(Index count, const Body &body, int at_a_time = 1) const {
-        if (size == 1) {
-            for (Index i = 0; i < count; ++i) body(i);
-            return;
+        const auto all = static_cast<std::int64_t>(count);
+        for (std::int64_t i; (i = next(at_a_time)) < all;) {
+            for (const std::int64_t end = std::min(i + at_a_time, all); i < end; ++i) body(static_cast<Index>(i));
         }
-#pragma omp for schedule(dynamic, at_a_time)
-        for (Index i = 0; i < count; ++i) body(i);
+        barrier();
     }
+
+private:
+    std::int64_t next(int count) const;  // of a share
 };
 
-// Calls work(team) on `size` threads, or as many as there may be, this one among them. Denormals count as zero
-// meanwhile.
-template <class Work> void run_team(int size, const Work &work) {
-    if (size == 1) {
-        const FlushDenormals flushed;
-        work(Team{0, 1});
-        return;
-    }
-#pragma omp parallel num_threads(size)
-    {
-        const FlushDenormals flushed;
-        work(Team{omp_get_thread_num(), size});
+// As Team::wait_until(), for plans that cannot be given up yet.
+template <class Condition> void wait_until(const Condition &holds, int = 0) {
+    for (Backoff backoff; !holds(); backoff.pause()) {
     }
 }
 
-// Asks until holds(), `spins` times in a row; then lets others run in between, since cores may be fewer than threads.
-template <class Condition> void wait_until(const Condition &holds, int spins = 64) {
-    while (!holds()) {
-        if (spins > 0) --spins;
-        else std::this_thread::yield();
-    }
+// Calls work(team) on `size` threads, or as many as there may be, this one among them. Denormals count as zero
+// meanwhile. work throws nothing.
+void run_team(int size, void (*work)(const void *context, const Team &), const void *context);
+
+template <class Work> void run_team(int size, const Work &work) {
+    run_team(size, [](const void *context, const Team &team) { (*static_cast<const Work *>(context))(team); }, &work);
 }
 
 }  // namespace fusion

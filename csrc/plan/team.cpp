@@ -1,0 +1,101 @@
+#include "plan/team.h"
+
+#include "plan/denormals.h"
+#include "plan/threads.h"
+
+#include <algorithm>
+#include <thread>
+
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
+namespace fusion {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Between two questions whether to stop: with the longest pieces of work an answer comes within 50 ms.
+constexpr auto between_questions = milliseconds(25);
+constexpr auto spinning = microseconds(50), yielding = microseconds(1000), longest_nap = microseconds(2000);
+
+void relax() {
+#if defined(__SSE__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // as long as x86's pause; `yield` does nothing on most cores
+#endif
+}
+
+}  // namespace
+
+// Counters that all threads write have cache lines of their own.
+struct Team::Run {
+    alignas(64) std::atomic<std::int64_t> next = 0;  // of a share; every barrier sets it back
+    alignas(64) std::atomic<int> arrived = 0;        // at the barrier that is next
+    std::atomic<int> left = 0;                       // threads whose work is done, but the calling one
+    alignas(64) std::atomic<unsigned> barriers = 0;  // passed
+    std::atomic<bool> cancelled = false;
+    Clock::time_point asked{};  // by the calling thread
+};
+
+void Backoff::pause() {
+    const Clock::time_point now = Clock::now();
+    if (begun_ == Clock::time_point{}) begun_ = now;
+    const auto waited = now - begun_;
+    if (waited < spinning) {
+        for (int i = 0; i < 8; ++i) relax();
+    } else if (waited < yielding) {
+        std::this_thread::yield();
+    } else {  // a small part of what it has taken already
+        std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, longest_nap));
+    }
+}
+
+bool Team::cancelled() const {
+    if (thread == 0 && asks_to_stop && !run.cancelled.load(std::memory_order_relaxed)) {
+        const Clock::time_point now = Clock::now();
+        if (run.asked == Clock::time_point{}) run.asked = now;
+        if (now - run.asked >= between_questions) {
+            if (asks_to_stop()) run.cancelled.store(true, std::memory_order_relaxed);
+            run.asked = Clock::now();
+        }
+    }
+    return run.cancelled.load(std::memory_order_relaxed);
+}
+
+// The last to arrive opens it. Nobody arrives once the run is given up, so it never opens too early for others.
+bool Team::barrier() const {
+    if (cancelled()) return false;
+    if (size == 1) {
+        run.next.store(0, std::memory_order_relaxed);
+        return true;
+    }
+    const unsigned passed = run.barriers.load(std::memory_order_relaxed);
+    if (run.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < size) {
+        return wait_until([&] { return run.barriers.load(std::memory_order_acquire) != passed; });
+    }
+    run.arrived.store(0, std::memory_order_relaxed);
+    run.next.store(0, std::memory_order_relaxed);
+    run.barriers.store(passed + 1, std::memory_order_release);
+    return true;
+}
+
+std::int64_t Team::next(int count) const { return take(run.next, count); }
+
+void run_team(int size, void (*work)(const void *context, const Team &), const void *context) {
+    Team::Run run;
+    on_threads(size, [&](int thread, int members) {
+        const FlushDenormals flushed;
+        const Team team{thread, members, run};
+        work(context, team);
+        // The calling thread waits here, where it can be interrupted, and not for the threads' own end.
+        if (thread != 0) run.left.fetch_add(1, std::memory_order_release);
+        else team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
+    });
+    if (run.cancelled.load(std::memory_order_relaxed)) throw Interrupted();
+}
+
+}  // namespace fusion

@@ -1,0 +1,120 @@
+#include "plan/threads.h"
+
+#include <algorithm>
+#include <atomic>
+
+#if defined(FUSION_STD_THREADS)
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+#else
+#include <omp.h>
+#endif
+
+#include <pthread.h>
+
+namespace fusion {
+namespace {
+
+// Of the process: whether it is a child of fork(), for which the pools below have threads that do not exist.
+std::atomic<bool> forked = false;
+[[maybe_unused]] const int watches_forks =
+    pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+
+using Work = void (*)(const void *context, int thread, int members);
+
+#if defined(FUSION_STD_THREADS)
+
+// The threads of one calling thread, which it keeps until it ends, as OpenMP does.
+class Pool {
+public:
+    Pool() = default;
+    ~Pool() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            ends_ = true;
+        }
+        changed_.notify_all();
+        for (std::thread &thread : threads_) thread.join();
+    }
+    Pool(const Pool &) = delete;
+    Pool &operator=(const Pool &) = delete;
+
+    void run(int size, Work work, const void *context) {
+        if (busy_) return work(context, 0, 1);  // called by work
+        busy_ = true;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            while (static_cast<int>(threads_.size()) < size - 1) {
+                const int number = static_cast<int>(threads_.size()) + 1;
+                threads_.emplace_back([this, number] { serve(number); });
+            }
+            work_ = work, context_ = context, members_ = size, working_ = size - 1;
+            ++round_;
+        }
+        changed_.notify_all();
+        work(context, 0, size);
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return working_ == 0; });
+        busy_ = false;
+    }
+
+private:
+    void serve(int number) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (long served = round_ - 1;;) {
+            changed_.wait(lock, [&] { return ends_ || round_ != served; });
+            if (ends_) return;
+            served = round_;
+            if (number >= members_) continue;
+            lock.unlock();
+            work_(context_, number, members_);
+            lock.lock();
+            if (--working_ == 0) changed_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<std::thread> threads_;
+    Work work_ = nullptr;
+    const void *context_ = nullptr;
+    int members_ = 0, working_ = 0;
+    long round_ = 0;
+    bool ends_ = false, busy_ = false;
+};
+
+void in_parallel(int size, Work work, const void *context) {
+    struct Owner {
+        Pool *const pool = new Pool;
+        ~Owner() {
+            if (!forked) delete pool;  // or it would wait for threads that do not exist
+        }
+    };
+    static thread_local const Owner owner;
+    owner.pool->run(size, work, context);
+}
+
+#else
+
+// A region of another size than the last one's ends or creates threads, and torch's own regions have the size that
+// omp_get_max_threads() says. So ours have it too, and threads that are too many return at once.
+void in_parallel(int size, Work work, const void *context) {
+#pragma omp parallel num_threads(std::max(size, omp_get_max_threads()))
+    {
+        const int members = std::min(size, omp_get_num_threads()), thread = omp_get_thread_num();
+        if (thread < members) work(context, thread, members);
+    }
+}
+
+#endif
+
+}  // namespace
+
+void on_threads(int size, Work work, const void *context) {
+    if (size == 1 || forked.load(std::memory_order_relaxed)) work(context, 0, 1);
+    else in_parallel(size, work, context);
+}
+
+}  // namespace fusion

@@ -1,0 +1,20 @@
+// Where a team's threads come from: OpenMP's, which are torch's as well, so that no core has two threads of two pools;
+// or, with FUSION_STD_THREADS, the standard library's: ThreadSanitizer understands those, and they need no OpenMP.
+
+#pragma once
+
+namespace fusion {
+
+// Calls work(thread, members) once on each of `size` threads, or of as many as there may be, the calling thread (0)
+// among them; returns when all are done. In a child of fork(), which has none of its parent's threads, on this one
+// alone. No thread is created or ended for another size than the last.
+void on_threads(int size, void (*work)(const void *context, int thread, int members), const void *context);
+
+template <class Work> void on_threads(int size, const Work &work) {
+    on_threads(
+        size,
+        [](const void *context, int thread, int members) { (*static_cast<const Work *>(context))(thread, members); },
+        &work);
+}
+
+}  // namespace fusion
