@@ -190,7 +190,7 @@ std::size_t ForwardPlan::workspace_bytes(int threads) const {
 std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     if (units_.empty()) return 0;
     const Job job = {&problem_, &operands, sequences_.data()};
-    const Lease memory(workspace_bytes(threads));
+    const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const std::size_t count = team(threads);
     const bool own = alone(threads);
     char *const packed = memory.data(), *const scratch = packed + (own ? count * unit_bytes_ : wave_bytes_);
@@ -202,7 +202,7 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     std::atomic<std::int64_t> empty = 0;
     run_team(static_cast<int>(count), [&](const Team &team) {
         char *const mine = scratch + team.thread * scratch_bytes_;
-        empty += own ? work_alone(job, next, together, packed + team.thread * unit_bytes_, mine)
+        empty += own ? work_alone(job, team, next, together, packed + team.thread * unit_bytes_, mine)
                      : work_together(job, team, next, ready, packed, mine);
     });
     return empty;
@@ -210,8 +210,8 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
 
 // Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
 // first keys during all tiles that need no more of this one's.
-std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &next, std::size_t bundle, char *packed,
-                                     void *scratch) const {
+std::int64_t ForwardPlan::work_alone(const Job &job, const Team &team, std::atomic<std::size_t> &next,
+                                     std::size_t bundle, char *packed, void *scratch) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
     const Operands &o = *job.operands;
     const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
@@ -242,6 +242,7 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
             }
             if (done == all && slices == 0) slices = (u.end - t) * group;
             for (std::int64_t h = 0; h < group; ++h) {
+                if (team.cancelled()) return empty;
                 Prefetches ahead;
                 const bool last = h + 1 == group, ends = last && t + 1 == u.end;
                 if (!ends) {
@@ -272,16 +273,16 @@ std::int64_t ForwardPlan::work_alone(const Job &job, std::atomic<std::size_t> &n
 std::int64_t ForwardPlan::work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
                                         std::atomic<bool> *ready, char *packed, void *scratch) const {
     std::int64_t empty = 0;
-    std::size_t i = next++;
+    std::size_t i = team.take(next);
     for (const std::size_t end : wave_ends_) {
-        for (; i < end; i = next++) empty += do_item(items_[i], job, ready, packed, scratch);
-        if (end < items_.size()) team.barrier();
+        for (; i < end; i = team.take(next)) empty += do_item(items_[i], job, team, ready, packed, scratch);
+        if (end < items_.size() && !team.barrier()) break;
     }
     return empty;
 }
 
-std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed,
-                                  void *scratch) const {
+std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, const Team &team, std::atomic<bool> *ready,
+                                  char *packed, void *scratch) const {
     Unit unit = units_[item.unit].unit;
     unit.packed = packed + units_[item.unit].offset;
     if (item.head == packs) {
@@ -292,7 +293,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, std::atomic<
         return 0;
     }
     for (std::size_t r = item.first; r < item.end; ++r) {
-        wait_until([&] { return ready[r].load(std::memory_order_acquire); });
+        if (!team.wait_until([&] { return ready[r].load(std::memory_order_acquire); })) return 0;
     }
     return kernels_.attend(job, unit, item.head, tiles_[item.at], Prefetches{}, scratch);
 }

@@ -54,11 +54,12 @@ private:
     bool alone(int threads) const;
     std::size_t team(int threads) const;
     std::size_t bundle(std::size_t team) const;
-    std::int64_t work_alone(const Job &job, std::atomic<std::size_t> &next, std::size_t bundle, char *packed,
-                            void *scratch) const;
+    std::int64_t work_alone(const Job &job, const Team &team, std::atomic<std::size_t> &next, std::size_t bundle,
+                            char *packed, void *scratch) const;
     std::int64_t work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
                                std::atomic<bool> *ready, char *packed, void *scratch) const;
-    std::int64_t do_item(const Item &item, const Job &job, std::atomic<bool> *ready, char *packed, void *scratch) const;
+    std::int64_t do_item(const Item &item, const Job &job, const Team &team, std::atomic<bool> *ready, char *packed,
+                         void *scratch) const;
 
     const Variant &variant_;
     const Kernels &kernels_;
