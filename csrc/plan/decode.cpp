@@ -109,15 +109,15 @@ DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const 
 }
 
 // Called by every thread of a team: takes units until none is left, always knowing the next one to fetch ahead.
-std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,
-                                      int members) const {
+std::int64_t DecodePlan::attend_units(const DecodeJob &job, const Team &team, char *own, float *partials,
+                                      std::atomic<std::size_t> &taken, int members) const {
     // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any
     // thread.
     auto *const rows = reinterpret_cast<float *>(own);
     char *const scratch = own + row_floats_ * decode_slots * sizeof(float);
     std::int64_t empty = 0;
     DecodeUnit unit = take(taken, members);
-    while (unit.heads) {
+    while (unit.heads && !team.cancelled()) {
         const DecodeUnit next = take(taken, members);
         variant_.decode.attend(job, unit, next.heads ? &next : nullptr, scratch, rows);
         const std::int64_t floats = (unit.row1 - unit.row0) * static_cast<std::int64_t>(row_floats_);
@@ -137,14 +137,14 @@ std::int64_t DecodePlan::attend_units(const DecodeJob &job, char *own, float *pa
 std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const {
     if (units_.empty()) return 0;
     const DecodeJob job = {&problem_, &operands, sequences_.data()};
-    const Lease memory(workspace_bytes(threads));
+    const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const int members = team(threads);
     char *const scratch = memory.data();
     auto *const partials = reinterpret_cast<float *>(scratch + scratch_bytes_ * static_cast<std::size_t>(members));
     std::atomic<std::size_t> taken = 0;
     std::atomic<std::int64_t> empty = 0;
     run_team(members, [&](const Team &team) {
-        empty += attend_units(job, scratch + scratch_bytes_ * team.thread, partials, taken, members);
+        empty += attend_units(job, team, scratch + scratch_bytes_ * team.thread, partials, taken, members);
         team.barrier();
         team.share(merges_.size(), [&](std::size_t i) { empty += variant_.decode.finish(job, merges_[i], partials); });
     });

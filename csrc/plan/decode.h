@@ -13,6 +13,8 @@
 
 namespace fusion {
 
+struct Team;
+
 class DecodePlan {
 public:
     // Throws std::invalid_argument where sizes do not fit together. Sequences without rows are not touched.
@@ -35,8 +37,8 @@ private:
     void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1);
     int team(int threads) const;
     DecodeUnit take(std::atomic<std::size_t> &taken, int members) const;
-    std::int64_t attend_units(const DecodeJob &job, char *own, float *partials, std::atomic<std::size_t> &taken,
-                              int members) const;
+    std::int64_t attend_units(const DecodeJob &job, const Team &team, char *own, float *partials,
+                              std::atomic<std::size_t> &taken, int members) const;
 
     const Variant &variant_;
     DecodeProblem problem_;
