@@ -26,8 +26,8 @@ constexpr double row_work = 100;
 
 constexpr Require require{"backward"};
 
-void wait_for(const std::atomic<std::int64_t> &counter, std::int64_t value) {
-    wait_until([&] { return counter.load(std::memory_order_acquire) == value; });
+bool wait_for(const Team &team, const std::atomic<std::int64_t> &counter, std::int64_t value) {
+    return team.wait_until([&] { return counter.load(std::memory_order_acquire) == value; });
 }
 
 }  // namespace
@@ -224,10 +224,12 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     state.ordered_dbias = gradients.dbias.base && !gradients.owns_dbias;
     // Keys that share an element leave no order but one after the other.
     const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
-    const int team = alone ? 1 : team_size(threads, items_);
-    state.shares = shares_of(team, state.ordered_dbias);
+    int team = alone ? 1 : team_size(threads, items_);
     const Shares &shares = state.shares;
-    const Lease memory(bytes_of(shares, team));
+    const Lease memory = lease_for(team, [&](int n) {
+        state.shares = shares_of(n, state.ordered_dbias);
+        return bytes_of(shares, n);
+    });
     state.packed = memory.data();
     state.own = state.packed + shares.slot_bytes * shares.slots;
     state.turn = std::make_unique<std::atomic<std::int64_t>[]>(row_tiles_);
@@ -240,7 +242,7 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     std::vector<double> dsink(problem_.heads_q);
     run_team(team, [&](const Team &members) {
         char *const own = state.own + (shares.own_bytes + key_bytes_) * members.thread;
-        work(state, own, own + shares.own_bytes);
+        work(state, members, own, own + shares.own_bytes);
 #if defined(__x86_64__)
         _mm_sfence();  // others read what was written past the caches
 #endif
@@ -258,17 +260,17 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     return means;
 }
 
-void BackwardPlan::work(State &state, char *own, void *scratch) const {
+void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch) const {
     const std::size_t own_tasks = state.shares.own.size();
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i = state.next++, after; i < state.tasks.size(); i = after) {
+    for (std::size_t i = team.take(state.next), after; i < state.tasks.size(); i = after) {
         const Task &task = state.tasks[i];
         // A unit of one's own is taken while the one before it is computed, which asks for its memory.
         after = state.next;
         while (after < own_tasks && !state.next.compare_exchange_weak(after, after + 1)) {
         }
         const Task *const then = after < own_tasks ? &state.tasks[after] : nullptr;
-        for (std::size_t at = task.first; at < task.end; ++at) {
+        for (std::size_t at = task.first; at < task.end && !team.cancelled(); ++at) {
             const Item &item = state.items[at];
             const PlannedUnit &unit = units_[item.unit];
             const std::int64_t places = task.own ? unit.own.places : unit.shared.places;
@@ -276,17 +278,17 @@ void BackwardPlan::work(State &state, char *own, void *scratch) const {
             if (!task.own) {
                 const std::size_t position = state.shares.position[item.unit], slots = state.shares.slots;
                 // Units without rows wait too: who comes after them in their slot waits for them alone.
-                if (position >= slots) wait_for(state.left[state.shares.shared[position - slots]], 0);
+                if (position >= slots && !wait_for(team, state.left[state.shares.shared[position - slots]], 0)) return;
                 rows = state.packed + position % slots * state.shares.slot_bytes;
             }
             if (item.rank < 0) {
-                pack_rows(item, state, rows, places);
+                pack_rows(item, state, team, rows, places);
             } else {
-                meet_keys(item, state, rows, places, scratch, upcoming_after(state, at, task, then));
+                meet_keys(item, state, team, rows, places, scratch, upcoming_after(state, at, task, then));
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
-        if (!then) after = state.next++;
+        if (!then) after = team.take(state.next);
     }
 }
 
@@ -352,14 +354,15 @@ Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, 
     return ahead;
 }
 
-void BackwardPlan::pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const {
+void BackwardPlan::pack_rows(const Item &item, State &state, const Team &team, char *memory,
+                             std::int64_t places) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t tile = item.tile % unit.row_tiles;
     std::int64_t end;
     if (tile >= places) {  // who lies there is done
         first_meeting(seq, tile - places, end);
-        wait_for(state.turn[unit.first_tile + item.tile - places], end);
+        if (!wait_for(team, state.turn[unit.first_tile + item.tile - places], end)) return;
     }
     RowTile rows = row_tile(item.unit, item.tile, memory, places);
     const std::int64_t first = first_meeting(seq, tile, end);
@@ -369,14 +372,14 @@ void BackwardPlan::pack_rows(const Item &item, State &state, char *memory, std::
     state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
 }
 
-void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
-                             const Upcoming &upcoming) const {
+void BackwardPlan::meet_keys(const Item &item, State &state, const Team &team, char *memory, std::int64_t places,
+                             void *scratch, const Upcoming &upcoming) const {
     const PlannedUnit &unit = units_[item.unit];
     const Sequence &seq = sequences_[unit.seq];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
     const KeyTile keys = {unit.seq, unit.head, key0, std::min(key0 + kernels_.tile_keys, seq.kv_len), scratch};
     kernels_.load_keys(state.job, keys);
-    if (state.ordered_dbias) wait_for(state.finished[item.tile], item.rank);
+    if (state.ordered_dbias && !wait_for(team, state.finished[item.tile], item.rank)) return;
     std::int64_t slice = 0, slices = 0, end;
     for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
         slices += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
@@ -390,7 +393,7 @@ void BackwardPlan::meet_keys(const Item &item, State &state, char *memory, std::
         }
         rows.fresh = item.tile == first;
         std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
-        wait_for(turn, item.tile);
+        if (team.cancelled() || !wait_for(team, turn, item.tile)) return;
         kernels_.accumulate(state.job, rows, keys, ahead_of(state, upcoming, keys, slice++, slices));
         rows.fresh = false;
         if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);

@@ -19,6 +19,8 @@
 
 namespace fusion {
 
+struct Team;
+
 class BackwardPlan {
 public:
     // Throws std::invalid_argument where sizes do not fit together.
@@ -81,9 +83,9 @@ private:
     void add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count,
                    std::vector<std::int64_t> &ranks, std::vector<std::int64_t> &packed) const;
     void add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile, std::int64_t &next) const;
-    void work(State &state, char *own, void *scratch) const;
-    void pack_rows(const Item &item, State &state, char *memory, std::int64_t places) const;
-    void meet_keys(const Item &item, State &state, char *memory, std::int64_t places, void *scratch,
+    void work(State &state, const Team &team, char *own, void *scratch) const;
+    void pack_rows(const Item &item, State &state, const Team &team, char *memory, std::int64_t places) const;
+    void meet_keys(const Item &item, State &state, const Team &team, char *memory, std::int64_t places, void *scratch,
                    const Upcoming &upcoming) const;
     Upcoming upcoming_after(const State &state, std::size_t at, const Task &task, const Task *then) const;
     Prefetches ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
