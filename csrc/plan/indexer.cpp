@@ -69,7 +69,7 @@ std::size_t IndexerPlan::workspace_bytes(int threads) const {
 
 void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     const SparseJob job = {&problem_, &operands, sequences_.data()};
-    const Lease memory(workspace_bytes(threads));
+    const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     char *const packed = memory.data(), *const scores = packed + packed_bytes_,
                 *const scratch = scores + scores_bytes(threads);
     run_team(threads, [&](const Team &team) {
