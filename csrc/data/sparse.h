@@ -52,11 +52,12 @@ struct SparseItem {
 };
 
 // Items of the backward add to shared rows of key gradients in their order: an item says up to where it is done and
-// waits for earlier items that are not yet done with keys [first, last].
+// waits for earlier items that are not yet done with keys [first, last]; false: the run is given up, and so is the
+// item.
 struct Turn {
     void *state;
     std::int64_t item;
-    void (*wait)(void *state, std::int64_t item, std::int64_t first, std::int64_t last);
+    bool (*wait)(void *state, std::int64_t item, std::int64_t first, std::int64_t last);
     void (*done)(void *state, std::int64_t item, std::int64_t next, std::int64_t last);
 };
 

@@ -41,8 +41,9 @@ struct SparsePlan::State {
     Progress *progress = nullptr;
     std::atomic<std::int64_t> taken = 0, finished = 0;  // items: begun, and the first that may be unfinished
 
-    static void wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
-        static_cast<View *>(self)->state->wait_for(static_cast<View *>(self)->first_item, item, first, last);
+    static bool wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
+        const View &view = *static_cast<View *>(self);
+        return view.state->wait_for(*view.team, view.first_item, item, first, last);
     }
     static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
         Progress &own = static_cast<View *>(self)->state->progress[item];
@@ -52,10 +53,11 @@ struct SparsePlan::State {
 
     struct View {  // one thread's view of the queue
         State *state;
+        const Team *team;
         std::int64_t first_item;
     };
 
-    void wait_for(std::int64_t unit_first, std::int64_t item, std::int64_t first, std::int64_t last) {
+    bool wait_for(const Team &team, std::int64_t unit_first, std::int64_t item, std::int64_t first, std::int64_t last) {
         std::int64_t from = finished.load(std::memory_order_acquire);
         while (from < item && progress[from].next.load(std::memory_order_acquire) == never) ++from;
         std::int64_t known = finished.load(std::memory_order_relaxed);
@@ -63,11 +65,13 @@ struct SparsePlan::State {
         }
         for (std::int64_t other = std::max(from, unit_first); other < item; ++other) {
             const Progress &its = progress[other];
-            wait_until([&] {
+            const auto passed = [&] {
                 return its.next.load(std::memory_order_acquire) > last ||
                        its.last.load(std::memory_order_relaxed) < first;
-            });
+            };
+            if (!team.wait_until(passed)) return false;
         }
+        return !team.cancelled();
     }
 };
 
@@ -182,8 +186,8 @@ const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item)
 void SparsePlan::run(const SparseOperands &operands, int threads) const {
     const SparseJob job = {&problem_, &operands, sequences_.data()};
     if (backward_) return run_backward(job, threads, nullptr);
+    const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
-    const Lease memory(workspace_bytes(threads));
     attend(job, memory.data(), forward_tile(threads), at);
 }
 
@@ -193,8 +197,8 @@ void SparsePlan::run(const SparseOperands &operands, const SparseOperands &atten
 }
 
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
+    const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
-    const Lease memory(workspace_bytes(threads));
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
     char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
     State state{.job = job, .sums = memory.data(), .notes = notes};
@@ -213,8 +217,8 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
         run_team(at.team, [&](const Team &team) {
             char *const own = scratch + at.scratch * team.thread;
             clear_sums(team, wave, state);
-            if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], at, own);
-            else descend(wave, state, own);
+            if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], team, at, own);
+            else descend(wave, state, team, own);
             team.barrier();
             store_keys(team, wave, state);
         });
@@ -269,11 +273,11 @@ void SparsePlan::store_keys(const Team &team, const Wave &wave, const State &sta
     });
 }
 
-void SparsePlan::descend(const Wave &wave, State &state, char *scratch) const {
+void SparsePlan::descend(const Wave &wave, State &state, const Team &team, char *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::int64_t i; (i = state.taken.fetch_add(1)) < wave.items;) {
+    for (std::int64_t i; (i = team.take(state.taken)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
-        State::View view = {&state, unit.first_item};
+        State::View view = {&state, &team, unit.first_item};
         const Turn turn = {&view, i, State::wait, State::done};
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         const SparseItem item = item_at(unit, i - unit.first_item);
@@ -313,14 +317,14 @@ void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end,
 }
 
 // As descend(), for a loss over lists.
-void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at,
+void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Team &team, const Layout &at,
                                char *scratch) const {
     const auto notes_of = [&](std::int64_t i) {
         return state.notes + at.notes * static_cast<std::size_t>(i % at.noted);
     };
-    for (;;) {
+    while (!team.cancelled()) {
         Batches::Task task;
-        wait_until([&] { return (task = batches.next()).kind != Batches::Kind::wait; }, 0);  // asking takes a lock
+        if (!team.wait_until([&] { return (task = batches.next()).kind != Batches::Kind::wait; })) return;
         if (task.kind == Batches::Kind::end) return;
         if (task.kind == Batches::Kind::row) {
             const Unit &unit = unit_of(wave, task.index);

@@ -68,8 +68,9 @@ private:
     void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
     bool over_lists() const { return attention_ && problem_.select_count; }
     void clear_sums(const Team &team, const Wave &wave, const State &state) const;
-    void descend(const Wave &wave, State &state, char *scratch) const;
-    void descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at, char *scratch) const;
+    void descend(const Wave &wave, State &state, const Team &team, char *scratch) const;
+    void descend_lists(const Wave &wave, State &state, Batches &batches, const Team &team, const Layout &at,
+                       char *scratch) const;
     std::int64_t ranges_in(const Unit &unit) const;
     std::vector<std::int64_t> ranges_of(const Wave &wave, std::int64_t batch) const;
     void store_keys(const Team &team, const Wave &wave, const State &state) const;

@@ -385,7 +385,7 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &t
             prefetch(table.memory + chunk.keys[i] * pitch, pitch);
         }
         add_dq(w, chunk.count, s.across, s.dq, reader.ahead);
-        turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1]);
+        if (!turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1])) return;
         add_keys(w, chunk, table);
         if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);
     }

@@ -268,7 +268,7 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
         for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {
             block.end = least(block.first + t.chunk, stop);
             *loss += keys_loss<Format, T>(w, job, item, block, at, t, scratch);
-            turn.wait(turn.state, turn.item, block.first, block.end - 1);
+            if (!turn.wait(turn.state, turn.item, block.first, block.end - 1)) return;
             for (std::int64_t i = 0; i < (block.end - block.first) * t.columns; i += lanes) {
                 float *const to = table.memory + block.first * t.columns + i;
                 store(to, load<Floats>(to) + load<Floats>(t.sums + i));
