@@ -74,12 +74,6 @@ private:
     std::int64_t next(int count) const;  // of a share
 };
 
-// As Team::wait_until(), for plans that cannot be given up yet.
-template <class Condition> void wait_until(const Condition &holds, int = 0) {
-    for (Backoff backoff; !holds(); backoff.pause()) {
-    }
-}
-
 // Calls work(team) on `size` threads, or as many as there may be, this one among them. Denormals count as zero
 // meanwhile. work throws nothing.
 void run_team(int size, void (*work)(const void *context, const Team &), const void *context);
