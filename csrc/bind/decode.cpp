@@ -88,6 +88,7 @@ public:
         : kinds_(kinds_of(problem, more)), plan_(variant_named(variant), kinds_.problem, sequences_of(extents)) {}
 
     void update(const nb::object &kv_len, const nb::object &lo, const nb::object &hi) {
+        if (runs_) refuse("a plan cannot be updated while another thread runs it: make a plan for each thread");
         const std::size_t n = plan_.sequences();
         const Longs lengths(kv_len, "kv_len", n), first(lo, "lo", n), last(hi, "hi", n);
         plan_.update(lengths.data(), first.data(), last.data());
@@ -125,13 +126,24 @@ public:
         const bool rounds = p.rounding != fusion::Rounding::none;
         o.out_scale = per_channel(at(16), "out_scale", rounds, rounds);
         o.out_offset = per_channel(at(17), "out_offset", rounds, false);
+        const Running running(runs_);
         const nb::gil_scoped_release released;
         return plan_.run(o, threads);
     }
 
 private:
+    struct Running {  // counted under Python's lock
+        int &runs;
+
+        explicit Running(int &runs_) : runs(runs_) { ++runs; }
+        ~Running() { --runs; }
+        Running(const Running &) = delete;
+        Running &operator=(const Running &) = delete;
+    };
+
     Kinds kinds_;
     fusion::DecodePlan plan_;
+    mutable int runs_ = 0;  // that are computing now
 };
 
 }  // namespace

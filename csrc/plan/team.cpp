@@ -18,7 +18,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // Between two questions whether to stop: with the longest pieces of work an answer comes within 50 ms.
-constexpr auto between_questions = milliseconds(25);
+constexpr auto between_questions = milliseconds(20);
 constexpr auto spinning = microseconds(50), yielding = microseconds(1000), longest_nap = microseconds(2000);
 
 void relax() {

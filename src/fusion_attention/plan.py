@@ -56,19 +56,19 @@ class Plan:
 
         A finite edge of the band keeps its distance from the last key. Results are those of a fresh plan, bit by bit
         (on a GPU, few rows without a page table: within rounding).
-        Not while the plan runs on another thread.
 
         Args:
             kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to what was planned for.
 
         Raises:
-            ValueError: not a plan made with updatable=True, a wrong number of lengths, or one beyond the capacity;
-                then nothing is changed.
+            ValueError: not a plan made with updatable=True, a wrong number of lengths, one beyond the capacity, or (on
+                the CPU) another thread runs the plan; then nothing is changed.
         """
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
-        self.extents = self.capacity.shortened(kv_len)
-        self.schedule = self.module.reschedule(self.problem, self.extents, self.verb, self.schedule)
+        extents = self.capacity.shortened(kv_len)
+        self.schedule = self.module.reschedule(self.problem, extents, self.verb, self.schedule)
+        self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """Operands of many runs that stay as they are, so that the back end need read them only once."""

@@ -1,0 +1,165 @@
+"""What threads may do to a call: nothing. Any number of them gives the same bits; none is created once all are there; a
+signal ends a long call soon, and the next one is right; children of fork() compute; memory for many threads may be
+missing.
+
+Programs that send signals, fork or count threads run in an interpreter of their own.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.families import FAMILIES, families
+from support.native_decode import plain_case
+
+from fusion_attention.plan import plan
+from fusion_attention.waist.problem import Problem
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def run(program: str, *arguments: str) -> str:
+    """What a program prints."""
+    begin = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + program, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_number_of_threads_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    call = families(300, 9000, dtype=dtype)[family]
+    want = call()
+    for threads in (2, 3, 5, 8, 16, 64):
+        torch.set_num_threads(threads)
+        same_bits(call(), want, f"{threads} threads")
+
+
+CREATED = """
+import os, torch
+from support.families import families
+torch.set_num_threads(5)
+tensor = torch.randn(1 << 20)
+calls = [call for rows, heads in ((9, 1), (70, 2), (300, 4)) for call in families(rows, 3000, heads).values()]
+def everything():
+    for call in calls:
+        call()
+        (tensor + 1).sum()
+        now = set(os.listdir("/proc/self/task"))
+        yield now
+before = set().union(*everything())
+created = set()
+for _ in range(1000 // len(calls) + 1):
+    for now in everything():
+        created |= now - before
+print(len(created))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_calls_between_torchs_own_create_no_threads() -> None:
+    assert run(CREATED) == "0\n"
+
+
+INTERRUPTED = """
+import os, signal, threading, time, torch
+from support.bits import same_bits
+from support.families import families
+torch.set_num_threads(2)
+small = families(40, 700)
+want = {name: call() for name, call in small.items()}
+sent = []
+def send():
+    sent.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+for name, call in families(16384, 1 << 25).items():
+    timer = threading.Timer(0.2, send)
+    timer.start()
+    try:
+        call()
+        print(name, "was not interrupted")
+    except KeyboardInterrupt:
+        late = time.perf_counter() - sent[-1]
+        if late > 0.7:
+            print(name, "was interrupted", late, "s late")
+    timer.join()
+    same_bits(small[name](), want[name], name)
+print("done")
+"""
+
+
+def test_a_signal_ends_a_long_call_and_the_next_one_is_right() -> None:
+    """Each call takes 1.5 s or more: until its end no other answer came."""
+    assert run(INTERRUPTED) == "done\n"
+
+
+HANDLED = """
+import os, signal, threading, torch
+from support.bits import same_bits
+from support.families import families
+torch.set_num_threads(2)
+small, long = families(40, 700), families(4096, 1 << 23)["their gradients"]
+want, wanted, handled = {name: call() for name, call in small.items()}, long(), []
+def handler(number, frame):
+    handled.append({name: call() for name, call in small.items()})
+signal.signal(signal.SIGINT, handler)
+timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+timer.start()
+same_bits(long(), wanted)
+timer.join()
+same_bits(handled, [want])
+print("done")
+"""
+
+
+def test_a_handler_that_raises_nothing_may_compute_and_the_call_goes_on() -> None:
+    assert run(HANDLED) == "done\n"
+
+
+FORKED = """
+import os, signal, torch
+from support.bits import same_bits
+from support.families import families
+torch.set_num_threads(4)
+calls = families(40, 700)
+want = {name: call() for name, call in calls.items()}
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    same_bits({name: call() for name, call in calls.items()}, want)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+same_bits({name: call() for name, call in calls.items()}, want)
+"""
+
+
+@pytest.mark.skipif(not hasattr(sys, "getandroidapilevel") and sys.platform == "win32", reason="has no fork")
+def test_a_child_of_fork_computes_the_same_bits() -> None:
+    assert run(FORKED) == "7\n"
+
+
+SHORT = """
+import resource, torch
+from support.bits import same_bits
+from support.families import families
+torch.set_num_threads(16)
+calls = {name: call for name, call in families(1500, 9000, 16, torch.float32).items() if name == sys.argv[1]}
+{name: call() for name, call in families(9, 20).items()}  # all threads are there
+torch.set_num_threads(1)
+want = {name: call() for name, call in calls.items()}
+print("done")
+"""
+
+
+def test_more_threads_than_anyone_has() -> None:
+    case = plain_case(Problem(2, 1, 16, 16), (1,), (3000,))
+    call, want = families(20, 900)["forward"], families(20, 900)["forward"]()
+    torch.set_num_threads(1000)
+    same_bits(call(), want)
+    del case
