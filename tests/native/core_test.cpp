@@ -15,6 +15,9 @@
 #include <cstdio>
 
 namespace check {
+
+int test_teams();  // team_test.cpp; how many failures
+
 namespace {
 
 constexpr Long everything = Long{1} << 40;
@@ -213,8 +216,10 @@ public:
         rounds_weights_ = variant.as_pairs.attend != nullptr;
         run_forward(call_, variant, 1);
         const std::vector<unsigned char> alone = call_.out.elements.bytes();
-        run_forward(call_, variant, 3);
-        if (alone != call_.out.elements.bytes()) report("out", "other bits with three threads");
+        for (int threads : {3, 8}) {
+            run_forward(call_, variant, threads);
+            if (alone != call_.out.elements.bytes()) report("out", "other bits with several threads");
+        }
         compare("out", call_.out, want_, largest_);
         compare("max", call_.max, want_, largest_);
         compare("sum", call_.sum, want_, largest_);
@@ -228,9 +233,12 @@ private:
     void judge_gradients(const fusion::Variant &variant) {
         double largest = 0;
         const Results gradients = backward(call_, largest);
-        const Found one = run_backward(call_, variant, 1), f = run_backward(call_, variant, 3);
-        if (one.dq.elements.bytes() != f.dq.elements.bytes() || one.dk.elements.bytes() != f.dk.elements.bytes()) {
-            report("dq, dk", "other bits with three threads");
+        const Found f = run_backward(call_, variant, 1);
+        for (int threads : {3, 8}) {
+            const Found other = run_backward(call_, variant, threads);
+            if (other.dq.elements.bytes() != f.dq.elements.bytes() ||
+                other.dk.elements.bytes() != f.dk.elements.bytes())
+                report("dq, dk", "other bits with several threads");
         }
         const std::pair<const char *, const RowMemory *> rows[] = {
             {"dq", &f.dq}, {"dk", &f.dk}, {"dv", &f.dv}, {"dq_rope", &f.dq_rope}, {"dk_rope", &f.dk_rope}};
@@ -243,8 +251,10 @@ private:
         stage_ = "decode, ";
         run_decode(call_, variant, 1);
         const std::vector<unsigned char> alone = call_.out.elements.bytes();
-        run_decode(call_, variant, 3);
-        if (alone != call_.out.elements.bytes()) report("out", "other bits with three threads");
+        for (int threads : {3, 8}) {
+            run_decode(call_, variant, threads);
+            if (alone != call_.out.elements.bytes()) report("out", "other bits with several threads");
+        }
         for (const auto &[name, memory] : {std::pair{"out", &call_.out}, {"max", &call_.max}, {"sum", &call_.sum}}) {
             compare(name, *memory, want_, largest_);
         }
@@ -317,6 +327,7 @@ int main() {
                         judge.worst());
         }
     }
+    failures += test_teams();
     std::printf("%d variants, %d failures\n", ran, failures);
     return ran > 0 && failures == 0 ? 0 : 1;
 }

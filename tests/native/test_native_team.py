@@ -46,7 +46,7 @@ import os, torch
 from support.families import families
 torch.set_num_threads(5)
 tensor = torch.randn(1 << 20)
-calls = [call for rows, heads in ((9, 1), (70, 2), (300, 4)) for call in families(rows, 3000, heads).values()]
+calls = [call for rows, heads in ((9, 2), (70, 4), (300, 6)) for call in families(rows, 3000, heads).values()]
 def everything():
     for call in calls:
         call()
