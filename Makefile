@@ -21,7 +21,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-asan test-core test-aarch64 test-gpu lint bench bench-gpu docs clean
+.PHONY: help demo test test-all test-asan test-core test-tsan test-aarch64 test-gpu lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -69,11 +69,19 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	  $(ASAN)/bin/python -m pytest -p no:cacheprovider --capture=sys tests/native tests/training/test_statistics.py \
 	  tests/backends/test_cpu_backend.py $(PYTEST_ARGS)
 
-CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .
+CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_SCHEDULE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .
 test-core: ## the native core against naive loops, without Python: every instruction set of this machine
 	$(CORE_TEST) -B build/core
 	cmake --build build/core --parallel
 	build/core/core_test
+	build/core/schedule_test
+
+# Threads of the standard library's: for ThreadSanitizer every barrier of OpenMP's is a race. A test asks for more memory
+# than there is. Where it ends with "unexpected memory mapping": setarch -R make test-tsan
+test-tsan: ## the same test of the base instruction set under ThreadSanitizer
+	$(CORE_TEST) -B build/tsan -DFUSION_SCHEDULE_TEST=OFF -DFUSION_STD_THREADS=ON -DFUSION_TSAN=ON
+	cmake --build build/tsan --parallel
+	TSAN_OPTIONS=allocator_may_return_null=1 build/tsan/core_test
 
 test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
@@ -86,10 +94,11 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
 
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h)
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
+  tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 # OpenMP's header is GCC's: clang-tidy brings none.
-TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp)
+TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
 AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra -DFUSION_VARIANT_NAME='"base"' \
   -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
 
