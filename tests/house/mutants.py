@@ -122,7 +122,7 @@ class Copy:
         csrc = self.root / "csrc"
         # All but bind/, the way from Python.
         sources = [*sorted(csrc.glob("*.cpp")), *sorted(csrc.glob("plan/*.cpp"))]
-        sources.append(self.root / "tests/native/core_test.cpp")
+        sources += sorted((self.root / "tests/native").glob("*.cpp"))
         objects = []
         for source in sources:
             objects.append(folder / f"{source.parent.name}-{source.stem}.o")
