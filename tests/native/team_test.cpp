@@ -79,6 +79,13 @@ void lease() {
         refused = true;
     }
     expect(refused && threads == 1, "memory for nobody", threads);
+    const auto address = [](std::size_t bytes) {
+        return reinterpret_cast<std::uintptr_t>(fusion::Lease(bytes).data());
+    };
+    const std::uintptr_t kept = address(large);
+    expect(address(1) == kept && address(large) == kept, "a buffer is not kept", 1);
+    for (int i = 0; i < 70; ++i) address(1);
+    expect(address(1) != kept, "a buffer that nobody needs is kept", 1);
 }
 
 void same_bits(const fusion::Built &built) {

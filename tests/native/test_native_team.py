@@ -7,16 +7,21 @@ Programs that send signals, fork or count threads run in an interpreter of their
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
 from support.families import FAMILIES, families
 from support.native_decode import plain_case
 
+from fusion_attention.backends import cpu
 from fusion_attention.plan import plan
-from fusion_attention.waist.problem import Problem
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Problem
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -139,7 +144,7 @@ same_bits({name: call() for name, call in calls.items()}, want)
 """
 
 
-@pytest.mark.skipif(not hasattr(sys, "getandroidapilevel") and sys.platform == "win32", reason="has no fork")
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
 def test_a_child_of_fork_computes_the_same_bits() -> None:
     assert run(FORKED) == "7\n"
 
@@ -148,18 +153,61 @@ SHORT = """
 import resource, torch
 from support.bits import same_bits
 from support.families import families
-torch.set_num_threads(16)
-calls = {name: call for name, call in families(1500, 9000, 16, torch.float32).items() if name == sys.argv[1]}
-{name: call() for name, call in families(9, 20).items()}  # all threads are there
+call = families(2000, 20, 16, torch.float32)["backward"]
 torch.set_num_threads(1)
-want = {name: call() for name, call in calls.items()}
+want = call()
+call()  # memory for results is there
+torch.set_num_threads(64)
+families(20, 20, 64)["backward"]()  # and threads
+with open("/proc/self/statm") as file:
+    taken = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (32 << 20),) * 2)  # where 64 threads need 54 MiB
+same_bits(call(), want)
 print("done")
 """
 
 
-def test_more_threads_than_anyone_has() -> None:
-    case = plain_case(Problem(2, 1, 16, 16), (1,), (3000,))
-    call, want = families(20, 900)["forward"], families(20, 900)["forward"]()
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_memory_that_is_missing_for_many_threads_is_had_for_fewer() -> None:
+    assert run(SHORT) == "done\n"
+
+
+def test_a_plan_that_runs_refuses_to_change() -> None:
+    lengths = np.array([1 << 14])
+    band = Band.causal().resolve(lengths * 0 + 1, lengths)
+    case = plain_case(Problem(8, 2, 128, 128, dtype="bfloat16"), (1,), (1 << 14,))
+    extents = Extents(lengths * 0 + 1, lengths, *band, lengths * 0)
+    mine = plan(case.problem, extents, torch.device("cpu"), updatable=True)
+    operands = case.operands()
+    mine.run(operands)
+    want, stop = operands.out.keep[0].clone(), threading.Event()
+
+    def again() -> None:
+        while not stop.is_set():
+            mine.run(operands)
+
+    def update_often() -> None:
+        while True:
+            mine.update(lengths)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(again)
+        with pytest.raises(ValueError, match="cannot be updated while another thread runs it"):
+            update_often()
+        stop.set()
+        running.result()
+    same_bits(operands.out.keep[0], want)
+    mine.update(lengths - 1)
+    assert mine.extents.kv_len.tolist() == (lengths - 1).tolist()
+
+
+def test_a_thousand_threads_and_none() -> None:
+    call = families(20, 900)["forward"]
+    want = call()
     torch.set_num_threads(1000)
     same_bits(call(), want)
-    del case
+    torch.set_num_threads(1)
+    case = plain_case(Problem(2, 1, 16, 16), (1,), (30,))
+    schedule = cpu.schedule(case.problem, case.call.extents, "attention_forward")
+    with pytest.raises(ValueError, match="fusion_attention: native core: threads: expected at least 1, got 0"):
+        schedule.decode.run(0, ())
