@@ -31,7 +31,7 @@ public:
     void pause();
 
 private:
-    std::chrono::steady_clock::time_point begun_{};
+    std::chrono::steady_clock::time_point begun_;
 };
 
 // What each thread of a team knows of it. Every thread calls barrier() and share(), in the same order.
