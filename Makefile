@@ -32,13 +32,17 @@ demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 
 # Triton's interpreter and its compiler cannot live in one process, so there are two: $(call both,options). Files that
 # PYTEST_ARGS names go to the one that they belong to; without any, an option may leave one of them nothing to do (5).
+# The whole suite keeps every core busy, so threads that wait must not spin; a file or two would spend more on starting
+# another process than they take.
 FILES := $(filter tests%,$(PYTEST_ARGS))
 OPTIONS := $(filter-out tests%,$(PYTEST_ARGS))
 IN_SUITE := $(filter-out tests/kernels%,$(FILES))
 IN_KERNELS := $(filter tests/kernels%,$(FILES))
+WORKERS := $(if $(FILES),,-n auto --dist worksteal)
 define both
-	$(if $(or $(IN_SUITE),$(if $(FILES),,all)),$(BIN)/python -m pytest $(1) $(OPTIONS) $(IN_SUITE))
-	$(if $(or $(IN_KERNELS),$(if $(FILES),,all)),TRITON_INTERPRET=1 $(BIN)/python -m pytest $(1) $(OPTIONS) \
+	$(if $(or $(IN_SUITE),$(if $(FILES),,all)),OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(WORKERS) $(1) $(OPTIONS) $(IN_SUITE))
+	$(if $(or $(IN_KERNELS),$(if $(FILES),,all)),TRITON_INTERPRET=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest $(WORKERS) $(1) $(OPTIONS) \
 	  $(or $(IN_KERNELS),tests/kernels) || test $$? -eq 5)
 endef
 
