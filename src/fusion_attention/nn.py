@@ -158,17 +158,8 @@ class LightningIndexer(nn.Module):
                 indices, _ = lightning_indexer(q, k, weights, self.top_k, **_rows(x, lengths))
         return Index(q, k, weights, indices)
 
-    if TYPE_CHECKING:  # forward() again: what nn.Module says of its call is (*args, **kwargs) -> Any
-
-        def __call__(
-            self,
-            x: Tensor,
-            query: Tensor | None = None,
-            *,
-            rope: Rope = None,
-            lengths: Lengths = None,
-            choose: bool = True,
-        ) -> Index: ...
+    if TYPE_CHECKING:  # What nn.Module says of its call is (*args, **kwargs) -> Any.
+        __call__ = forward
 
 
 class SparseAttention(nn.Module):
@@ -259,21 +250,7 @@ class SparseAttention(nn.Module):
         return out, loss / _tokens(x, lengths)
 
     if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            x: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor | None = None,
-            *,
-            query: Tensor | None = None,
-            q_rope: Tensor | None = None,
-            k_rope: Tensor | None = None,
-            scale: float | None = None,
-            index_rope: Rope = None,
-            lengths: Lengths = None,
-        ) -> tuple[Tensor, Tensor]: ...
+        __call__ = attend
 
 
 class SparseSelfAttention(SparseAttention):
@@ -335,10 +312,7 @@ class SparseSelfAttention(SparseAttention):
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
-
-        def __call__(  # type: ignore[override]  # projections take other arguments than what they make
-            self, x: Tensor, *, rope: Rope = None, index_rope: Rope = None, lengths: Lengths = None
-        ) -> tuple[Tensor, Tensor]: ...
+        __call__ = forward  # type: ignore[assignment]  # projections take other arguments than what they make
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that attention reads: q [..., heads, head_dim], k and v [..., kv_heads, head_dim]."""
@@ -432,10 +406,7 @@ class SparseLatentAttention(SparseAttention):
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
-
-        def __call__(  # type: ignore[override]
-            self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None
-        ) -> tuple[Tensor, Tensor]: ...
+        __call__ = forward  # type: ignore[assignment]
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
-from support.native_dense import VARIANTS, converted, judge, results, spoil
-from support.witness import Results, forward, load, make
+from support.native_dense import VARIANTS, converted, judge, spoil
+from support.witness import Results, forward, load, make, results
 
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
