@@ -14,7 +14,7 @@ from fusion_attention.backends import golden
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem, Stats
 
 Tensors = list[torch.Tensor]
 Results = dict[str, Tensors]
@@ -211,6 +211,14 @@ def make(
     if p.has_sink:
         call.sink = torch.randn(p.heads_q, generator=generator, dtype=torch.float64)
     return call
+
+
+def alone(call: Call, b: int) -> Call:
+    """Sequence b of a call, as a call of its own."""
+    tensors = {n: getattr(call, n)[b : b + 1] for n in (*INPUTS, "bias", "blocked", "keep", "dout")}
+    slopes = None if call.slopes is None else call.slopes[b : b + 1]
+    extents = Extents(*(getattr(call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
+    return replace(call, extents=extents, slopes=slopes, **tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------- witnesses
