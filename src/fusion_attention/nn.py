@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ Stage = Literal["dense", "warmup", "sparse"]
 
 Lengths = Sequence[int] | Tensor | None
 Rope = tuple[Tensor, Tensor] | None
+
+if TYPE_CHECKING:
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
+    def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
+        """Says what a layer's call takes and returns; nn.Module says (*args, **kwargs) -> Any."""
 
 
 def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -158,8 +165,10 @@ class LightningIndexer(nn.Module):
                 indices, _ = lightning_indexer(q, k, weights, self.top_k, **_rows(x, lengths))
         return Index(q, k, weights, indices)
 
-    if TYPE_CHECKING:  # What nn.Module says of its call is (*args, **kwargs) -> Any.
-        __call__ = forward
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class SparseAttention(nn.Module):
@@ -250,7 +259,9 @@ class SparseAttention(nn.Module):
         return out, loss / _tokens(x, lengths)
 
     if TYPE_CHECKING:
-        __call__ = attend
+
+        @called_as(attend)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class SparseSelfAttention(SparseAttention):
@@ -312,7 +323,9 @@ class SparseSelfAttention(SparseAttention):
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
-        __call__ = forward  # type: ignore[assignment]  # projections take other arguments than what they make
+
+        @called_as(forward)  # Projections take other arguments than what they make.
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that attention reads: q [..., heads, head_dim], k and v [..., kv_heads, head_dim]."""
@@ -406,7 +419,9 @@ class SparseLatentAttention(SparseAttention):
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
-        __call__ = forward  # type: ignore[assignment]
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:
