@@ -15,15 +15,15 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
-from support.native_dense import VARIANTS, converted, judge, results, spoil
-from support.witness import Results, forward, load, make
+from support.native_dense import VARIANTS, converted, judge, spoil
+from support.witness import Results, alone, forward, load, make, results
 
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem
+from fusion_attention.waist.problem import Extents, Problem
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -98,10 +98,8 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
         got = bits(native(paged, variant, threads=3))
         same_bits(got, want, f"pages of {size}")
     for b in (0, 3):
-        single = {name: [t] for name in ("q", "k", "v", "blocked") if (ts := getattr(case.call, name)) for t in [ts[b]]}
-        extents = Extents(*(getattr(case.call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
-        own = Case(replace(case.call, extents=extents, **single), problem, *stored, "rows", 1)
+        own = Case(alone(case.call, b), problem, *stored, "rows", 1)
         same_bits(bits(native(own, variant)), want[b :: len(q_len)])
 
 
