@@ -179,11 +179,8 @@ def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def test_what_is_not_a_number() -> None:
-    q, k, w = (
-        torch.ones(1, 1, 1, 2),
-        torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2),
-        torch.ones(1, 1, 1),
-    )
+    q, w = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1)
+    k = torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2)
     k[0, 3] = torch.nan
     indices, values = fa.lightning_indexer(q, k, w, 3, backend="golden")
     assert indices.flatten().tolist() == [3, 1, 2]

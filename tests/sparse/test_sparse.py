@@ -104,11 +104,8 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
                 v = k[:, : case.dim_v] if case.shares_kv else keys_of(case, given, "value", b)[at, kv]
                 s = k @ q
                 if case.dim_rope:
-                    s = (
-                        s
-                        + keys_of(case, given, "key_rope", b)[at, kv]
-                        @ part(case, given["query_rope"], "q", b)[row, head]
-                    )
+                    k_rope = keys_of(case, given, "key_rope", b)[at, kv]
+                    s = s + k_rope @ part(case, given["query_rope"], "q", b)[row, head]
                 s = s * case.scale
                 s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
                 if at:
@@ -341,13 +338,8 @@ BAD = [
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:40] for _, text in BAD])
 def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
-    args = {
-        "query": q,
-        "key": k,
-        "value": k,
-        "sparse_indices": torch.zeros(1, 1, 1, 2, dtype=torch.int32),
-        "scale_value": 0.5,
-    }
+    lists = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    args = {"query": q, "key": k, "value": k, "sparse_indices": lists, "scale_value": 0.5}
     if wrong.get("layout_kv"):
         wrong = {**wrong, "actual_seq_kvlen": [9]}
     with pytest.raises(fa.ContractError, match=f"npu_sparse_flash_attention: .*expected .*{text}"):

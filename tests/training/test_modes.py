@@ -209,17 +209,13 @@ def test_packed_calls(mode: int, items: Lengths) -> None:
 def test_the_cut_batches_of_the_page() -> None:
     """One packed batch on two cards sees, row by row, what the whole batch sees: CANN's examples of modes 7 and 8."""
     # Mode 3 cut in the query direction: the front card in mode 7, the rear card in mode 3.
-    whole = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
-    front = probe("TND", [(3, 3), (2, 6)], TRIANGLE, sparse_mode=7, pre_tockens=6, next_tockens=-2)
-    rear = probe("TND", [(2, 6), (5, 5), (4, 4)], TRIANGLE, sparse_mode=3)
-    assert np.array_equal(front[0][0], whole[0])
-    assert np.array_equal(np.concatenate((front[1][0], rear[0][0])), whole[1])
-    assert np.array_equal(rear[1][0], whole[2])
-    assert np.array_equal(rear[2][0], whole[3])
+    whole_3 = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
+    front_7 = probe("TND", [(3, 3), (2, 6)], TRIANGLE, sparse_mode=7, pre_tockens=6, next_tockens=-2)
+    rear_3 = probe("TND", [(2, 6), (5, 5), (4, 4)], TRIANGLE, sparse_mode=3)
     # Mode 2 cut: the front card in mode 2, the rear card in mode 8.
-    whole = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
-    front = probe("TND", [(3, 3), (2, 4)], TRIANGLE, sparse_mode=2)
-    rear = probe("TND", [(3, 4), (5, 5), (4, 4)], TRIANGLE, sparse_mode=8, pre_tockens=4, next_tockens=1)
-    assert np.array_equal(np.concatenate((front[1][0], rear[0][0])), whole[1])
-    assert np.array_equal(rear[1][0], whole[2])
-    assert np.array_equal(rear[2][0], whole[3])
+    whole_2 = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
+    front_2 = probe("TND", [(3, 3), (2, 4)], TRIANGLE, sparse_mode=2)
+    rear_8 = probe("TND", [(3, 4), (5, 5), (4, 4)], TRIANGLE, sparse_mode=8, pre_tockens=4, next_tockens=1)
+    for whole, front, rear in ((whole_3, front_7, rear_3), (whole_2, front_2, rear_8)):
+        joined = [front[0][0], np.concatenate((front[1][0], rear[0][0])), rear[1][0], rear[2][0]]
+        assert all(np.array_equal(got, want) for got, want in zip(joined, whole, strict=True))
