@@ -215,7 +215,7 @@ IGNORED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "mode", "text"), IGNORED, ids=str)
+@pytest.mark.parametrize(("case", "mode", "text"), IGNORED, ids=lambda value: getattr(value, "id", str(value)))
 def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str, Any], text: str) -> None:
     args, want = face(case)
     with pytest.warns(ContractWarning, match=text):
