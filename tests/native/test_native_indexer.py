@@ -14,6 +14,7 @@ import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, in_pages, run
+from support.selected import ordered
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer.call import IndexerBackward
@@ -69,16 +70,7 @@ def test_the_order_is_exact(seed: int) -> None:
     args, size = drawn(case), seed % 4 * 8
     given = in_pages(case, args, size) if size else args
     for variant in VARIANTS:
-        found = choose(given, variant, 1 + seed % 3, apart=seed % 2 == 1)
-        for b, rows in enumerate(case.q_len):
-            scores, (indices, values) = scores_of(case, args, b, torch.float64), (part(case, t, "q", b) for t in found)
-            for row in range(rows):
-                order = torch.sort(scores[row, : case.seen(b, row)], descending=True, stable=True)
-                n = min(case.top_k, len(order.values))
-                assert indices[row, 0, :n].tolist() == order.indices[:n].tolist(), (variant, b, row)
-                assert values[row, 0, :n].tolist() == order.values[:n].to(values.dtype).tolist()
-                assert (indices[row, 0, n:] == -1).all()
-                assert (values[row, 0, n:] == -math.inf).all()
+        ordered(case, args, *choose(given, variant, 1 + seed % 3, apart=seed % 2 == 1), variant)
 
 
 @pytest.mark.parametrize("seed", range(50, 62))
