@@ -90,8 +90,9 @@ GradientKernels gradients(std::int64_t tile_keys) {
 
 // -------------------------------------------------------------------------------------------------------------- decode
 
-// A byte of the cache: one core reads so fast. Beginning a head of a unit, and merging a row of a partial result.
-constexpr double decode_byte = 0.06, decode_begin = 1500, decode_merge = 60;
+// A byte of the cache: one core reads so fast. Beginning a head of a unit, with and without placing its queries, and
+// merging a row of a partial result.
+constexpr double decode_byte = 0.06, decode_place = 700, decode_begin = 100, decode_merge = 10;
 
 std::size_t decode_scratch(const DecodeProblem &p) {
     const std::int64_t qk = p.dim_qk + p.dim_rope;
@@ -103,17 +104,23 @@ std::size_t partial_floats(const DecodeProblem &p) {
     return static_cast<std::size_t>(16 + round_up<std::int64_t>(p.dim_v, 32));
 }
 
-void attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
+bool attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
     const DecodeProblem &p = *job.problem;
     const std::int64_t columns = p.dim_qk + p.dim_rope + (p.shares_kv ? 0 : p.dim_v);
     const double bytes = static_cast<double>((unit.end - unit.begin) * columns) * (p.storage == Storage::int8 ? 1 : 2);
     const double pairs = static_cast<double>((unit.row1 - unit.row0) * (unit.end - unit.begin));
     const double computed = products(p.dtype, pairs * static_cast<double>(p.dim_qk + p.dim_v), 0.5);
-    advance(static_cast<double>(unit.heads) * (decode_begin + std::max(bytes * decode_byte, computed)));
+    const double begun = decode_begin + (unit.placed ? 0 : decode_place);
+    advance(static_cast<double>(unit.heads) * (begun + std::max(bytes * decode_byte, computed)));
+    return true;
 }
 
-std::int64_t finish(const DecodeJob &, const DecodeRows &rows, float *) {
+void merge(const DecodeJob &, const DecodeRows &rows, float *) {
     advance(decode_merge * static_cast<double>((rows.row1 - rows.row0) * rows.count));
+}
+
+std::int64_t finish(const DecodeJob &job, const DecodeRows &rows, float *partials) {
+    merge(job, rows, partials);
     return 0;
 }
 
@@ -295,7 +302,7 @@ const Variant &variant() {
         v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
-        v.decode = {decode_scratch, partial_floats, attend_decode, finish};
+        v.decode = {decode_scratch, partial_floats, attend_decode, merge, finish};
         return v;
     }();
     return made;
