@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,12 +81,15 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     sources += [here / ("sleeping.cpp" if sleeps else "clock.cpp"), *sorted((core / "plan").glob("*.cpp"))]
     # plan/team.h is the first that is found: the core's with real threads, the fibers' otherwise.
     folders = (core, here) if sleeps else (here, core)
-    flags = ["-fopenmp"] if sleeps else []
-    include = [f"-I{path}" for path in folders]
-    subprocess.run(
-        [found, "-std=c++20", "-O1", "-Wall", "-Wextra", *flags, *include, *map(str, sources), "-o", str(program)],
-        check=True,
-    )
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(["-fopenmp"] if sleeps else []), *(f"-I{f}" for f in folders)]
+    objects = [program.with_name(f"{program.name}_{source.stem}.o") for source in sources]
+
+    def compiled(source: Path, made: Path) -> None:
+        subprocess.run([found, *options, "-c", str(source), "-o", str(made)], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, sources, objects))
+    subprocess.run([found, *options, *map(str, objects), "-o", str(program)], check=True)
     return program
 
 

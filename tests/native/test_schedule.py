@@ -11,10 +11,18 @@ from benchmarks import schedule
 # On 8, 16 and 64 threads. The clock is exact and kernels take what they say, so a floor is what the plans reach, less
 # what a change of a kernel's cost may take.
 FLOORS = {
+    ("forward", "B1 N8 S1024"): (7.8, 14, 36),
     ("forward", "B1 N8 S2048"): (7.5, 14, 50),
-    ("forward", "B1 N8 S2048 causal"): (7.5, 14, 40),
+    ("forward", "B1 N8 S2048 causal"): (7.8, 15.5, 54),
+    ("forward", "B1 N64 S1024"): (7.8, 15.5, 62),
     ("forward", "B1 N8 S16384 window 256"): (7.8, 15.5, 45),
-    ("decode", "B64 Nkv8, 4096 keys"): (7.8, 15.5, 58),
+    ("forward", "packed 1800 + 64, N1"): (6, 9, 17),
+    ("forward", "packed 1800 + 7 x 100, N8"): (7.5, 15, 46),
+    ("forward", "packed mix of 100, N12"): (7.8, 15.5, 52),
+    ("decode", "B1 Nkv8, 4096 keys"): (7.5, 14.5, 50),
+    ("decode", "B8 Nkv8, 4096 keys"): (7.8, 15.5, 58),
+    ("decode", "B64 Nkv8, 4096 keys"): (7.8, 15.5, 60),
+    ("decode", "B8 MLA 128/1, 4096 keys"): (7.8, 15.5, 58),
     ("backward", "B1 N8 S1024"): (7.8, 14, 20),
     ("backward", "packed 512 x 16, N12"): (7.8, 15.5, 58),
     ("sparse", "4096 rows of 8192, top 512"): (7.8, 15.5, 58),
