@@ -44,7 +44,7 @@ std::size_t decode_scratch_bytes(const DecodeProblem &problem) { return decode::
 
 std::size_t decode_partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
 
-void decode_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
+bool decode_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
     const DecodeProblem &p = *job.problem;
     if (p.storage == Storage::bfloat16) return decode::attend_unit<decode::Paired>(job, unit, next, scratch, partial);
@@ -53,10 +53,10 @@ void decode_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
         if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);
     }
 #endif
-    decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
+    return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
 }
 
-constexpr DecodeKernels decode_kernels = {decode_scratch_bytes, decode_partial_floats, decode_unit,
+constexpr DecodeKernels decode_kernels = {decode_scratch_bytes, decode_partial_floats, decode_unit, decode::merge_rows,
                                           decode::finish_rows};
 
 // The probe: proof that this variant's instructions run here and mean what they should.

@@ -38,9 +38,12 @@ struct GradientKernels {
 struct DecodeKernels {
     std::size_t (*scratch_bytes)(const DecodeProblem &);
     std::size_t (*partial_floats)(const DecodeProblem &);  // of one row
-    // next: the unit that this thread computes next, or null.
-    void (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
-    // Merges partial results in order, and writes out and statistics; returns how many rows are empty.
+    // next: the unit that this thread computes next, or null. Returns whether what it has placed for its rows is still
+    // there.
+    bool (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
+    // Merges partial results in order into the first ones.
+    void (*merge)(const DecodeJob &, const DecodeRows &, float *partials);
+    // The same, and writes out and statistics; returns how many rows are empty.
     std::int64_t (*finish)(const DecodeJob &, const DecodeRows &, float *partials);
 };
 

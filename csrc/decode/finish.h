@@ -35,6 +35,10 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     return first;
 }
 
+inline void merge_rows(const DecodeJob &job, const DecodeRows &r, float *partials) {
+    for (std::int64_t i = 0; i < r.row1 - r.row0; ++i) merge_partials(*job.problem, r, i, partials);
+}
+
 inline float at(const PerChannel &values, std::int64_t head, std::int64_t d, float otherwise) {
     return values.base ? values.base[head * values.stride_head + d * values.stride] : otherwise;
 }

@@ -98,6 +98,16 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
         same_bits(native(own, variant), {name: [found[b]] for name, found in want.items()})
 
 
+@pytest.mark.parametrize("problem", BASES, ids=str)
+def test_many_threads_share_the_leaves_of_a_sequence(problem: Problem) -> None:
+    case = plain_case(problem, (1, 2), (9000, 600))  # three runs of leaves, two leaves
+    scored = (case.k.scale or case.k.numbers)[0].view(-1)
+    scored[-1] = math.inf  # some of the last run is computed again with care
+    want = bits(native(case, None, threads=1))
+    for threads in (2, 3, 5, 8, 16, 64):
+        same_bits(bits(native(case, None, threads=threads)), want, f"{threads} threads")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["", "int8"])
 def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind: str) -> None:
