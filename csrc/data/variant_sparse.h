@@ -26,7 +26,7 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     void (*list_loss)(const SparseJob &, const SparseItem &, void *notes, double *loss, void *scratch);
     void (*add_list)(const SparseJob &, const SparseItem &, void *notes, void *next_notes, std::int64_t range,
                      const KeySums &, void *scratch);
-    // The indexer's forward: keys packed once for all rows of a sequence.
+    // The indexer's forward: keys packed once for all rows of a sequence, or (`packed` is null) a chunk at a time.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
     void (*index_pack)(const SparseJob &, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed);
@@ -34,11 +34,13 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     // Writes the softmax statistics of rows [row0, row1), as many as index_rows takes.
     void (*index_stats)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                         void *scratch);
-    // Chooses for rows [row0, row1); or writes the scores of keys [first, end) and leaves choosing to index_choose.
+    // Chooses for rows [row0, row1); or writes their scores of keys [first, end), index_chunk at most, `pitch` floats
+    // apart, and leaves choosing to index_choose; keys from `later` on are what this thread may meet next.
     void (*index_rows)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                        void *scratch);
-    void (*index_scores)(const SparseJob &, std::int64_t seq, std::int64_t row, std::int64_t first, std::int64_t end,
-                         const char *packed, float *scores, void *scratch);
+    void (*index_scores)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,
+                         std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
+                         void *scratch);
     void (*index_choose)(const SparseJob &, std::int64_t seq, std::int64_t row, const float *scores, void *scratch);
 };
 
