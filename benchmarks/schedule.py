@@ -126,7 +126,8 @@ def show(console: Console) -> list[Schedule]:
 
 def draw(found: list[Schedule], path: Path) -> None:
     """Speed-up over threads, a panel for each family, as a PNG file."""
-    from matplotlib.figure import Figure  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib import colormaps  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib.figure import Figure
 
     families = list(dict.fromkeys(row.family for row in found))
     columns = 4
@@ -135,6 +136,7 @@ def draw(found: list[Schedule], path: Path) -> None:
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for axes, family in zip(panels, families, strict=False):
         axes.plot((1, *THREADS), (1, *THREADS), color="black", linewidth=1, linestyle="dotted")
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
         for row in found:
             if row.family == family:
                 counts = sorted(row.speedup)

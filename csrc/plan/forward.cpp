@@ -91,7 +91,8 @@ void ForwardPlan::cut_units() {
         piece.end = end;
         for (piece.unit.head = 0; piece.unit.head < problem_.heads_kv; ++piece.unit.head) units_.push_back(piece);
     }
-    const double group = static_cast<double>(problem_.heads_q / problem_.heads_kv);
+    const std::int64_t heads = problem_.heads_q / problem_.heads_kv;
+    const auto group = static_cast<double>(heads);
     // Long ones first: short work at the end keeps threads level.
     std::vector<std::pair<double, PlannedUnit>> placed;
     placed.reserve(units_.size());
@@ -246,6 +247,17 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     return empty;
 }
 
+// The next unit of a thread's bundle, or of a new one.
+std::size_t ForwardPlan::take(Shared &shared, Bundle &own, std::size_t team) const {
+    if (own.first == own.end) {
+        own.first = shared.next;
+        do {
+            own.end = own.first + (own.first < units_.size() ? bundle(units_[own.first], team) : 1);
+        } while (!shared.next.compare_exchange_weak(own.first, own.end));
+    }
+    return own.first++;
+}
+
 // Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
 // first keys during all tiles that need no more of this one's.
 std::int64_t ForwardPlan::work_alone(Shared &shared, std::size_t team, char *packed, void *scratch) const {
@@ -259,23 +271,13 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, std::size_t team, char *pac
         ahead.add(part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk));
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
-    std::size_t taken = 0, end = 0;  // what is left of a bundle
-    const auto take = [&] {
-        if (taken == end) {
-            taken = shared.next;
-            while (taken < units_.size() &&
-                   !shared.next.compare_exchange_weak(taken, taken + bundle(units_[taken], team))) {
-            }
-            end = taken < units_.size() ? taken + bundle(units_[taken], team) : taken + 1;
-        }
-        return taken++;
-    };
+    Bundle own;
     std::int64_t empty = 0;
-    for (std::size_t i = take(), after; i < units_.size(); i = after) {
+    for (std::size_t i = take(shared, own, team), after; i < units_.size(); i = after) {
         // The next one is taken now, to ask for its memory, if enough are left for the others too.
         const PlannedUnit &u = units_[i];
-        const bool known = taken < end || plenty(u, shared.next, team);
-        after = known ? take() : units_.size();
+        const bool known = own.first < own.end || plenty(u, shared.next, team);
+        after = known ? take(shared, own, team) : units_.size();
         const PlannedUnit *const then = after < units_.size() ? &units_[after] : nullptr;
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
         Unit unit = u.unit;
@@ -311,7 +313,7 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, std::size_t team, char *pac
                 empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
-        if (!known) after = take();
+        if (!known) after = take(shared, own, team);
     }
     return empty;
 }

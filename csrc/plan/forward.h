@@ -53,6 +53,10 @@ private:
         std::atomic<bool> *ready = nullptr;         // of each run of panels: is packed
     };
 
+    struct Bundle {  // units that a thread has taken together and not begun
+        std::size_t first = 0, end = 0;
+    };
+
     void check() const;
     void cut_units();
     void list_items();
@@ -62,6 +66,7 @@ private:
     std::size_t team(int threads) const;
     std::size_t slots() const;
     std::size_t bundle(const PlannedUnit &u, std::size_t team) const;
+    std::size_t take(Shared &shared, Bundle &own, std::size_t team) const;
     bool plenty(const PlannedUnit &u, std::size_t next, std::size_t team) const;
     std::int64_t work_alone(Shared &shared, std::size_t team, char *packed, void *scratch) const;
     std::int64_t work_together(Shared &shared, void *scratch) const;

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <random>
 
@@ -25,6 +24,7 @@ constexpr std::int64_t everything = std::int64_t{1} << 40;
 
 std::vector<Sequence> sequences_of(const std::vector<std::int64_t> &lengths, std::int64_t lo, std::int64_t hi) {
     std::vector<Sequence> found;
+    found.reserve(lengths.size());
     for (const std::int64_t n : lengths) found.push_back({n, n, lo, hi, 0, 0});
     return found;
 }
