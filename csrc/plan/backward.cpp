@@ -37,15 +37,29 @@ void wait_for(const Counter &counter, std::int64_t least) {
 }  // namespace
 
 struct BackwardPlan::State {
-    Job job;
-    BiasOrder order;
-    std::shared_ptr<const BackwardSchedule> schedule;
-    char *packed;                          // rows of shared units, slot after slot
+    const Job job;
+    const BiasOrder &order;
+    const BackwardSchedule &schedule;
+    char *const packed;                    // rows of shared units, slot after slot
     std::atomic<std::size_t> next = 0;     // task
     std::unique_ptr<Counter[]> met;        // per tile of rows: how many tiles of keys are done with it; -1: not packed
     std::unique_ptr<Counter[]> left;       // per unit: its unfinished items
-    std::unique_ptr<Progress[]> progress;  // per tile of keys
     std::vector<RowNotes> notes;           // per tile of rows
+    std::int64_t first_watched;            // tile of keys that somebody may wait for
+    std::unique_ptr<Progress[]> progress;  // per tile of keys from that on
+
+    State(const BackwardPlan &plan, const Job &job, const BiasOrder &order, const BackwardSchedule &schedule,
+          char *memory)
+        : job(job), order(order), schedule(schedule), packed(memory), met(new Counter[plan.row_tiles_]),
+          left(new Counter[plan.units_.size()]), notes(plan.row_tiles_), first_watched(plan.key_tiles_) {
+        for (std::int64_t i = 0; i < plan.row_tiles_; ++i) met[i] = -1;
+        for (std::size_t u = 0; u < plan.units_.size(); ++u) {
+            left[u] = plan.units_.group * plan.units_[u].row_tiles + plan.units_[u].key_tiles;
+        }
+        if (!schedule.shared.empty()) first_watched = plan.units_[schedule.shared.front()].first_key_tile;
+        if (!order.before.empty()) first_watched = 0;
+        progress.reset(new Progress[plan.key_tiles_ - first_watched]);
+    }
 };
 
 // When a tile of keys may add to a tile of rows.
@@ -82,6 +96,8 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
         result_bytes_ += size * problem_.heads_kv * seq.kv_len * (dim_qk + problem_.dim_v);
     }
 }
+
+BackwardPlan::~BackwardPlan() { delete kept_.load(); }
 
 void BackwardPlan::check() const {
     const Problem &p = problem_;
@@ -140,14 +156,12 @@ std::size_t BackwardPlan::workspace_bytes(int threads) const {
     return std::max(free.bytes(units_), in_order.bytes(units_));
 }
 
-// The last one is kept where only the number of threads decides.
-std::shared_ptr<const BackwardSchedule> BackwardPlan::schedule(int threads, const BiasOrder &order) const {
-    const int size = team(threads);
-    const std::lock_guard<std::mutex> lock(kept_lock_);
-    if (kept_ && kept_->team == size && !order.holds()) return kept_;
-    const auto made = std::make_shared<BackwardSchedule>(units_, size, order);
+// The last run's, where only the number of threads decides. No lock: a fork could leave it locked.
+std::unique_ptr<const BackwardSchedule> BackwardPlan::take_schedule(int size, const BiasOrder &order) const {
+    std::unique_ptr<const BackwardSchedule> kept(order.holds() ? nullptr : kept_.exchange(nullptr));
+    if (kept && kept->team == size) return kept;
+    auto made = std::make_unique<BackwardSchedule>(units_, size, order);
     made->list_items(units_);
-    if (!order.holds()) kept_ = made;
     return made;
 }
 
@@ -173,23 +187,15 @@ void BackwardPlan::clear_dbias(const Matrix &dbias, const RowTile &rows, const K
 
 std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradients, int threads) const {
     refuse_endless(row_tiles_ + key_tiles_);
-    State state;
-    state.job = {&problem_, &operands, units_.sequences.data(), &gradients, result_bytes_ > streamed_bytes};
+    BiasOrder order;
     if (gradients.dbias.base && !gradients.owns_dbias) {
-        state.order = BiasOrder(units_, gradients.dbias, problem_.bias == Bias::table);
+        order = BiasOrder(units_, gradients.dbias, problem_.bias == Bias::table);
     }
-    state.schedule = schedule(threads, state.order);
-    const BackwardSchedule &schedule = *state.schedule;
+    const Job job = {&problem_, &operands, units_.sequences.data(), &gradients, result_bytes_ > streamed_bytes};
+    std::unique_ptr<const BackwardSchedule> owned = take_schedule(team(threads), order);
+    const BackwardSchedule &schedule = *owned;
     const Lease memory(schedule.bytes(units_));
-    state.packed = memory.data();
-    state.met = std::make_unique<Counter[]>(row_tiles_);
-    state.left = std::make_unique<Counter[]>(units_.size());
-    state.progress = std::make_unique<Progress[]>(key_tiles_);
-    state.notes.resize(row_tiles_);
-    for (std::int64_t i = 0; i < row_tiles_; ++i) state.met[i] = -1;
-    for (std::size_t u = 0; u < units_.size(); ++u) {
-        state.left[u] = units_.group * units_[u].row_tiles + units_[u].key_tiles;
-    }
+    State state(*this, job, order, schedule, memory.data());
     std::vector<double> dsink(problem_.heads_q);
     char *const own = state.packed + schedule.slot_bytes * schedule.slots;
     run_team(schedule.team, [&](const Team &members) {
@@ -209,36 +215,46 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     }
     for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h)
         gradients.dsink[h] = static_cast<float>(dsink[h]);
+    if (!order.holds()) delete kept_.exchange(owned.release());
     return means;
 }
 
+// A task of one's own is taken while the last tile of keys of the one before it is computed, which asks for its memory;
+// but none that another thread could begin at once. Returns the number of tasks where there is none.
+std::size_t BackwardPlan::take_early(State &state) const {
+    const BackwardSchedule &schedule = state.schedule;
+    std::size_t next = state.next;
+    while (next + static_cast<std::size_t>(schedule.team) <= schedule.own_tasks) {
+        if (state.next.compare_exchange_weak(next, next + 1)) return next;
+    }
+    return schedule.tasks.size();
+}
+
 void BackwardPlan::work(State &state, char *own, void *scratch) const {
-    const BackwardSchedule &schedule = *state.schedule;
+    const BackwardSchedule &schedule = state.schedule;
+    const std::size_t none = schedule.tasks.size();
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i = state.next++, after; i < schedule.tasks.size(); i = after) {
+    for (std::size_t i = state.next++, after; i < none; i = after < none ? after : state.next++) {
         const GradientTask &task = schedule.tasks[i];
-        // A unit of one's own is taken while the one before it is computed, which asks for its memory.
-        after = state.next;
-        while (after < schedule.own_tasks && !state.next.compare_exchange_weak(after, after + 1)) {
-        }
-        const GradientTask *const then = after < schedule.own_tasks ? &schedule.tasks[after] : nullptr;
+        after = none;
         for (std::size_t at = task.first; at < task.end; ++at) {
             const GradientItem &item = schedule.items[at];
             const Memory memory = task.own ? Memory{own, units_[item.unit].own.places} : memory_of(state, item);
             if (item.packs) {
                 pack_rows(item, state, memory);
             } else {
+                if (task.own && at == task.last_keys) after = take_early(state);
+                const GradientTask *const then = after < none ? &schedule.tasks[after] : nullptr;
                 meet_keys(item, state, memory, scratch, task.own, upcoming_after(state, at, task, then));
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
-        if (!then) after = state.next++;
     }
 }
 
 // Of a shared unit, once the one that was there before it is done.
 BackwardPlan::Memory BackwardPlan::memory_of(const State &state, const GradientItem &item) const {
-    const BackwardSchedule &schedule = *state.schedule;
+    const BackwardSchedule &schedule = state.schedule;
     const std::size_t position = schedule.position[item.unit], slots = schedule.slots;
     // Units without rows wait too: who comes after them in their slot waits for them alone.
     if (position >= slots) {
@@ -250,7 +266,7 @@ BackwardPlan::Memory BackwardPlan::memory_of(const State &state, const GradientI
 
 BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::size_t at, const GradientTask &task,
                                                     const GradientTask *then) const {
-    const std::vector<GradientItem> &items = state.schedule->items;
+    const std::vector<GradientItem> &items = state.schedule.items;
     Upcoming upcoming = {};
     // Of a shared unit the next ones in the list, whoever of those that work abreast will take them.
     const std::size_t unit = items[at].unit, far = at + Upcoming::farthest;
@@ -342,7 +358,7 @@ BackwardPlan::Before BackwardPlan::bias_before(const State &state, const Gradien
         for (std::int64_t i = from; i < std::min(to, unit.row_tiles); ++i) {
             if (!units_.met(before, i).has(item.tile)) continue;
             const std::int64_t tiles = head % group * unit.row_tiles + (own_rows ? tile : unit.row_tiles);
-            return {&state.progress[unit.first_key_tile + item.tile].rows, tiles * gradient_rows};
+            return {&state.progress[unit.first_key_tile + item.tile - state.first_watched].rows, tiles * gradient_rows};
         }
     }
     return {};
@@ -359,11 +375,12 @@ void BackwardPlan::meet_keys(const GradientItem &item, State &state, Memory memo
     for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
         slices += units_.met(item.unit, i).has(item.tile) ? units_.group : 0;
     }
-    Progress *const progress = state.progress.get() + unit.first_key_tile + item.tile;
-    const bool alone = own && state.order.before.empty();
+    const bool watched = !own || !state.order.before.empty();
+    Progress *const progress =
+        watched ? &state.progress[unit.first_key_tile + item.tile - state.first_watched] : nullptr;
     const bool whole_head = !state.order.before.empty() && state.job.gradients->dbias.stride_row[unit.seq] == 0;
     for (std::int64_t i = 0; i < units_.group * unit.row_tiles; ++i) {
-        if (i % unit.row_tiles == 0) progress->rows.store(i * gradient_rows, std::memory_order_release);
+        if (watched && i % unit.row_tiles == 0) progress->rows.store(i * gradient_rows, std::memory_order_release);
         RowTile rows = row_tile(item.unit, i, memory);
         const MetKeys met = units_.met(item.unit, i % unit.row_tiles);
         if (!met.has(item.tile)) {
@@ -373,15 +390,18 @@ void BackwardPlan::meet_keys(const GradientItem &item, State &state, Memory memo
         rows.fresh = item.tile == met.first;
         Counter &done = state.met[unit.first_row_tile + i];
         wait_for(done, 0);
-        Turn turn = {{}, bias_before(state, item, i), whole_head, &progress->rows, i * gradient_rows};
-        if (!rows.fresh) turn.dq = {&progress[-1].rows, turn.first};
-        const RowTurn turns = alone ? RowTurn{} : RowTurn{&turn, Turn::wait, Turn::done};
+        Turn turn = {};
+        if (watched) {
+            turn = {{}, bias_before(state, item, i), whole_head, &progress->rows, i * gradient_rows};
+            if (!rows.fresh) turn.dq = {&progress[-1].rows, turn.first};
+        }
+        const RowTurn turns = watched ? RowTurn{&turn, Turn::wait, Turn::done} : RowTurn{};
         kernels_.accumulate(state.job, rows, keys, turns, ahead_of(state, upcoming, keys, slice++, slices));
         rows.fresh = false;
         if (item.tile + 1 == met.end) kernels_.store_rows(state.job, rows);
         done.fetch_add(1, std::memory_order_acq_rel);
     }
-    progress->rows.store(units_.group * unit.row_tiles * gradient_rows, std::memory_order_release);
+    if (watched) progress->rows.store(units_.group * unit.row_tiles * gradient_rows, std::memory_order_release);
     kernels_.store_keys(state.job, keys);
 }
 

@@ -17,7 +17,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace fusion {
@@ -26,6 +25,10 @@ class BackwardPlan {
 public:
     // Throws std::invalid_argument where sizes do not fit together.
     BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences);
+
+    ~BackwardPlan();
+    BackwardPlan(const BackwardPlan &) = delete;
+    BackwardPlan &operator=(const BackwardPlan &) = delete;
 
     // What run() takes besides operands and gradients; threads: as given to run().
     std::size_t workspace_bytes(int threads) const;
@@ -61,8 +64,9 @@ private:
     std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const;
     double work_of(const Sequence &seq, std::int64_t row_tiles) const;
     int team(int threads) const;
-    std::shared_ptr<const BackwardSchedule> schedule(int threads, const BiasOrder &order) const;
+    std::unique_ptr<const BackwardSchedule> take_schedule(int size, const BiasOrder &order) const;
     RowTile row_tile(std::size_t unit, std::int64_t index, Memory memory) const;
+    std::size_t take_early(State &state) const;
     void work(State &state, char *own, void *scratch) const;
     Memory memory_of(const State &state, const GradientItem &item) const;
     void pack_rows(const GradientItem &item, State &state, Memory memory) const;
@@ -82,9 +86,7 @@ private:
     std::size_t tile_bytes_ = 0;
     std::int64_t row_tiles_ = 0, key_tiles_ = 0;
     double work_ = 0, result_bytes_ = 0;
-    // The last schedule, for the next run with as many threads.
-    mutable std::mutex kept_lock_;
-    mutable std::shared_ptr<const BackwardSchedule> kept_;
+    mutable std::atomic<const BackwardSchedule *> kept_ = nullptr;  // of the last run, unless one is running
 };
 
 }  // namespace fusion

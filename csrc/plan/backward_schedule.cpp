@@ -145,28 +145,36 @@ void BackwardSchedule::share_units(const GradientUnits &units, bool ordered) {
 }
 
 void BackwardSchedule::list_items(const GradientUnits &units) {
-    std::size_t at = 0;
+    std::size_t at = 0, count = 0;
+    for (const GradientUnit &unit : units.units) count += units.group * unit.row_tiles + unit.key_tiles;
+    items.reserve(count);
+    tasks.reserve(count);
+    packed_.resize(slots);
     for (const std::size_t end : own_ends_) {
         const std::size_t first = items.size();
         for (; at < end; ++at) add_items(units, &own_[at], 1);
-        tasks.push_back({first, items.size(), true});
+        std::size_t last = items.size();
+        while (last > first && items[last - 1].packs) --last;
+        tasks.push_back({first, items.size(), last - 1, true});
     }
     for (std::size_t first = 0; first < shared.size(); first += slots) {
         std::size_t item = items.size();
         add_items(units, &shared[first], std::min(slots, shared.size() - first));
-        for (; item < items.size(); ++item) tasks.push_back({item, item + 1, false});
+        for (; item < items.size(); ++item) tasks.push_back({item, item + 1, item, false});
     }
 }
 
 // The items of units that go abreast. Rows are packed before the first tile of keys that they meet.
 void BackwardSchedule::add_items(const GradientUnits &all, const std::size_t *first, std::size_t count) {
-    std::vector<std::int64_t> packed(count, 0);
     std::int64_t tiles = 0;
-    for (std::size_t i = 0; i < count; ++i) tiles = std::max(tiles, all[first[i]].key_tiles);
+    for (std::size_t i = 0; i < count; ++i) {
+        tiles = std::max(tiles, all[first[i]].key_tiles);
+        packed_[i] = 0;
+    }
     for (std::int64_t t = 0; t <= tiles; ++t) {
         for (std::size_t i = 0; i < count; ++i) {
             const GradientUnit &unit = all[first[i]];
-            for (std::int64_t &next = packed[i]; next < unit.row_tiles && all.met(first[i], next).first <= t; ++next) {
+            for (std::int64_t &next = packed_[i]; next < unit.row_tiles && all.met(first[i], next).first <= t; ++next) {
                 for (std::int64_t head = 0; head < all.group; ++head) {
                     items.push_back({first[i], head * unit.row_tiles + next, true});
                 }

@@ -67,7 +67,7 @@ struct GradientItem {
 };
 
 struct GradientTask {  // items that one thread computes in a row: units of its own, or a single item of a shared one
-    std::size_t first, end;
+    std::size_t first, end, last_keys;  // last_keys: its last tile of keys
     bool own;
 };
 
@@ -94,6 +94,7 @@ private:
     void add_items(const GradientUnits &units, const std::size_t *first, std::size_t count);
 
     std::vector<std::size_t> own_, own_ends_;  // units of threads' own, task after task
+    std::vector<std::int64_t> packed_;         // of units that go abreast: tiles of rows that are packed, while listing
 };
 
 }  // namespace fusion
