@@ -77,10 +77,21 @@ void load_keys(const Job &job, const KeyTile &keys) {
     advance(backward_key / 2 * beside_measured(*job.problem) * static_cast<double>(keys.key1 - keys.key0));
 }
 
-void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const Prefetches &) {
+// Block of rows after block of rows: scores, dP and, in its turn, dq; then dk and dv of all rows.
+void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const RowTurn &turn, const Prefetches &) {
+    constexpr std::int64_t block = 12;
     const Problem &p = *job.problem;
-    const double pairs = visible_pairs(job.sequences[rows.seq], rows.row0, rows.row1, keys.key0, keys.key1);
-    const double columns = static_cast<double>(3 * (p.dim_qk + p.dim_rope) + 2 * p.dim_v);
+    const double qk = static_cast<double>(p.dim_qk + p.dim_rope), columns = qk + static_cast<double>(p.dim_v);
+    double pairs = 0;
+    for (std::int64_t row = rows.row0; row < rows.row1; row += block) {
+        const std::int64_t end = std::min(row + block, rows.row1);
+        const double here = visible_pairs(job.sequences[rows.seq], row, end, keys.key0, keys.key1);
+        advance(products(p.dtype, here * columns, backward_share));
+        if (turn.wait) turn.wait(turn.state, end - rows.row0);
+        advance(products(p.dtype, here * qk, backward_share));
+        if (turn.done) turn.done(turn.state, end - rows.row0);
+        pairs += here;
+    }
     advance(products(p.dtype, pairs * columns, backward_share));
 }
 
