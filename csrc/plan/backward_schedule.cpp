@@ -11,12 +11,12 @@ namespace {
 
 // Threads have rows of different units packed at a time where all together take no more than these bytes: as much as a
 // third-level cache holds, or more where many threads want it.
-constexpr std::size_t least_bytes = std::size_t{32} << 20, bytes_per_thread = std::size_t{8} << 20;
+constexpr std::size_t least_bytes = std::size_t{32} << 20, bytes_per_thread = std::size_t{16} << 20;
 
 std::size_t most_bytes(int team) { return std::max(least_bytes, bytes_per_thread * static_cast<std::size_t>(team)); }
 
 struct Span {  // the elements of dbias that a head adds to lie in [first, last]
-    std::int64_t first, last;
+    std::int64_t first, last, stride_row;
     std::int64_t head;  // of all units
 };
 
@@ -31,7 +31,8 @@ std::vector<Span> spans_of(const GradientUnits &units, const Matrix &dbias, bool
         for (std::int64_t i = 0; i < units.group; ++i) {
             const std::int64_t first =
                 dbias.address[unit.seq] + (unit.head * units.group + i) * dbias.stride_head[unit.seq];
-            spans.push_back({first, first + size, static_cast<std::int64_t>(u) * units.group + i});
+            spans.push_back(
+                {first, first + size, dbias.stride_row[unit.seq], static_cast<std::int64_t>(u) * units.group + i});
         }
     }
     std::stable_sort(spans.begin(), spans.end(), [](const Span &a, const Span &b) { return a.first < b.first; });
@@ -76,7 +77,7 @@ BiasOrder::BiasOrder(const GradientUnits &units, const Matrix &dbias, bool table
         if (i == 0 || spans[i].first > reach) continue;
         before[spans[i].head] = spans[i - 1].head;
         sets.join(spans[i].head / units.group, spans[i - 1].head / units.group);
-        chained |= spans[i].first != spans[i - 1].first;
+        chained |= spans[i].first != spans[i - 1].first || spans[i].stride_row != spans[i - 1].stride_row;
     }
     if (!chained) return;
     before.clear();
