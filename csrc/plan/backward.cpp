@@ -21,6 +21,8 @@ constexpr std::int64_t shared_ahead = 3;
 constexpr double streamed_bytes = 8 << 20;
 // What packing and storing a row take, in pairs of a row and a key.
 constexpr double row_work = 100;
+// Pairs times columns: two threads are no slower from here on, where the second waits for its work.
+constexpr double work_per_thread = 1 << 19;
 
 constexpr Require require{"backward"};
 
@@ -67,12 +69,15 @@ struct BackwardPlan::Turn {
     Before dq, dbias;
     bool whole_head;  // of the one before: its rows share elements of dbias
     Counter *mine;
-    std::int64_t first;
+    std::int64_t first, rows;  // of the unit, and of the tile
 
     static void wait(void *state, std::int64_t row) {
         const Turn &turn = *static_cast<const Turn *>(state);
         if (turn.dq.rows) wait_for(*turn.dq.rows, turn.dq.first + row);
-        if (turn.dbias.rows) wait_for(*turn.dbias.rows, turn.dbias.first + (turn.whole_head ? 0 : row));
+        if (!turn.dbias.rows) return;
+        // Who is behind a shorter sequence waits for that alone, also for rows that it does not have.
+        const std::int64_t reached = row == turn.rows ? gradient_rows : row;
+        wait_for(*turn.dbias.rows, turn.dbias.first + (turn.whole_head ? 0 : reached));
     }
     static void done(void *state, std::int64_t row) {
         const Turn &turn = *static_cast<const Turn *>(state);
@@ -122,6 +127,7 @@ void BackwardPlan::cut_units() {
                 {static_cast<std::int64_t>(b), head, row_tiles_, key_tiles_, rows, keys, work, shared, own});
             row_tiles_ += units_.group * rows;
             key_tiles_ += keys;
+            work_ += work;
         }
     }
 }
@@ -146,7 +152,10 @@ double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const 
     return units_.group * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
 }
 
-int BackwardPlan::team(int threads) const { return team_size(threads, row_tiles_ + key_tiles_); }
+int BackwardPlan::team(int threads) const {
+    const auto columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+    return team_size(team_by_work(threads, work_ * columns, work_per_thread), row_tiles_ + key_tiles_);
+}
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
     if (units_.units.empty()) return 0;
@@ -392,7 +401,8 @@ void BackwardPlan::meet_keys(const GradientItem &item, State &state, Memory memo
         wait_for(done, 0);
         Turn turn = {};
         if (watched) {
-            turn = {{}, bias_before(state, item, i), whole_head, &progress->rows, i * gradient_rows};
+            turn = {
+                {}, bias_before(state, item, i), whole_head, &progress->rows, i * gradient_rows, rows.row1 - rows.row0};
             if (!rows.fresh) turn.dq = {&progress[-1].rows, turn.first};
         }
         const RowTurn turns = watched ? RowTurn{&turn, Turn::wait, Turn::done} : RowTurn{};
