@@ -71,17 +71,17 @@ struct BackwardPlan::Turn {
     Counter *mine;
     std::int64_t first, rows;  // of the unit, and of the tile
 
+    // The last rows stand for all that a tile may have: who is behind a shorter sequence waits for that alone.
+    std::int64_t reached(std::int64_t row) const { return row == rows ? gradient_rows : row; }
     static void wait(void *state, std::int64_t row) {
         const Turn &turn = *static_cast<const Turn *>(state);
-        if (turn.dq.rows) wait_for(*turn.dq.rows, turn.dq.first + row);
-        if (!turn.dbias.rows) return;
-        // Who is behind a shorter sequence waits for that alone, also for rows that it does not have.
-        const std::int64_t reached = row == turn.rows ? gradient_rows : row;
-        wait_for(*turn.dbias.rows, turn.dbias.first + (turn.whole_head ? 0 : reached));
+        const std::int64_t reached = turn.reached(row);
+        if (turn.dq.rows) wait_for(*turn.dq.rows, turn.dq.first + reached);
+        if (turn.dbias.rows) wait_for(*turn.dbias.rows, turn.dbias.first + (turn.whole_head ? 0 : reached));
     }
     static void done(void *state, std::int64_t row) {
         const Turn &turn = *static_cast<const Turn *>(state);
-        turn.mine->store(turn.first + row, std::memory_order_release);
+        turn.mine->store(turn.first + turn.reached(row), std::memory_order_release);
     }
 };
 

@@ -36,6 +36,7 @@ struct Dense {
     std::int64_t heads_q, heads_kv;
     std::vector<std::int64_t> lengths;
     std::int64_t lo = -everything, hi = everything;  // row i sees keys i + lo <= j < i + hi
+    std::vector<std::int64_t> keys = {};             // of each sequence, where there are not as many as rows
 };
 
 // A long-tailed mix of 100 sequences: 92 tokens on average.
@@ -123,7 +124,8 @@ struct Shared {
 };
 
 Run backward(const Dense &d, const Shared &shared) {
-    const std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
+    std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
+    for (std::size_t b = 0; b < d.keys.size(); ++b) sequences[b].kv_len = d.keys[b];
     Problem problem = problem_of(d);
     problem.bias = shared.bias;
     const auto plan = std::make_shared<BackwardPlan>(variant(), problem, sequences);
@@ -137,7 +139,9 @@ Run backward(const Dense &d, const Shared &shared) {
         Operands o;
         o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
         Gradients g;
+        Order order;
         g.dout = g.dq = g.dk = g.dv = places->rows();
+        g.dq.base = &order;
         g.dbias = {&g, places->zeros.data(), stride_head->data(), stride_row->data(), shared.keys, Dtype::float32};
         plan->run(o, g, threads);
     };
@@ -151,7 +155,9 @@ Run backward(const Dense &d) {
         Operands o;
         o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
         Gradients g;
+        Order order;
         g.dout = g.dq = g.dk = g.dv = places->rows();
+        g.dq.base = &order;
         plan->run(o, g, threads);
     };
 }
@@ -165,6 +171,8 @@ std::vector<std::pair<Dense, Shared>> biased() {
         {{"B2 N8 S2048, bias [1,1,S,S]", 8, 8, two}, {false, true, true}},
         {{"B8 N32 S1024, bias [1,1,1,S]", 32, 32, eight}, {false, false, true}},
         {{"B8 N32 S1024, bias [1,N,S,1]", 32, 32, eight}, {true, true, false}},
+        {{"600, 3 and 600 rows, bias [1,1,S,S]", 1, 1, {600, 3, 600}, -everything, everything, {2048, 2048, 40}},
+         {false, true, true}},
         {{"B2 N32 S2048 causal, table", 32, 32, two, -everything, 1}, {true, true, true, Bias::table}},
     };
 }
