@@ -91,7 +91,7 @@ public:
 private:
     void share_chains(const GradientUnits &units, const BiasOrder &order);
     void share_units(const GradientUnits &units, bool ordered);
-    void add_items(const GradientUnits &units, const std::size_t *first, std::size_t count);
+    void add_items(const GradientUnits &all, const std::size_t *first, std::size_t count);
 
     std::vector<std::size_t> own_, own_ends_;  // units of threads' own, task after task
     std::vector<std::int64_t> packed_;         // of units that go abreast: tiles of rows that are packed, while listing
