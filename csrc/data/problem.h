@@ -104,6 +104,15 @@ struct RowTile {  // query rows [row0, row1) of one head, packed for the backwar
     bool fresh = false;  // they have met no keys: their dq is zero, whatever lies there
 };
 
+// Tiles of keys add to a tile of rows in their order, a few rows at a time: wait() returns when it is this one's turn
+// to add to dq and dbias of the rows before `row` of the tile, done() says that it has. Without functions no one else
+// does.
+struct RowTurn {
+    void *state = nullptr;
+    void (*wait)(void *state, std::int64_t row) = nullptr;
+    void (*done)(void *state, std::int64_t row) = nullptr;
+};
+
 struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's memory for their gradients
     std::int64_t seq, head, key0, key1;
     void *memory;

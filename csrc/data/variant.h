@@ -29,7 +29,7 @@ struct GradientKernels {
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
     RowNotes (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
-    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
+    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const RowTurn &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);
     void (*store_rows)(const Job &, const RowTile &);
 };

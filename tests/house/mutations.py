@@ -249,7 +249,7 @@ NATIVE = [
     core("core: dS forgets D", "dense/gradient.h",
          "Floats dscore = weight * (dprob - r.delta[e]);", "Floats dscore = weight * dprob;"),
     core("core: dq of one block of rows is not cleared", "dense/gradient.h",
-         "            clear_dq(w, b);", "            ;"),
+         "if (row_tile.fresh) clear_dq(w, b);", ";"),
     core("core: shares of a decode joined without fading", "decode/finish.h",
          "const Floats added = load<Floats>(from + d) * all(share);", "const Floats added = load<Floats>(from + d);"),
     core("core: dropout draws with another key", "simd/masks.h",

@@ -5,6 +5,9 @@
 
 #include "plan/schedule.h"
 
+#include <cstdio>
+#include <cstdlib>
+
 namespace schedule {
 namespace {
 
@@ -77,10 +80,34 @@ void load_keys(const Job &job, const KeyTile &keys) {
     advance(backward_key / 2 * beside_measured(*job.problem) * static_cast<double>(keys.key1 - keys.key0));
 }
 
-void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const Prefetches &) {
+// Tiles of keys add to a row of dq, and heads to an element of dbias, in ascending order.
+void add_in_order(const Job &job, const RowTile &rows, const KeyTile &keys, std::int64_t row) {
+    auto &order = *static_cast<Order *>(job.gradients->dq.base);
+    const std::int64_t head = rows.seq * job.problem->heads_q + rows.head;
+    order.add(-1 - ((head << 32) + row), keys.key0);
+    const Matrix &m = job.gradients->dbias;
+    if (!m.base || job.problem->bias == Bias::table) return;
+    order.add(m.address[rows.seq] + rows.head * m.stride_head[rows.seq] + row * m.stride_row[rows.seq] +
+                  keys.key0 * m.stride_key,
+              head);
+}
+
+// Block of rows after block of rows: scores, dP and, in its turn, dq; then dk and dv of all rows.
+void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const RowTurn &turn, const Prefetches &) {
+    constexpr std::int64_t block = 12;
     const Problem &p = *job.problem;
-    const double pairs = visible_pairs(job.sequences[rows.seq], rows.row0, rows.row1, keys.key0, keys.key1);
-    const double columns = static_cast<double>(3 * (p.dim_qk + p.dim_rope) + 2 * p.dim_v);
+    const double qk = static_cast<double>(p.dim_qk + p.dim_rope), columns = qk + static_cast<double>(p.dim_v);
+    double pairs = 0;
+    for (std::int64_t row = rows.row0; row < rows.row1; row += block) {
+        const std::int64_t end = std::min(row + block, rows.row1);
+        const double here = visible_pairs(job.sequences[rows.seq], row, end, keys.key0, keys.key1);
+        advance(products(p.dtype, here * columns, backward_share));
+        if (turn.wait) turn.wait(turn.state, end - rows.row0);
+        advance(products(p.dtype, here * qk, backward_share));
+        add_in_order(job, rows, keys, row);
+        if (turn.done) turn.done(turn.state, end - rows.row0);
+        pairs += here;
+    }
     advance(products(p.dtype, pairs * columns, backward_share));
 }
 
@@ -292,6 +319,15 @@ SparseKernels sparse_kernels() {
 }
 
 }  // namespace
+
+void Order::add(std::int64_t place, std::int64_t turn) {
+    const auto [at, first] = last_.try_emplace(place, turn);
+    if (!first && at->second > turn) {
+        std::fprintf(stderr, "schedule: %lld was added to out of order\n", static_cast<long long>(place));
+        std::abort();
+    }
+    at->second = turn;
+}
 
 const Variant &variant() {
     static const Variant made = [] {
