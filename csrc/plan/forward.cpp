@@ -21,6 +21,8 @@ constexpr std::int64_t run_panels = 8;
 constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
 constexpr std::size_t fair_share = 16;
+// A tile is short that meets less than such a part of the keys that another of its unit does.
+constexpr std::int64_t short_tile = 3;
 // What loading and storing a row takes, and packing a key, in pairs of a row and a key.
 constexpr double row_work = 13, key_work = 41;
 // Multiply-adds below which one more thread costs more than it brings.
@@ -99,6 +101,7 @@ void ForwardPlan::cut_units() {
     for (PlannedUnit &u : units_) {
         u.work = key_work * static_cast<double>(u.unit.key_end - u.unit.key_begin);
         for (std::size_t t = u.first; t < u.end; ++t) {
+            u.longest = std::max(u.longest, tiles_[t].end - tiles_[t].begin);
             const auto rows = static_cast<double>(tiles_[t].row1 - tiles_[t].row0);
             u.work += group * rows * (row_work + static_cast<double>(tiles_[t].end - tiles_[t].begin));
         }
@@ -156,7 +159,15 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
             order.push_back({u, unit.unit.head * group, t, unit.runs + run, unit.runs + stop});
         }
     }
-    std::stable_sort(order.begin(), order.end(), [&](const Item &x, const Item &y) { return keys(x) > keys(y); });
+    // Unit by unit, whose keys stay in a cache. Of the last wave short tiles come last: threads end together.
+    const auto place = [&](const Item &item) {
+        const bool waits = end == units_.size() && keys(item) * short_tile < units_[item.unit].longest;
+        return waits ? end : item.unit;
+    };
+    std::stable_sort(order.begin(), order.end(), [&](const Item &x, const Item &y) {
+        const std::size_t first = place(x), second = place(y);
+        return first != second ? first < second : keys(x) > keys(y);
+    });
     std::vector<bool> listed(runs_ - units_[first].runs);
     std::vector<std::pair<std::size_t, Item>> placed;
     for (Item &item : order) {

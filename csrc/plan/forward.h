@@ -34,6 +34,7 @@ private:
         std::size_t first, end;
         std::size_t bytes = 0, offset = 0;  // packed; in its wave's memory
         std::size_t runs = 0;               // how many come before its own
+        std::int64_t longest = 0;           // keys of a tile
         double work = 0, before = 0;        // in pairs of a row and a key; of all units before it
     };
     // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
