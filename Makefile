@@ -76,7 +76,7 @@ test-core: ## the native core against naive loops, without Python: every instruc
 	build/core/core_test
 
 # Three processors: without dot products, with those of bytes, with bfloat16 too. Each must choose its own variant, and
-# the last runs all of them.
+# tests that one.
 test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three processors
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
 	  "make test-aarch64: needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "dispatch.h"
 #include "judge.h"
 
 namespace check {
@@ -10,8 +9,8 @@ namespace check {
 void test_quantised_decode(Report &report);  // decode_test.cpp
 void test_sparse(Report &report);            // sparse_test.cpp
 
-// Those that run here, without those that share this part with a weaker one.
-std::vector<fusion::Built> with_own_sparse_part();
+// Those to test, without those that share this part with a weaker one.
+std::vector<fusion::Built> with_own_sparse_part(const Report &report);
 
 inline fusion::Operands operands_of(Call &c) {
     fusion::Operands o;

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "dispatch.h"
 #include "naive.h"
 
 #include <cstdio>
@@ -12,7 +13,10 @@
 namespace check {
 
 struct Report {
+    std::string only;  // the variant that is tested alone; empty: all that run here
     int failures = 0;
+
+    bool tests(const fusion::Built &built) const { return built.variant && (only.empty() || only == built.name); }
 
     void fail(const std::string &what) {
         if (++failures <= 20) std::printf("FAILED %s\n", what.c_str());

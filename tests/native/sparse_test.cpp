@@ -171,7 +171,7 @@ void test_selection(Report &report, const Case &from, Dtype dtype) {
     double largest = 0;
     const Results want = forward(c, largest);
     Judge judge(report, from.name, dtype, std::max(most_terms(c), from.count * from.block));
-    for (const fusion::Built &built : with_own_sparse_part()) {
+    for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", built.sparse->as_pairs.attend);
         const fusion::SparsePlan plan(*built.sparse, s.problem(from), c.sequences, false);
         for (int threads : {3, 1}) {
@@ -250,7 +250,7 @@ void test_choice(Report &report, const IndexCase &from, Dtype dtype) {
     SparseOperands o = operands_of(x);
     o.indices = found.view();
     Judge judge(report, from.name, dtype, 1);
-    for (const fusion::Built &built : with_own_sparse_part()) {
+    for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", false);
         found.poison();
         fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, from.count), sequences).run(o, 3);
@@ -326,7 +326,7 @@ void test_loss(Report &report, const IndexCase &from, Dtype dtype) {
                                      false,
                                      dtype};
     Judge judge(report, from.name, dtype, most_terms(c));
-    for (const fusion::Built &built : with_own_sparse_part()) {
+    for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", built.sparse->as_pairs.attend);
         SparseOperands own = operands_of(x);
         own.indices = s.lists.view();
@@ -367,7 +367,7 @@ void test_chosen(Report &report, const IndexCase &from, Dtype dtype) {
         }
     });
     Judge judge(report, from.name, dtype, most_terms(s.c));
-    for (const fusion::Built &built : with_own_sparse_part()) {
+    for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "chosen, ", built.sparse->as_pairs.attend);
         IndexGradients found(x);
         SparseOperands o = operands_of(x);
