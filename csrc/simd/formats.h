@@ -68,7 +68,18 @@ struct Pair {
         to[0] = interleaved<0, 2 * lanes>((Both)low, (Both)high, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>((Both)low, (Both)high, Lanes{});
     }
-    // The same with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8 i + 4.
+    // The same of as many columns as a panel has; change() what was loaded. No loop: to the compiler whoever inlines it
+    // would be larger, and it would inline less elsewhere.
+    template <int Column = 0, class T, class Change>
+    static FUSION_INLINE void interleave_panel(const T *one, const T *two, Word *to, Change change) {
+        Words both[2];
+        interleave(change(load<Words>(one + Column)), change(load<Words>(two + Column)), both);
+        store(to + Column, both[0]);
+        store(to + Column + lanes, both[1]);
+        if constexpr (Column + 2 * lanes < panel) interleave_panel<Column + 2 * lanes>(one, two, to, change);
+    }
+    // As interleave() with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8
+    // i + 4.
     template <bool High> static FUSION_INLINE Words unpack(Words low, Words high) {
         return unpack_halves<High>(low, high);
     }

@@ -127,12 +127,7 @@ FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, type
         auto *const words = to + column * deep + at * width;
         if constexpr (Format::depth == 2) {
             if (column + panel <= n && two) {
-                FUSION_UNROLL for (int d = 0; d < panel; d += 2 * lanes) {
-                    Words pair[2];
-                    Format::interleave(load<Words>(one + column + d), load<Words>(two + column + d), pair);
-                    store(words + d, pair[0]);
-                    store(words + d + lanes, pair[1]);
-                }
+                Format::interleave_panel(one + column, two + column, words, [](Words x) { return x; });
                 continue;
             }
         }

@@ -280,6 +280,9 @@ int main(int count, char **arguments) {
         std::printf("variant %s: %s\n", built.name, built.variant ? "runs here" : "not on this CPU");
         ran += built.variant != nullptr;
     }
+    std::printf("features:");
+    for (const std::string &name : fusion::cpu_features()) std::printf(" %s", name.c_str());
+    std::printf("\n");
     const std::string chosen = fusion::chosen_variant().name;
     if (count > 1) report.only = arguments[1];
     if (count > 1 && chosen != report.only) report.fail("chosen: " + chosen + ", expected " + report.only);

@@ -243,6 +243,7 @@ void test_choice(Report &report, const IndexCase &from, Dtype dtype) {
     }
     const Rows rows(from.lengths);
     std::vector<fusion::Sequence> sequences;
+    sequences.reserve(from.lengths.size());
     for (const auto &[q_len, kv_len] : from.lengths) {
         sequences.push_back({q_len, kv_len, -(Long{1} << 40), kv_len - q_len + 1, 0, 0});
     }
@@ -283,69 +284,74 @@ struct IndexGradients {
     }
 };
 
-// The loss of attending to what the indexer reads: lists, or the band up to the diagonal.
-void test_loss(Report &report, const IndexCase &from, Dtype dtype) {
-    const Long diagonal = from.lengths[0].second - from.lengths[0].first + 1;
-    const Case attended = {.name = from.name,
-                           .heads_q = 3,
-                           .dim_qk = 16,
-                           .dim_rope = 3,
-                           .lengths = from.lengths,
-                           .count = from.count,
-                           .sink = from.sink,
-                           .hi = from.count ? Long{1} << 40 : diagonal};
-    Selection s(attended, dtype);
-    Call &c = s.c;
-    std::mt19937 random(47);
-    Index x = index_of(from, dtype, random);
+// An indexer and the attention that it learns from, to lists or to the band up to the diagonal, and what is expected.
+struct LossCall {
+    Case attended;
+    Selection s;
+    Index x;
     double largest = 0;
-    for (const auto &[name, sums] : forward(c, largest)) {
-        RowMemory &saved = name == "max" ? c.max : c.sum;
-        Long at = 0;
-        if (name == "out") continue;
-        saved.each([&](Long b, Long h, Long t, Long d) { saved.set(b, h, t, d, sums.value[at++]); });
+    Results statistics, want;
+
+    LossCall(const IndexCase &from, Dtype dtype) : attended(attention_of(from)), s(attended, dtype) {
+        std::mt19937 random(47);
+        x = index_of(from, dtype, random);
+        const Results saved = forward(s.c, largest);
+        for (auto [name, memory] : {std::pair{"max", &s.c.max}, {"sum", &s.c.sum}}) {
+            Long at = 0;
+            memory->each([&](Long b, Long h, Long t, Long d) { memory->set(b, h, t, d, saved.at(name).value[at++]); });
+        }
+        statistics = {{"max", Sums(x.max.size())}, {"sum", Sums(x.sum.size())}};
+        x.max.each([&](Long b, Long, Long i, Long) {
+            const Softmax own = index_softmax(x, index_keys(s.c, b, i), b, i, largest);
+            statistics["max"].add(place(x.max, b, 0, i), own.peak, std::fabs(own.peak));
+            statistics["sum"].add(place(x.max, b, 0, i), own.sum, own.sum);
+        });
+        want = index_loss(s.c, x, largest);
     }
-    Results statistics{{"max", Sums(x.max.size())}, {"sum", Sums(x.sum.size())}};
-    x.max.each([&](Long b, Long, Long i, Long) {
-        const Softmax own = index_softmax(x, index_keys(c, b, i), b, i, largest);
-        statistics["max"].add(place(x.max, b, 0, i), own.peak, std::fabs(own.peak));
-        statistics["sum"].add(place(x.max, b, 0, i), own.sum, own.sum);
-    });
-    const Results want = index_loss(c, x, largest);
-    const SparseProblem attention = {attended.heads_q,
-                                     1,
-                                     attended.dim_qk,
-                                     0,
-                                     attended.dim_rope,
-                                     dtype,
-                                     c.problem.scale,
-                                     from.sink,
-                                     false,
-                                     0,
-                                     1,
-                                     false,
-                                     dtype};
-    Judge judge(report, from.name, dtype, most_terms(c));
+
+    static Case attention_of(const IndexCase &from) {
+        const Long diagonal = from.lengths[0].second - from.lengths[0].first + 1;
+        return {.name = from.name,
+                .heads_q = 3,
+                .dim_qk = 16,
+                .dim_rope = 3,
+                .lengths = from.lengths,
+                .count = from.count,
+                .sink = from.sink,
+                .hi = from.count ? Long{1} << 40 : diagonal};
+    }
+    SparseProblem attention() const {
+        SparseProblem p = s.problem(attended);
+        p.dim_v = 0, p.select_count = 0;
+        return p;
+    }
+};
+
+void test_loss(Report &report, const IndexCase &from, Dtype dtype) {
+    LossCall call(from, dtype);
+    Index &x = call.x;
+    const std::vector<fusion::Sequence> &sequences = call.s.c.sequences;
+    Judge judge(report, from.name, dtype, most_terms(call.s.c));
     for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", built.sparse->as_pairs.attend);
         SparseOperands own = operands_of(x);
-        own.indices = s.lists.view();
+        own.indices = call.s.lists.view();
         if (!from.count) {
             x.max.poison(), x.sum.poison();
-            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, 0), c.sequences).run(own, 3);
-            judge.compare("max", x.max, statistics.at("max"), largest, false, true);
-            judge.compare("sum", x.sum, statistics.at("sum"), largest, false);
+            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, 0), sequences).run(own, 3);
+            judge.compare("max", x.max, call.statistics.at("max"), call.largest, false, true);
+            judge.compare("sum", x.sum, call.statistics.at("sum"), call.largest, false);
         }
-        const fusion::SparsePlan plan(*built.sparse, problem_of(from, dtype, from.count), c.sequences, attention);
+        const fusion::SparsePlan plan(*built.sparse, problem_of(from, dtype, from.count), sequences, call.attention());
         IndexGradients alone(x), together(x);
         std::vector<float> loss(1), other(1);
         alone.view(own);
-        plan.run(own, s.operands(), loss.data(), 1);
+        plan.run(own, call.s.operands(), loss.data(), 1);
         together.view(own);
-        plan.run(own, s.operands(), other.data(), 3);
+        plan.run(own, call.s.operands(), other.data(), 3);
         judge.require_same("dk", alone.dk.elements, together.dk.elements);
-        judge.compare("loss", loss, want.at("loss"), largest);
-        alone.compare(judge, want, largest);
+        judge.compare("loss", loss, call.want.at("loss"), call.largest);
+        alone.compare(judge, call.want, call.largest);
     }
 }
 
