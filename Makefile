@@ -80,13 +80,17 @@ test-core: ## the native core against naive loops, without Python: every instruc
 	build/core/core_test
 	build/core/schedule_test
 
-test-aarch64: ## the same test, compiled for aarch64 and run by qemu
+# Three processors: without dot products, with those of bytes, with bfloat16 too. Each must choose its own variant, and
+# tests that one.
+test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three processors
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
 	  "make test-aarch64: needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	$(CORE_TEST) -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	cmake --build build/aarch64 --parallel
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/core_test
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu cortex-a72 build/aarch64/core_test base
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu neoverse-n1 build/aarch64/core_test asimddp
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max build/aarch64/core_test asimddp+bf16
 
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
@@ -96,7 +100,7 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 # OpenMP's header is GCC's: clang-tidy brings none.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
-AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra -DFUSION_VARIANT_NAME='"base"' \
+AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra \
   -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated

@@ -1,4 +1,5 @@
-// Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
+// The sparse part of an instruction-set variant: selected keys and the indexer. Compiled as variant_dense.cpp is, with
+// the same care.
 
 #include "sparse/indexer.h"
 #include "sparse/loss_tiles.h"
@@ -43,7 +44,7 @@ template <class Format> constexpr SparseKernels kernels() {
             FUSION_KERNEL(index_choose)};
 }
 
-#if defined(__AVX512BF16__)
+#if defined(FUSION_BRAIN_PRODUCTS)
 constexpr SparseVariant variant = {kernels<Single>(), kernels<Pair>(), panel};
 #else
 constexpr SparseVariant variant = {kernels<Single>(), {}, panel};
@@ -52,6 +53,4 @@ constexpr SparseVariant variant = {kernels<Single>(), {}, panel};
 }  // namespace
 }  // namespace fusion
 
-#define FUSION_JOIN(entry, suffix) entry##suffix
-#define FUSION_SUFFIX(entry, suffix) FUSION_JOIN(entry, suffix)
-extern "C" const fusion::SparseVariant *FUSION_SUFFIX(FUSION_VARIANT_ENTRY, _sparse)() { return &fusion::variant; }
+extern "C" const fusion::SparseVariant *FUSION_ENTRY(_sparse)() { return &fusion::variant; }

@@ -1,5 +1,5 @@
-// What one instruction-set variant offers for selected keys and for the lightning indexer: the other half of
-// data/variant.h.
+// What one instruction-set variant offers for selected keys and for the lightning indexer: what data/variant.h is for
+// dense attention and decode.
 
 #pragma once
 
@@ -54,10 +54,3 @@ struct SparseVariant {
 };
 
 }  // namespace fusion
-
-extern "C" {
-const fusion::SparseVariant *fusion_variant_base_sparse();
-const fusion::SparseVariant *fusion_variant_v3_sparse();
-const fusion::SparseVariant *fusion_variant_v4_sparse();
-const fusion::SparseVariant *fusion_variant_v4_avx512bf16_sparse();
-}

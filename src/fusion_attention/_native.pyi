@@ -6,6 +6,7 @@ from typing import Any, TypedDict, overload
 class _CpuFeatures(TypedDict):
     built: list[str]
     chosen: str
+    features: list[str]
     runnable: list[str]
 
 class _Probe(TypedDict):
@@ -13,6 +14,7 @@ class _Probe(TypedDict):
     lanes: int
     checksum: float
     checksum_bf16: float
+    checksum_int8: int
 
 def cpu_features() -> _CpuFeatures: ...
 def variant_probe(variant: str, *, within: Sequence[str] | None = None) -> _Probe: ...

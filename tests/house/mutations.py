@@ -254,6 +254,17 @@ NATIVE = [
          "const Floats added = load<Floats>(from + d) * all(share);", "const Floats added = load<Floats>(from + d);"),
     core("core: dropout draws with another key", "simd/masks.h",
          "k1 += weyl[1];", "k1 += weyl[0];"),
+    core("core: an odd nibble keeps a bit of its neighbour", "decode/rows.h",
+         "to[d + 1] = both >> 4;", "to[d + 1] = both >> 3;"),
+    core("core: chunks of selected keys are joined without fading", "sparse/attend.h",
+         "store(w.s.fade + h, from == to ? all(1.0f) : exp2(apart));", "store(w.s.fade + h, all(1.0f));"),
+    core("core: dS of selected keys forgets D", "sparse/gradient.h",
+         "(load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h));",
+         "load<Floats>(dprobs + key * pitch + h);"),
+    core("core: scores of the indexer without ReLU", "sparse/indexer.h",
+         "total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);", "total += tile.sum[i][j] * all(weights[i]);"),
+    core("core: the loss's gradient forgets its target", "sparse/loss.h",
+         "exp2<6>(score * log2_e) * y.share - p, count - i", "exp2<6>(score * log2_e) * y.share, count - i"),
 ]  # fmt: skip
 
 MUTANTS = (*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *SPARSE, *FACES, *TRITON, *NATIVE)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
-from support.native_dense import VARIANTS, converted, judge, spoil
+from support.native_dense import DECODE_VARIANTS as VARIANTS
+from support.native_dense import converted, judge, spoil
 from support.witness import alone, forward, load, make, results
 
 from fusion_attention import plan as planning
@@ -139,7 +140,8 @@ def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not()
 
 # ------------------------------------------------------------------------------- rows of a group that are met together
 
-EXACT = ("v4+avx512bf16",)  # variants that multiply integers as such: no order of sums changes a bit
+# Variants that multiply integers as such: no order of sums changes a bit.
+EXACT = ("v4+avx512vnni", "v4+avx512bf16", "asimddp", "asimddp+bf16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
