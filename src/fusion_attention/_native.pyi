@@ -1,6 +1,6 @@
 """The native CPU core: which instruction-set variants it holds, and proof that each of them runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, overload
 
 class _CpuFeatures(TypedDict):
@@ -19,6 +19,19 @@ def variant_probe(variant: str, *, within: Sequence[str] | None = None) -> _Prob
 def poison_scratch(on: bool) -> None: ...
 
 TILE_ROWS: int
+
+class Signature:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        kinds: str,
+        watched: tuple[bool, ...],
+        types: tuple[Any, ...],
+        integers: tuple[Any, ...],
+    ) -> None: ...
+    def read(
+        self, args: Mapping[str, Any], strict: bool, grad: bool, /
+    ) -> tuple[Any, tuple[bytes, ...] | None, bool]: ...
 
 class ForwardPlan:
     def __init__(

@@ -260,6 +260,7 @@ class Op:
     by_name: dict[str, Param] = field(init=False)
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
+    reader: Callable[..., Any] | None = field(init=False, default=None)  # of signatures; bind() makes it
     positions: dict[type, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
