@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, overload
 
+from torch import Tensor
+
 class _CpuFeatures(TypedDict):
     built: list[str]
     chosen: str
@@ -44,7 +46,18 @@ class ForwardPlan:
     def lay(self, operands: tuple[Any, ...]) -> LaidForward: ...
 
 class LaidForward:
-    def run(self, threads: int, q: int, k: int, v: int, out: int, max: int, sum: int, /) -> int: ...
+    def run(
+        self,
+        threads: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: None,
+        out: Tensor,
+        max: Tensor | None,
+        sum: Tensor | None,
+        /,
+    ) -> int: ...
 
 class BackwardPlan:
     def __init__(self, problem: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None) -> None: ...
@@ -62,6 +75,21 @@ class DecodePlan:
     @property
     def variant(self) -> str: ...
     def run(self, threads: int, operands: tuple[Any, ...]) -> int: ...
+    def lay(self, operands: tuple[Any, ...]) -> LaidDecode: ...
+
+class LaidDecode:
+    def run(
+        self,
+        threads: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor | None,
+        out: Tensor,
+        max: Tensor | None,
+        sum: Tensor | None,
+        /,
+    ) -> int: ...
 
 class SparsePlan:
     @overload
