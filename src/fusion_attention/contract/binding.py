@@ -58,14 +58,14 @@ class Bound:
 
     Attributes:
         args: the arguments that were bound.
-        memo: shared by all calls of one signature with the same arrays.
+        settled, memo: shared by all calls of one signature with the same arrays.
     """
 
-    __slots__ = ("_names", "_settled", "_tensors", "args", "memo", "op")
+    __slots__ = ("_names", "_tensors", "args", "memo", "op", "settled")
 
     def __init__(self, op: Op, args: Mapping[str, Any], tensors: tuple[str, ...], settled: _Settled) -> None:
         self.op, self.args, self.memo = op, args, settled.memo
-        self._tensors, self._settled = tensors, settled
+        self._tensors, self.settled = tensors, settled
         self._names: dict[str, Any] | None = None
 
     @property
@@ -75,7 +75,7 @@ class Bound:
         Put together by whoever asks first: a call that is known to the end asks for none.
         """
         if self._names is None:
-            self._names = {**self._settled.names, **_tensors_of(self.op, self.args, self._tensors)}
+            self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self._tensors)}
         return self._names
 
     def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
@@ -107,12 +107,20 @@ class _Signature:
     settled: _Settled | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Settled:
+    """What follows from the arrays of a call.
+
+    Attributes:
+        names: all but tensors; within: what rules about them are evaluated in, made when one is asked again.
+        notes: warnings.
+    """
+
     arrays: tuple[bytes, ...]
     names: dict[str, Any]
     notes: list[str]
     memo: Memo = field(default_factory=Memo)
+    within: dict[str, Any] | None = None
 
 
 def bind(
@@ -155,7 +163,7 @@ def bind(
             raise ContractError(_losses(op, args, known.tensors))
         bound = Bound(op, args, known.tensors, settled)
         if reads and known.reads:
-            ask(op, known.reads, bound.names)
+            _ask_again(op, known, bound)
     if check_content and reads and not any(t.is_meta for p in op.tensors() for t in members(bound[p.name]) or ()):
         ask(op, [r for r in op.asked if r.level == "content"], bound.names)
     if settled.notes:
@@ -205,6 +213,19 @@ def _anew(
     if reads:
         ask(op, known.reads, bound.names)
     return bound, settled
+
+
+def _ask_again(op: Op, known: _Signature, bound: Bound) -> None:
+    """Asks the rules that read tensor content; what is wrong ask() says."""
+    settled = bound.settled
+    if settled.within is None:
+        settled.within = scope(settled.names, op.functions)
+    within = {**settled.within, **_tensors_of(op, bound.args, known.tensors)}
+    for rule in known.reads:
+        if not rule.when or evaluate(rule.when, within):
+            outcome = evaluate(rule.check, within)
+            if isinstance(outcome, str) or not outcome:
+                ask(op, known.reads, bound.names)
 
 
 def _blank(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
