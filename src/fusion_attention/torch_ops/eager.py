@@ -59,7 +59,9 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
             found = _Run.apply(op, bare, tuple(inputs), whole, backend, *tensors)
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
-    if op.again and len(call.extents) and (laid := call.again()) is not None:
+    if op.again and backend not in bound.memo.laid:
+        bound.memo.laid[backend] = None  # Lengths that change with every call are not worth it: the second one lays.
+    elif op.again and len(call.extents) and (laid := call.again()) is not None:
         again = Laid(plan(call.problem, call.extents, call.device, backend, call.verb), *laid)
         bound.memo.laid[backend] = _Known(again, op.again, tuple(found))
     return found
