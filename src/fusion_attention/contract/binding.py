@@ -42,7 +42,7 @@ class Memo:
     Attributes:
         lowered: what the record's lowering made of names (Bound.once).
         run: how a forward call was laid on its outputs; templates: of a decoding call's results.
-        laid: by back end, a dense call's plan with its views.
+        laid: by back end, the plan of a dense or decoding call with its views; lays: False where it has none.
         two_phase: how the tensors of a two-phase call were found to lie.
     """
 
@@ -50,6 +50,7 @@ class Memo:
     run: Any = None
     templates: Any = None
     laid: dict[str, Any] = field(default_factory=dict)
+    lays: bool = True
     two_phase: dict[Any, Any] = field(default_factory=dict)
 
 

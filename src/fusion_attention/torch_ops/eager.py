@@ -16,7 +16,7 @@ from fusion_attention.plan import compute, plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.laid import Laid
 from fusion_attention.torch_ops.refusals import constants, once
-from fusion_attention.waist.lowered import Differentiable, Lowered
+from fusion_attention.waist.lowered import Differentiable, Lowered, Repeatable
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]
@@ -59,12 +59,22 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
             found = _Run.apply(op, bare, tuple(inputs), whole, backend, *tensors)
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
-    if op.again and backend not in bound.memo.laid:
-        bound.memo.laid[backend] = None  # Lengths that change with every call are not worth it: the second one lays.
-    elif op.again and len(call.extents) and (laid := call.again()) is not None:
-        again = Laid(plan(call.problem, call.extents, call.device, backend, call.verb), *laid)
-        bound.memo.laid[backend] = _Known(again, op.again, tuple(found))
+    if op.again:
+        _lay(bound, call, backend, tuple(found))
     return found
+
+
+def _lay(bound: Bound, call: Repeatable, backend: str, names: tuple[str, ...]) -> None:
+    """Lays a call when its memo meets it a second time: lengths that change with every call are not worth it."""
+    laid = bound.memo.laid
+    if backend not in laid:
+        laid[backend] = None
+    elif bound.memo.lays:
+        again = call.again() if len(call.extents) else None
+        bound.memo.lays = again is not None
+        if again is not None:
+            found = plan(call.problem, call.extents, call.device, backend, call.verb)
+            laid[backend] = _Known(Laid(found, *again), bound.op.again, names)
 
 
 class _Known:
