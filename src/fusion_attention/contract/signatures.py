@@ -55,6 +55,8 @@ def python_reader(op: Op) -> Reader:
                     content.append(array.tobytes() if isinstance(array, np.ndarray) and array.size else None)
                 else:
                     tensors = members(value)
+                    if type(tensors) is not tuple:
+                        return None, None, True
                     key.append(len(tensors))
                 for t in tensors:
                     waits = grad and i in op.watched and t.requires_grad

@@ -5,6 +5,7 @@ Knows memory and the core's numbering of kinds. Refuses to know what is computed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -72,7 +72,7 @@ def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pattern(call: DenseCall, views: Operands) -> Operands | None:
-    """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all."""
+    """The views of a call over no memory, for over(); None where it has more than q, k and v."""
     plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
     return over_nothing(views, (call.q, call.k, call.v)) if plain else None
 
