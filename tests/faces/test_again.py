@@ -1,4 +1,4 @@
-"""Calls of one signature that come again: the plan is found at the door, and nothing that may differ is taken for known.
+"""Calls of one signature that come again: their plan is found at the door; nothing that may differ is taken as known.
 
 Every call here is made three times first: the first is planned, the second lays, the third runs over addresses alone.
 """

@@ -88,11 +88,17 @@ class _Known:
 
     def results(self, args: Mapping[str, Any], whole: bool) -> Results:
         """The results of a call with these arguments, by name."""
-        q, k, v, table = map(args.get, self._given)
-        k = k if isinstance(k, torch.Tensor) else k[0]
-        v = k if v is None else v if isinstance(v, torch.Tensor) else v[0]
-        found = self._laid.run(q, k, v, table, stats=whole)
+        q, keys, values, table = self._given
+        k = _one(args[keys])
+        v = k if args.get(values) is None else _one(args[values])
+        found = self._laid.run(args[q], k, v, args.get(table), stats=whole)
         return dict(zip(self._names if whole else self._names[:1], found, strict=False))
+
+
+def _one(tensors: Any) -> torch.Tensor:
+    """A tensor, or the one of a list."""
+    found: torch.Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
+    return found
 
 
 class _Run(torch.autograd.Function):

@@ -86,8 +86,9 @@ class Decode:
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
-        stats = tuple(outputs[name] for name in self.names[1:]) or self.stats()
-        return _laid(self, outputs[self.names[0]], stats)
+        out, *given = (outputs[name] for name in self.names)
+        max_, sum_ = given or self.stats()
+        return _laid(self, out, (max_, sum_))
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
