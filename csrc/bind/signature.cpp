@@ -46,8 +46,10 @@ private:
 PyObject *asked(PyObject *of, PyObject *property) { return PyObject_GetAttr(of, property); }
 PyObject *called(PyObject *of, PyObject *method) { return PyObject_CallMethodNoArgs(of, method); }
 
+// Symbols of a trace are no numbers: to ask one for its value would tie the trace to it.
 std::int64_t whole(PyObject *number) {
-    const long long value = PyLong_AsLongLong(number);
+    if (!PyLong_CheckExact(number)) PyErr_SetString(PyExc_TypeError, "no plain number");
+    const long long value = PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
     return value;
 }

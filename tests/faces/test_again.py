@@ -14,6 +14,7 @@ import torch
 from support.bits import same, same_bits
 from support.decode_cases import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_attention as fa
@@ -348,6 +349,16 @@ def test_python_and_the_core_tell_the_same_calls_apart(name: str, grad: bool) ->
         for j in range(i):
             if native[i][0] is not None and native[j][0] is not None:
                 assert (native[i][0] == native[j][0]) == (python[i][0] == python[j][0]), (variants[i], variants[j])
+
+
+def test_symbols_of_a_trace_are_not_asked_for_their_values() -> None:
+    shapes = ShapeEnv()
+    q = FakeTensorMode(shape_env=shapes).from_tensor(rows(3, 5, 4, 16))
+    assert not isinstance(q.shape[0], int)
+    op = RECORDS["attention"]
+    for read in (reader(op), python_reader(op)):
+        assert read({**sample(op), "q": q}, False, False) == (None, None, True)
+    assert shapes.guards == []
 
 
 def test_strictness_is_part_of_a_signature() -> None:

@@ -42,7 +42,7 @@ def python_reader(op: Op) -> Reader:
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]
         content: list[Any] = []
-        held = True
+        given: list[torch.Tensor] = []
         try:
             for i, p in enumerate(op.params):
                 value = args.get(p.name)
@@ -61,11 +61,11 @@ def python_reader(op: Op) -> Reader:
                 for t in tensors:
                     waits = grad and i in op.watched and t.requires_grad
                     key += [(type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t), waits)]
-                    held = held and not lost(t)
+                given += tensors
             found = tuple(key)
             hash(found)
-        except Exception:  # No tensor, no strides (sparse, nested), no hash.
+        except Exception:  # No tensor, no strides (sparse, nested), no hash (symbols of a trace have none).
             return None, None, True
-        return found, None if None in content else tuple(content), held
+        return found, None if None in content else tuple(content), not any(map(lost, given))
 
     return read
