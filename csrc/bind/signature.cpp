@@ -135,7 +135,9 @@ private:
         const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
         r.key.add('s', count);
         for (Py_ssize_t i = 0; i < count && i < PySequence_Fast_GET_SIZE(value); ++i) {
-            add_tensor(PySequence_Fast_GET_ITEM(value, i), watched, r);
+            // torch lets other threads run meanwhile, and one of them may change the caller's list.
+            const nb::object one = nb::borrow(PySequence_Fast_GET_ITEM(value, i));
+            add_tensor(one.ptr(), watched, r);
         }
     }
 
