@@ -62,7 +62,7 @@ struct Key {
     void add(char mark) { bytes.push_back(mark); }
     template <class T> void add(char mark, T value) {
         bytes.push_back(mark);
-        bytes.append(reinterpret_cast<const char *>(&value), sizeof value);
+        bytes.append(reinterpret_cast<const char *>(&value), sizeof(T));
     }
     void other(nb::handle value) {
         if (PyObject_Hash(value.ptr()) == -1) throw nb::python_error();
@@ -73,7 +73,7 @@ struct Key {
 class Signature {
 public:
     // types: torch's Tensor and Parameter; integers: its dtypes of 64 and of 32 bits.
-    Signature(nb::tuple names, const std::string &kinds, nb::tuple watched, nb::tuple types, nb::tuple integers)
+    Signature(nb::tuple names, const std::string &kinds, const nb::tuple &watched, nb::tuple types, nb::tuple integers)
         : names_(std::move(names)), types_(std::move(types)), integers_(std::move(integers)) {
         if (names_.size() != kinds.size() || watched.size() != kinds.size()) {
             refuse("a signature has a kind for each name");
@@ -97,7 +97,7 @@ public:
                 else add(value, kinds_[i], grad && watched_[i], r);
             }
             nb::object key = nb::steal(PyBytes_FromStringAndSize(r.key.bytes.data(), length(r.key.bytes)));
-            if (r.key.others.size()) {
+            if (!r.key.others.empty()) {
                 r.key.others.append(key);
                 key = nb::tuple(r.key.others);
             }
@@ -270,7 +270,7 @@ private:
 
 void bind_signature(nb::module_ &m) {
     nb::class_<Signature>(m, "Signature", "What the arguments of an operator's calls are compared by.")
-        .def(nb::init<nb::tuple, const std::string &, nb::tuple, nb::tuple, nb::tuple>(), "names"_a, "kinds"_a,
+        .def(nb::init<nb::tuple, const std::string &, const nb::tuple &, nb::tuple, nb::tuple>(), "names"_a, "kinds"_a,
              "watched"_a, "types"_a, "integers"_a)
         .def("read", &Signature::read);
 }
