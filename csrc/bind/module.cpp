@@ -109,11 +109,12 @@ nb::dict cpu_features() {
 
 }  // namespace
 
-void bind_forward(nb::module_ &m);   // bind/forward.cpp
-void bind_backward(nb::module_ &m);  // bind/backward.cpp
-void bind_decode(nb::module_ &m);    // bind/decode.cpp
-void bind_peak(nb::module_ &m);      // bind/peak.cpp
-void bind_sparse(nb::module_ &m);    // bind/sparse.cpp
+void bind_forward(nb::module_ &m);    // bind/forward.cpp
+void bind_backward(nb::module_ &m);   // bind/backward.cpp
+void bind_decode(nb::module_ &m);     // bind/decode.cpp
+void bind_peak(nb::module_ &m);       // bind/peak.cpp
+void bind_sparse(nb::module_ &m);     // bind/sparse.cpp
+void bind_signature(nb::module_ &m);  // bind/signature.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
@@ -139,4 +140,5 @@ NB_MODULE(_native, m) {
     bind_backward(m);
     bind_decode(m);
     bind_sparse(m);
+    bind_signature(m);
 }

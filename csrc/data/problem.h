@@ -48,7 +48,7 @@ struct Matrix {
 };
 
 struct Operands {
-    Rows q, k, v, out, max, sum, q_rope, k_rope;  // the forward writes no statistics where max has no base
+    Rows q, k, v, out, max, sum, q_rope, k_rope;  // no forward writes statistics where max has no base
     Matrix bias, blocked, drop_bits;
     const float *slopes = nullptr;  // [sequences, heads_q]
     const float *sink = nullptr;    // [heads_q]

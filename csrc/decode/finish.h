@@ -88,8 +88,10 @@ inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float
             store(out + d, none ? Floats{} : load<Floats>(out + d) * factor);
         }
         store_out(p, o, r.seq, head, token, out);
-        *row_of<float>(o.max, r.seq, head, token) = peak;
-        *row_of<float>(o.sum, r.seq, head, token) = none ? 0.0f : sum;
+        if (o.max.base) {
+            *row_of<float>(o.max, r.seq, head, token) = peak;
+            *row_of<float>(o.sum, r.seq, head, token) = none ? 0.0f : sum;
+        }
         empty += none;
     }
     return empty;

@@ -22,7 +22,8 @@ from support.witness import alone, forward, load, make, results
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.waist.kv import RowView
+from fusion_attention.backends.cpu.native import Floats
+from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 
@@ -280,3 +281,44 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change:
     with pytest.raises((TypeError, ValueError), match=message):
         cpu.attention_forward(problem, case.call.extents, schedule, replace(operands, **change))
     assert operands.out.sequence(0, 2, 1).isnan().all()
+
+
+def test_a_laid_decode_takes_what_it_was_laid_for() -> None:
+    for page in (0, 16):
+        problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=page)
+        case = plain_case(problem, (1,), (20,))
+        operands = case.operands()
+        schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
+        cpu.attention_forward(problem, case.call.extents, schedule, operands)
+        assert isinstance(schedule, decode.Schedule)
+        laid = decode.lay(schedule, problem, operands)
+        assert laid is not None
+        k, table = (
+            (operands.k.pool, operands.k.table) if isinstance(operands.k, PagedView) else (operands.k.keep[0], None)
+        )
+        v = operands.v.pool if isinstance(operands.v, PagedView) else operands.v.keep[0]
+        out, wanted = operands.out.keep[0], operands.out.keep[0].clone()
+        given: list[Any] = [operands.q.keep[0], k, v, table, out.fill_(torch.nan), None, None]
+        assert laid.run(1, *given) == 0
+        same_bits([out], [wanted])
+        out.fill_(torch.nan)
+        for change, message in (
+            ({3: None if page else torch.zeros(1, 2, dtype=torch.int32)}, "a table belongs to a cache of pages"),
+            ({0: 3}, "data_ptr"),
+        ):
+            with pytest.raises((ValueError, AttributeError), match=message):
+                laid.run(1, *[change.get(i, value) for i, value in enumerate(given)])
+        with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
+            laid.run(0, *given)
+        assert out.isnan().all()
+
+
+def test_a_decode_that_reads_more_is_not_laid() -> None:
+    problem = Problem(2, 1, 8, 8, dtype="bfloat16", has_sink=True)
+    case = plain_case(problem, (1,), (20,))
+    operands = case.operands()
+    schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
+    assert isinstance(schedule, decode.Schedule)
+    assert decode.lay(schedule, problem, operands) is None
+    with Floats() as floats, pytest.raises(ValueError, match="only q, k, v and a table of pages"):
+        schedule.decode.lay(decode._operands(problem, operands, floats))

@@ -253,6 +253,8 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
     def lowered(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
+            if op.again:
+                how["whole"] = True  # Statistics are recorded, asked for or not.
             results = function(op, args, backend, **how)
             recording.write(op, args, results, 0, backend)
             return results
