@@ -25,8 +25,9 @@ constexpr std::size_t fair_share = 16;
 constexpr std::int64_t short_tile = 3;
 // What loading and storing a row takes, and packing a key, in pairs of a row and a key.
 constexpr double row_work = 13, key_work = 41;
-// Multiply-adds below which one more thread costs more than it brings.
-constexpr double work_per_thread = 1 << 18;
+// Multiply-adds below which one more thread costs more than it brings: up to two to four million of two heads, a second
+// one made a call no faster.
+constexpr double work_per_thread = 1 << 21;
 
 constexpr Require require{"forward"};
 
