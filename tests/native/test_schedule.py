@@ -31,6 +31,7 @@ FLOORS = {
     ("backward", "packed mix of 100, N12"): (7.8, 14.5, 45),
     ("backward", "B2 N8 S2048, bias [1,N,S,S]"): (7.8, 15.5, 60),
     ("backward", "B2 N8 S2048, bias [1,1,S,S]"): (7.8, 15.5, 59),
+    ("backward", "B8 N32 S1024, bias [1,1,1,S]"): (3.7, 3.7, 3.2),
     ("backward", "B8 N32 S1024, bias [1,N,S,1]"): (7.8, 15.5, 31),
     ("backward", "B2 N32 S2048 causal, table"): (7.8, 15.5, 31),
     ("backward", "600, 3 and 600 rows, bias [1,1,S,S]"): (4, 7, 7),
