@@ -69,11 +69,12 @@ test-asan: $(BUILD_INPUTS) ## the native core's tests under AddressSanitizer and
 	  $(ASAN)/bin/python -m pytest -p no:cacheprovider --capture=sys tests/native tests/training/test_statistics.py \
 	  tests/backends/test_cpu_backend.py $(PYTEST_ARGS)
 
-CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .
+CORE_TEST := cmake -DFUSION_CORE_TEST=ON -DFUSION_SCHEDULE_TEST=ON -DFUSION_WERROR=ON -DCMAKE_BUILD_TYPE=Release -S .
 test-core: ## the native core against naive loops, without Python: every instruction set of this machine
 	$(CORE_TEST) -B build/core
 	cmake --build build/core --parallel
 	build/core/core_test
+	build/core/schedule_test
 
 test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
@@ -86,10 +87,11 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
 
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h)
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
+  tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 # OpenMP's header is GCC's: clang-tidy brings none.
-TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp)
+TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
 AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra -DFUSION_VARIANT_NAME='"base"' \
   -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
 

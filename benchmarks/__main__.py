@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import backward, chart, decode_rows, dense, features, loss, memory, sparse
+from benchmarks import backward, chart, decode_rows, dense, features, loss, memory, schedule, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from benchmarks.report import Report
 from fusion_attention import _native
@@ -43,8 +43,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
     "loss": (loss.lists, loss.bands),
 }
-MEMORY, DECODE = "memory", "decode"
-NAMES = (*GROUPS, MEMORY, DECODE)
+MEMORY, DECODE, SCHEDULE = "memory", "decode", "schedule"
+NAMES = (*GROUPS, MEMORY, DECODE, SCHEDULE)
 
 
 TITLE = (
@@ -83,7 +83,9 @@ def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
     only: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}, or all.")] = "all",
-    output: Annotated[Path | None, typer.Option(help="Write NAME.json and NAME.png besides.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write NAME.json, NAME.png and NAME-schedule.png besides.")
+    ] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
     console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
@@ -99,6 +101,7 @@ def main(
     timings.sort(key=lambda t: groups.index(t.group))
     found = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
+    scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
     others = {}
     if only in ("all", "threads"):
         others = {OVERHEAD: features.overhead_us()}
@@ -107,9 +110,13 @@ def main(
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
+        tables |= {SCHEDULE: [asdict(row) for row in scheduled]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
-        chart.draw(timings, output.with_suffix(".png"))
+        if timings:
+            chart.draw(timings, output.with_suffix(".png"))
+        if scheduled:
+            schedule.draw(scheduled, output.with_name(f"{output.stem}-schedule.png"))
 
 
 if __name__ == "__main__":

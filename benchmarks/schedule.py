@@ -1,0 +1,147 @@
+"""How much faster the native plans' schedules are on up to 64 threads, on a machine of any size.
+
+tests/native/schedule has the program: the real plans on a virtual clock, with kernels that take time instead of
+computing. It knows no caches, no links between cores and no memory's rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS = (2, 4, 8, 16, 32, 64)
+SHOWN = (2, 8, 16, 64)
+# Of (family, case): on 8, 16 and 64 threads.
+GOALS = {
+    ("forward", "B1 N8 S2048"): (7.5, 14, 30),
+    ("forward", "B1 N8 S2048 causal"): (7.5, 14, 30),
+    ("forward", "B8 N32 S4096"): (7.8, 15.5, 58),
+    ("forward", "B8 N32 S4096 causal"): (7.8, 15.5, 58),
+    ("decode", "B1 Nkv8, 4096 keys"): (7.5, 14, 40),
+    ("decode", "B8 Nkv8, 4096 keys"): (7.8, 15.5, 58),
+    ("decode", "B64 Nkv8, 4096 keys"): (7.8, 15.5, 58),
+    ("backward", "B8 N32 S4096 causal"): (7.8, 15, 55),
+    ("backward", "B1 N32/8 S2048 causal"): (7.5, 14, 28),
+    ("backward", "B1 N1 S65536 causal"): (7, 13, 35),
+    ("sparse backward", "4096 rows of 8192, top 2048"): (7.5, 14, 45),
+    ("sparse backward", "4096 rows of 8192, top 512"): (7, 13, 40),
+    ("loss", "4096 rows and keys, top 2048"): (7.5, 14, 40),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A call's time on one thread, as its kernels say, and its speed-up by number of threads."""
+
+    family: str
+    case: str
+    ms: float
+    speedup: dict[int, float]
+
+    @property
+    def goals(self) -> tuple[float, ...]:
+        """On 8, 16 and 64 threads; none where there is no goal."""
+        return GOALS.get((self.family, self.case), ())
+
+    @property
+    def reached(self) -> bool:
+        """Whether every goal is; the clock is exact, so nothing is allowed."""
+        return all(self.speedup[t] >= goal for t, goal in zip((8, 16, 64), self.goals, strict=False))
+
+
+def compiler() -> str | None:
+    """The C++ compiler that CXX names, or the first that is found."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def build(folder: Path, *, sleeps: bool = False) -> Path:
+    """Compiles the program into a folder; sleeps: with real threads instead of the virtual clock.
+
+    Raises:
+        FileNotFoundError: there is no C++ compiler.
+    """
+    found = compiler()
+    if found is None:
+        raise FileNotFoundError("the schedule test needs a C++ compiler: install g++, or name one in CXX")
+    here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
+    sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
+    sources += [here / ("sleeping.cpp" if sleeps else "clock.cpp"), *sorted((core / "plan").glob("*.cpp"))]
+    # plan/team.h is the first that is found: the core's with real threads, the fibers' otherwise.
+    folders = (core, here) if sleeps else (here, core)
+    flags = ["-fopenmp"] if sleeps else []
+    include = [f"-I{path}" for path in folders]
+    subprocess.run(
+        [found, "-std=c++20", "-O1", "-Wall", "-Wextra", *flags, *include, *map(str, sources), "-o", str(program)],
+        check=True,
+    )
+    return program
+
+
+def run(program: Path, *words: str) -> list[Schedule]:
+    """What the program finds; words: numbers of threads, and what "family case" must contain."""
+    text = subprocess.run([str(program), "--json", *words], capture_output=True, text=True, check=True).stdout
+    found: dict[tuple[str, str], Schedule] = {}
+    for row in json.loads(text):
+        key = row["family"], row["case"]
+        found.setdefault(key, Schedule(*key, row["ms"], {1: 1.0})).speedup[row["threads"]] = row["speedup"]
+    return list(found.values())
+
+
+def rows() -> Iterator[Schedule]:
+    """Every case."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from run(build(Path(folder)), *map(str, THREADS))
+
+
+COLUMNS = {"case": -40, "ms": 10, **{str(threads): 6 for threads in SHOWN}, "goal": -14, "reached": -7}
+
+
+def show(console: Console) -> list[Schedule]:
+    """A table of all cases; returns them."""
+    title = "Speed-up of the plans' schedules by threads, on a virtual clock; ms: of one thread, as kernels say"
+    report, found = Report(console, title, COLUMNS), list(rows())
+    for row in found:
+        figures = [f"{row.speedup[threads]:.2f}" for threads in SHOWN]
+        reached = ("yes" if row.reached else "no") if row.goals else ""
+        goal = " / ".join(f"{value:g}" for value in row.goals)
+        report.add(row.case, f"{row.ms:.1f}", *figures, goal, reached, section=row.family)
+    return found
+
+
+def draw(found: list[Schedule], path: Path) -> None:
+    """Speed-up over threads, a panel for each family, as a PNG file."""
+    from matplotlib.figure import Figure  # Only a run that asks for a chart needs the bench extra.
+
+    families = list(dict.fromkeys(row.family for row in found))
+    columns = 4
+    lines = -(-len(families) // columns)
+    figure = Figure(figsize=(4.2 * columns, 4.6 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for axes, family in zip(panels, families, strict=False):
+        axes.plot((1, *THREADS), (1, *THREADS), color="black", linewidth=1, linestyle="dotted")
+        for row in found:
+            if row.family == family:
+                counts = sorted(row.speedup)
+                axes.plot(counts, [row.speedup[count] for count in counts], label=row.case, linewidth=1.2)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks((1, *THREADS), [str(count) for count in (1, *THREADS)])
+        axes.set_yticks((1, *THREADS), [str(count) for count in (1, *THREADS)])
+        axes.set_title(family)
+        axes.set_xlabel("threads")
+        axes.legend(fontsize=6)
+    for axes in list(panels)[len(families) :]:
+        axes.remove()
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,309 @@
+#include "kernels.h"
+
+#include "clock.h"
+#include "work.h"
+
+#include "plan/schedule.h"
+
+namespace schedule {
+namespace {
+
+using namespace fusion;
+
+constexpr std::int64_t panel = 32;
+
+std::size_t lines(std::int64_t bytes) { return static_cast<std::size_t>(round_up<std::int64_t>(bytes, 64)); }
+
+std::int64_t item(Dtype dtype) { return dtype == Dtype::bfloat16 ? 2 : 4; }
+
+// ------------------------------------------------------------------------------------------------------------- forward
+
+// Loading a row of queries and storing its result; packing a key: of 128 bfloat16 columns each. Fitted, with the time
+// of a pair, to nine calls of 8 heads, 96 to 1920 rows and 512 to 4096 keys on one thread, all met within 2 %.
+constexpr double forward_row = 33, forward_key = 102;
+
+std::size_t packed_bytes(const Problem &p, const Unit &unit) {
+    const std::int64_t keys = unit.key_end - unit.key_begin;
+    return lines(keys * (p.dim_qk + p.dim_rope + p.dim_v) * item(p.dtype) + keys / panel);
+}
+
+std::size_t forward_scratch(const Problem &p) {
+    return lines(tile_rows * ((p.dim_qk + p.dim_rope) * item(p.dtype) + p.dim_v * 4 + 80) + 12 * 512 * 6);
+}
+
+double beside_measured(const Problem &p) {  // how long a key's or a row's bytes are beside those measured
+    return static_cast<double>((p.dim_qk + p.dim_rope + p.dim_v) * item(p.dtype)) / 512;
+}
+
+void pack(const Job &job, const Unit &, std::int64_t first, std::int64_t end) {
+    advance(forward_key * beside_measured(*job.problem) * static_cast<double>((end - first) * panel));
+}
+
+std::int64_t attend(const Job &job, const Unit &, std::int64_t, const Tile &tile, const Prefetches &, void *) {
+    const Problem &p = *job.problem;
+    const double pairs = visible_pairs(job.sequences[tile.seq], tile.row0, tile.row1, tile.begin, tile.end);
+    const double rows = forward_row * beside_measured(p) * static_cast<double>(tile.row1 - tile.row0);
+    advance(products(p.dtype, pairs * static_cast<double>(p.dim_qk + p.dim_rope + p.dim_v), forward_share) + rows);
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------------------ backward
+
+constexpr double backward_row = 209, backward_key = 78;  // packing and storing; fitted as the forward's
+
+std::int64_t keys_of_tile(Dtype dtype) { return dtype == Dtype::bfloat16 ? 256 : 128; }
+
+std::size_t row_bytes(const Problem &p, std::int64_t rows) {
+    const std::int64_t qk = p.dim_qk + p.dim_rope;
+    return lines(round_up<std::int64_t>(rows, 12) * ((qk + p.dim_v) * 2 * item(p.dtype) + qk * 4 + 19));
+}
+
+std::size_t key_bytes(const Problem &p) {
+    const std::int64_t qk = p.dim_qk + p.dim_rope, keys = keys_of_tile(p.dtype);
+    return lines(keys * ((2 * qk + p.dim_v) * item(p.dtype) + (qk + p.dim_v) * 4) + 12 * keys * 10 +
+                 2 * keys * gradient_rows * item(p.dtype));
+}
+
+RowNotes pack_rows(const Job &job, const RowTile &rows) {
+    advance(backward_row / 2 * beside_measured(*job.problem) * static_cast<double>(rows.row1 - rows.row0));
+    return {0, 0};
+}
+
+void store_rows(const Job &job, const RowTile &rows) {
+    advance(backward_row / 2 * beside_measured(*job.problem) * static_cast<double>(rows.row1 - rows.row0));
+}
+
+void load_keys(const Job &job, const KeyTile &keys) {
+    advance(backward_key / 2 * beside_measured(*job.problem) * static_cast<double>(keys.key1 - keys.key0));
+}
+
+void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const Prefetches &) {
+    const Problem &p = *job.problem;
+    const double pairs = visible_pairs(job.sequences[rows.seq], rows.row0, rows.row1, keys.key0, keys.key1);
+    const double columns = static_cast<double>(3 * (p.dim_qk + p.dim_rope) + 2 * p.dim_v);
+    advance(products(p.dtype, pairs * columns, backward_share));
+}
+
+GradientKernels gradients(std::int64_t tile_keys) {
+    return {tile_keys, row_bytes, key_bytes, pack_rows, load_keys, accumulate, load_keys, store_rows};
+}
+
+// -------------------------------------------------------------------------------------------------------------- decode
+
+// A byte of the cache: one core reads so fast. Beginning a head of a unit, and merging a row of a partial result.
+constexpr double decode_byte = 0.06, decode_begin = 1500, decode_merge = 60;
+
+std::size_t decode_scratch(const DecodeProblem &p) {
+    const std::int64_t qk = p.dim_qk + p.dim_rope;
+    return lines(4 * (decode_slots * (qk + 7) + 2 * 16 * decode_tile + decode_tile * (qk + p.dim_v + 4)) +
+                 5 * 8 * decode_tile);
+}
+
+std::size_t partial_floats(const DecodeProblem &p) {
+    return static_cast<std::size_t>(16 + round_up<std::int64_t>(p.dim_v, 32));
+}
+
+void attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
+    const DecodeProblem &p = *job.problem;
+    const std::int64_t columns = p.dim_qk + p.dim_rope + (p.shares_kv ? 0 : p.dim_v);
+    const double bytes = static_cast<double>((unit.end - unit.begin) * columns) * (p.storage == Storage::int8 ? 1 : 2);
+    const double pairs = static_cast<double>((unit.row1 - unit.row0) * (unit.end - unit.begin));
+    const double computed = products(p.dtype, pairs * static_cast<double>(p.dim_qk + p.dim_v), 0.5);
+    advance(static_cast<double>(unit.heads) * (decode_begin + std::max(bytes * decode_byte, computed)));
+}
+
+std::int64_t finish(const DecodeJob &, const DecodeRows &rows, float *) {
+    advance(decode_merge * static_cast<double>((rows.row1 - rows.row0) * rows.count));
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------------ selected keys
+
+double dims(const SparseProblem &p) { return static_cast<double>(p.dim_qk + p.dim_rope); }
+
+std::int64_t listed(const SparseJob &job, const SparseItem &item) {
+    const Sequence &seq = job.sequences[item.seq];
+    return std::min(end_key(seq, item.row) - first_key(seq, item.row), job.problem->select_count);
+}
+
+// A row's list, ascending.
+const std::int32_t *list_of(const SparseJob &job, const SparseItem &item) {
+    const Rows &rows = job.operands->indices;
+    return static_cast<const std::int32_t *>(rows.base) + rows.address[item.seq] + item.row * rows.stride_token;
+}
+
+std::size_t sparse_scratch(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
+    return lines(heads * (p.dim_qk + p.dim_v) * 8 + longest * 12);
+}
+
+std::int64_t sparse_attend(const SparseJob &job, const SparseItem &item, void *) {
+    const SparseProblem &p = *job.problem;
+    const double pairs = static_cast<double>(listed(job, item) * item.heads);
+    advance(products(p.dtype, pairs * (dims(p) + static_cast<double>(p.dim_v)), sparse_share));
+    return 0;
+}
+
+std::int64_t sum_columns(const SparseProblem &p) { return p.dim_qk + p.dim_rope + (p.shares_kv ? 0 : p.dim_v); }
+
+std::int64_t chunk_of(Dtype dtype) { return dtype == Dtype::bfloat16 ? 96 : 48; }
+
+// Scores, dP and dq of a chunk need no turn; what keys' sums are given does.
+void sparse_gradient(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, float *, void *) {
+    const SparseProblem &p = *job.problem;
+    const std::int64_t count = listed(job, item), chunk = chunk_of(p.dtype);
+    const std::int32_t *const list = list_of(job, item);
+    const std::int64_t last = count ? list[count - 1] : -1;
+    for (std::int64_t at = 0; at < count; at += chunk) {
+        const std::int64_t here = std::min(chunk, count - at);
+        const double pairs = static_cast<double>(here * item.heads), own = 2 * dims(p) + static_cast<double>(p.dim_v);
+        const double shared = dims(p) + static_cast<double>(p.dim_v);
+        advance(products(p.dtype, pairs * own, sparse_backward_share));
+        turn.wait(turn.state, turn.item, list[at], list[at + here - 1]);
+        advance(products(p.dtype, pairs * shared, sparse_backward_share));
+        if (at + here < count) turn.done(turn.state, turn.item, list[at + here], last);
+    }
+    turn.done(turn.state, turn.item, last + 1, last);
+}
+
+void store_key_sums(const SparseJob &job, std::int64_t, std::int64_t, const KeySums &, std::int64_t first,
+                    std::int64_t end) {
+    advance(static_cast<double>((end - first) * sum_columns(*job.problem)) * 0.15);  // from memory to memory
+}
+
+// ------------------------------------------------------------------------------------------------- the indexer's loss
+
+std::size_t loss_bytes(const SparseProblem &, const SparseProblem &index, std::int64_t longest) {
+    return lines(longest * (index.heads_q * 4 + 64) + (std::int64_t{4} << 20));
+}
+
+double attended_products(const SparseJob &job) {  // of a row and a key
+    const SparseProblem &p = *job.attention;
+    return static_cast<double>(p.heads_q) * dims(p);
+}
+
+double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
+
+// A tile of rows: probabilities of a block of keys, the indexer's part, chunk by chunk; then sums are handed on.
+void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, double *loss, void *) {
+    constexpr std::int64_t width = 192;
+    const SparseProblem &p = *job.problem;
+    const Sequence &seq = job.sequences[item.seq];
+    const std::int64_t row1 = std::min(item.row + loss_tile_rows, seq.q_len), chunk = chunk_of(p.dtype);
+    const std::int64_t begin = first_key(seq, item.row), end = std::max<std::int64_t>(end_key(seq, row1 - 1), 0);
+    for (std::int64_t at = begin; at < end; at += width) {
+        const std::int64_t stop = std::min(at + width, end);
+        const double pairs = visible_pairs(seq, item.row, row1, at, stop);
+        advance(products(p.dtype, pairs * attended_products(job), tile_loss_share));
+        for (std::int64_t first = at; first < stop; first += chunk) {
+            const std::int64_t last = std::min(first + chunk, stop);
+            const double here = visible_pairs(seq, item.row, row1, first, last);
+            advance(products(p.dtype, 3 * here * index_products(p), tile_loss_share));
+            turn.wait(turn.state, turn.item, first, last - 1);
+            advance(static_cast<double>((last - first) * p.dim_qk) * 0.1);
+            if (last < end) turn.done(turn.state, turn.item, last, end - 1);
+        }
+    }
+    turn.done(turn.state, turn.item, end, end - 1);
+    *loss = 0;
+}
+
+std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t) {
+    return lines(index.select_count * (8 + index.heads_q / 8) + index.heads_q * index.dim_qk * item(index.dtype));
+}
+
+// All but the products of key gradients.
+void list_loss(const SparseJob &job, const SparseItem &item, void *, double *loss, void *) {
+    const double keys = static_cast<double>(listed(job, item));
+    const double columns = attended_products(job) + 2 * index_products(*job.problem);
+    advance(products(job.problem->dtype, keys * columns, list_loss_share));
+    *loss = 0;
+}
+
+void add_list(const SparseJob &job, const SparseItem &item, void *, void *, std::int64_t range, const KeySums &,
+              void *) {
+    const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
+    const auto begin = std::lower_bound(list, stop, range * loss_range_keys);
+    const double keys = static_cast<double>(std::lower_bound(begin, stop, (range + 1) * loss_range_keys) - begin);
+    advance(products(job.problem->dtype, keys * index_products(*job.problem), 0.72));
+}
+
+// --------------------------------------------------------------------------------------------------------- the indexer
+
+constexpr double index_packing = 0.14;  // a byte of a key, from memory
+constexpr double choosing = 1;          // a score
+
+std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
+    return lines(round_up<std::int64_t>(keys, panel) * p.dim_qk * item(p.dtype));
+}
+
+void index_pack(const SparseJob &job, std::int64_t, std::int64_t first, std::int64_t end, char *) {
+    const SparseProblem &p = *job.problem;
+    advance(index_packing * static_cast<double>((end - first) * panel * p.dim_qk * item(p.dtype)));
+}
+
+std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
+    return lines(rows * (p.heads_q * p.dim_qk * 2 + (std::int64_t{256} << 10)));
+}
+
+void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *, void *) {
+    const SparseProblem &p = *job.problem;
+    const double pairs = visible_pairs(job.sequences[seq], row0, row1, 0, job.sequences[seq].kv_len);
+    advance(products(p.dtype, pairs * index_products(p), indexer_share) + choosing * pairs);
+}
+
+void index_scores(const SparseJob &job, std::int64_t, std::int64_t, std::int64_t first, std::int64_t end, const char *,
+                  float *, void *) {
+    const SparseProblem &p = *job.problem;
+    advance(products(p.dtype, static_cast<double>(end - first) * index_products(p), indexer_share));
+}
+
+void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t, const float *, void *) {
+    advance(choosing * static_cast<double>(job.sequences[seq].kv_len));
+}
+
+SparseKernels sparse_kernels() {
+    SparseKernels k = {};
+    k.scratch_bytes = sparse_scratch;
+    k.attend = sparse_attend;
+    k.gradient_bytes = sparse_scratch;
+    k.sum_columns = sum_columns;
+    k.gradient = sparse_gradient;
+    k.store_keys = store_key_sums;
+    k.loss_bytes = loss_bytes;
+    k.tile_loss = tile_loss;
+    k.list_notes_bytes = list_notes_bytes;
+    k.list_loss = list_loss;
+    k.add_list = add_list;
+    k.index_packed_bytes = index_packed_bytes;
+    k.index_pack = index_pack;
+    k.index_scratch_bytes = index_scratch_bytes;
+    k.index_stats = index_rows;
+    k.index_rows = index_rows;
+    k.index_scores = index_scores;
+    k.index_choose = index_choose;
+    return k;
+}
+
+}  // namespace
+
+const Variant &variant() {
+    static const Variant made = [] {
+        Variant v = {};
+        v.name = "time";
+        v.lanes = 16;
+        v.panel = panel;
+        v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, attend};
+        v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
+        v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
+        v.decode = {decode_scratch, partial_floats, attend_decode, finish};
+        return v;
+    }();
+    return made;
+}
+
+const SparseVariant &sparse_variant() {
+    static const SparseVariant made = {sparse_kernels(), sparse_kernels(), panel};
+    return made;
+}
+
+}  // namespace schedule

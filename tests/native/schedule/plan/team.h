@@ -1,0 +1,37 @@
+// csrc/plan/team.h for the schedule test, found before it on the include path: the threads of a plan are fibers of one
+// thread, each with a clock of its own (clock.h). The plans are the real ones, unchanged.
+
+#pragma once
+
+#include "clock.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fusion {
+
+struct Team {
+    int thread, size;
+
+    void barrier() const { schedule::barrier(); }
+
+    template <class Index, class Body> void share(Index count, const Body &body, int at_a_time = 1) const {
+        const auto all = static_cast<std::int64_t>(count);
+        for (std::int64_t &next = schedule::open_loop(); next < all;) {
+            const std::int64_t first = next, end = std::min(first + at_a_time, all);
+            next = end;
+            for (std::int64_t i = first; i < end; ++i) body(static_cast<Index>(i));
+        }
+        schedule::barrier();
+    }
+};
+
+template <class Work> void run_team(int size, const Work &work) {
+    schedule::run_fibers(size, [&](int thread) { work(Team{thread, size}); });
+}
+
+template <class Condition> void wait_until(const Condition &holds, int = 0) {
+    if (!holds()) schedule::wait([&] { return holds(); });
+}
+
+}  // namespace fusion

@@ -1,0 +1,72 @@
+"""The schedules of the native plans on up to 64 threads: the real plans on a virtual clock (tests/native/schedule)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import schedule
+
+# On 8, 16 and 64 threads. The clock is exact and kernels take what they say, so a floor is what the plans reach, less
+# what a change of a kernel's cost may take.
+FLOORS = {
+    ("forward", "B1 N8 S2048"): (7.5, 14, 50),
+    ("forward", "B1 N8 S2048 causal"): (7.5, 14, 40),
+    ("forward", "B1 N8 S16384 window 256"): (7.8, 15.5, 45),
+    ("decode", "B64 Nkv8, 4096 keys"): (7.8, 15.5, 58),
+    ("backward", "B1 N8 S1024"): (7.8, 14, 20),
+    ("backward", "packed 512 x 16, N12"): (7.8, 15.5, 58),
+    ("sparse", "4096 rows of 8192, top 512"): (7.8, 15.5, 58),
+    ("indexer", "4096 rows and keys, top 2048"): (7.8, 15.5, 58),
+    ("indexer decode", "B8, 1 row, 65536 keys, 64 heads"): (7.8, 15.5, 50),
+    ("loss", "4096 rows and keys, all"): (7.5, 14, 14),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if schedule.compiler() is None:
+        pytest.skip("no C++ compiler is here to build the plans with")
+    return schedule.build(tmp_path_factory.mktemp("schedule"))
+
+
+def speedup(program: Path, family: str, case: str, *threads: int) -> dict[int, float]:
+    rows = schedule.run(program, family, case, *map(str, threads))
+    return next(row.speedup for row in rows if (row.family, row.case) == (family, case))
+
+
+@pytest.mark.parametrize(("family", "case"), FLOORS)
+def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -> None:
+    found = speedup(program, family, case, 8, 16, 64)
+    floors = dict(zip((8, 16, 64), FLOORS[family, case], strict=True))
+    assert all(found[threads] >= floor for threads, floor in floors.items()), found
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "most"),
+    [
+        ("forward", "B1 N8 S1024 causal", 1000),
+        ("decode", "B8 Nkv8, 4096 keys", 1000),
+        ("backward", "B1 N8 S1024 causal", 1000),
+        ("sparse backward", "B4, 1024 rows of 8192, top 512", 5),
+        ("loss", "4096 rows and keys, all", 100),
+    ],
+)
+def test_no_clock_runs_faster_than_its_threads(program: Path, family: str, case: str, most: int) -> None:
+    found = speedup(program, family, case, 1, 2, 3, most)
+    assert found[1] == 1.0
+    assert all(1.0 <= value <= threads * 1.0001 for threads, value in found.items()), found
+
+
+@pytest.mark.slow
+def test_threads_that_sleep_agree_with_the_clock(program: Path, tmp_path: Path) -> None:
+    sleeping = schedule.build(tmp_path, sleeps=True)
+    for family, case in (("forward", "B1 N8 S1024 causal"), ("backward", "B1 N32/8 S2048 causal")):
+        want = speedup(program, family, case, 2, 8)
+        for _ in range(3):  # a busy machine wakes sleepers late
+            got = speedup(sleeping, family, case, 2, 8)
+            if all(got[threads] >= 0.9 * want[threads] for threads in (2, 8)):
+                break
+        for threads in (2, 8):
+            assert 0.7 * want[threads] <= got[threads] <= 1.1 * want[threads], (family, got, want)
