@@ -34,11 +34,10 @@ std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &inde
            TileScratch<Format>(attention, index, nullptr).bytes;
 }
 
-template <class Format>
-std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest, std::int64_t range_keys) {
+template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
     const auto gradient = gradient_scratch<Format>(p, heads, longest);
-    if (p.indexes) return IndexNotes<Format>(p, gradient, longest, {nullptr, range_keys}).bytes;
-    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, longest, {nullptr, range_keys}).bytes;
+    if (p.indexes) return IndexNotes<Format>(p, gradient, longest, nullptr).bytes;
+    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, longest, nullptr).bytes;
 }
 
 template <class Format, class T>
@@ -48,8 +47,8 @@ void gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, 
 }
 
 template <class Format>
-void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, void *next, std::int64_t range,
-              const KeySums &sums, void *scratch) {
+void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+              const KeyRange &range, const KeySums &sums, void *scratch) {
     const auto add = job.problem->indexes ? add_index_gradient<Format> : add_gradient<Format>;
     add(job, item, notes, next, range, sums, scratch);
 }

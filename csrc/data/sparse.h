@@ -60,11 +60,17 @@ struct Turn {
     void (*done)(void *state, std::int64_t item, std::int64_t next, std::int64_t last);
 };
 
-// Memory for what an item of a list adds to sums of keys, kept until that is added, `range_keys` neighbouring keys at a
-// time.
+// What an item of a list adds to sums of keys, kept until it is added, a range of keys at a time. Ranges consist of
+// strips of `strip_keys` neighbouring keys.
 struct Notes {
     void *memory;
-    std::int64_t range_keys;
+    std::int32_t *starts;  // [strip + 1]: how many keys of the list, which are in ascending order, lie before a strip
+    std::int64_t strip_keys;
+};
+
+// Strips [first, end) of keys.
+struct KeyRange {
+    std::int64_t first, end;
 };
 
 // Gradients of the keys of one sequence and key head in float32, a row per key.

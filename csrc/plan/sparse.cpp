@@ -21,9 +21,11 @@ constexpr std::int64_t keys_per_item = 64;
 constexpr std::int64_t least_batch = 32;
 // Notes in memory, unless those of one item take more; a larger team has more items begun.
 constexpr std::size_t most_notes = std::size_t{64} << 20, most_notes_per_thread = std::size_t{8} << 20;
-// Keys whose sums are added to together: few threads keep as many near a core as fit there; many need more ranges than
-// they are, and a row's heads are read once a range.
-constexpr std::int64_t most_range = 1024, least_range = 128;
+// Keys of a range, about: their sums stay near a core.
+constexpr std::int64_t range_keys = 1024;
+// Of a row in a range, on average: fewer would not be worth reading the row's heads for.
+constexpr std::int64_t least_keys = 16;
+constexpr std::int64_t strip_keys = 32, most_strips = 4096;
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
 constexpr Require require{"selection"};
@@ -35,9 +37,11 @@ Batches::Pace pace_of(int team, std::size_t bytes) {
     const std::int64_t members = team > 1 ? team : 0;  // one thread computes items in order and never runs ahead
     const std::size_t room = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
     const auto slots = std::max<std::int64_t>(static_cast<std::int64_t>(room), 1);
-    const std::int64_t lag = std::min(members, slots / 3), ahead = std::min(members, slots / 3);
-    const std::int64_t items = std::min(std::max<std::int64_t>(least_batch, team), slots - lag - ahead);
-    return {items, lag, items + lag + ahead};
+    const std::int64_t wanted = std::max<std::int64_t>(least_batch, team);
+    const std::int64_t lag = std::min(members, slots / 3);
+    const std::int64_t ahead = members ? std::min(std::max(members, wanted / 2), slots / 3) : 0;
+    const std::int64_t items = std::min(wanted, slots - lag - ahead);
+    return {items, lag, items + lag + ahead, least_keys};
 }
 
 // How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
@@ -167,8 +171,11 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
         at.progress = lines(items * sizeof(Progress));
         return at;
     }
-    at.range_keys = std::clamp(ceil_div(longest_, at.team), least_range, most_range);
-    at.notes = kernels_.notes_bytes(problem_, most_heads_, longest_, at.range_keys);
+    at.strip_keys = std::max(strip_keys, ceil_div(longest_, most_strips));
+    const auto edges = static_cast<std::size_t>(ceil_div(longest_, at.strip_keys) + 1);
+    at.starts = lines(edges * sizeof(std::int32_t));
+    at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // as Batches::work() needs it
+    at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_, longest_);
     at.pace = pace_of(at.team, at.notes);
     at.pace.slots = std::min(at.pace.slots, std::max<std::int64_t>(most_items_, 1));
     return at;
@@ -299,30 +306,35 @@ void SparsePlan::descend_tiles(const Wave &wave, State &state, char *scratch) co
 
 void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Layout &at,
                                char *scratch) const {
-    const auto notes_in = [&](std::int64_t slot) {
-        return Notes{state.notes + at.notes * static_cast<std::size_t>(slot), at.range_keys};
+    const auto notes_of = [&](std::int64_t i) {
+        char *const slot = state.notes + at.notes * static_cast<std::size_t>(i % at.pace.slots);
+        return Notes{slot + at.starts, reinterpret_cast<std::int32_t *>(slot), at.strip_keys};
     };
-    const auto note = [&](std::int64_t i, std::int64_t slot) {
+    const auto note = [&](std::int64_t i) {
         const Unit &unit = unit_of(wave, i);
         const SparseItem item = item_at(unit, i - unit.first_item);
-        if (attention_) kernels_.list_loss(state.job, item, notes_in(slot), state.losses + i, scratch);
-        else kernels_.gradient(state.job, item, notes_in(slot), state.shares + i * most_heads_, scratch);
+        if (attention_) kernels_.list_loss(state.job, item, notes_of(i), state.losses + i, scratch);
+        else kernels_.gradient(state.job, item, notes_of(i), state.shares + i * most_heads_, scratch);
     };
-    batches.work(note, [&](const Batches::Batch &batch, std::int64_t range) {
+    const auto add = [&](const Batches::Batch &batch, const KeyRange &range) {
         const Unit &unit = units_[wave.first + batch.unit];
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         for (std::int64_t i = batch.first; i < batch.end; ++i) {
-            void *const next = i + 1 < batch.end ? notes_in((i + 1) % at.pace.slots).memory : nullptr;
-            kernels_.add_keys(state.job, item_at(unit, i - unit.first_item), notes_in(i % at.pace.slots), next, range,
-                              sums, scratch);
+            const Notes next = notes_of(i + 1);
+            kernels_.add_keys(state.job, item_at(unit, i - unit.first_item), notes_of(i),
+                              i + 1 < batch.end ? &next : nullptr, range, sums, scratch);
         }
-    });
+    };
+    const auto starts_of = [&](std::int64_t i) { return notes_of(i).starts; };
+    batches.work(note, starts_of, add, reinterpret_cast<std::int64_t *>(scratch));
 }
 
 std::vector<Batches::Unit> SparsePlan::work_of(const Wave &wave, const Layout &at) const {
     std::vector<Batches::Unit> units;
     for (std::size_t u = wave.first; u < wave.end; ++u) {
-        units.push_back({units_[u].items, ceil_div(sequences_[units_[u].seq].kv_len, at.range_keys)});
+        const std::int64_t kv_len = sequences_[units_[u].seq].kv_len;
+        const std::int64_t ranges = std::max<std::int64_t>(at.team, ceil_div(kv_len, range_keys));
+        units.push_back({units_[u].items, ceil_div(kv_len, at.strip_keys), ranges});
     }
     return units;
 }

@@ -47,10 +47,11 @@ private:
         std::size_t first, end;
         std::int64_t items;
     };
-    struct Layout {                                                              // of the workspace
-        std::size_t sums = 0, shares = 0, progress = 0, scratch = 0, notes = 0;  // notes: of an item
+    struct Layout {  // of the workspace
+        std::size_t sums = 0, shares = 0, progress = 0, scratch = 0;
+        std::size_t notes = 0, starts = 0;  // of an item; starts: the part of Notes::starts
         int team = 1;
-        std::int64_t range_keys = 1;
+        std::int64_t strip_keys = 1;
         Batches::Pace pace{};
     };
     struct State;  // of a run

@@ -193,19 +193,19 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
 template <class Format> struct GradientNotes {
     using Word = typename Format::Word;
     std::int64_t q_words, dout_words, head_words;
+    std::int32_t *keys;        // ascending
     Word *q_rows, *dout_rows;  // the row's heads
     Word *probs, *dscores;     // [key][head_words]
-    NotedKeys listed;
     std::size_t bytes;
 
     GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
-                  std::int64_t longest, const Notes &notes)
+                  std::int64_t longest, void *memory)
         : q_words(s.padded_heads / Format::depth * sizes.columns),
           dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
-        Carver carver(notes.memory);
-        listed = NotedKeys(p, longest, notes.range_keys, carver);
+        Carver carver(memory);
         // Chunks are weighed whole; blocks of keys that begin anywhere are read whole.
         const std::int64_t weighed = round_up<std::int64_t>(most_keys(p, longest), s.chunk) + block_rows;
+        carver.take(keys, most_keys(p, longest));
         carver.take(q_rows, q_words);
         carver.take(dout_rows, dout_words);
         carver.take(probs, weighed * head_words);
@@ -216,27 +216,29 @@ template <class Format> struct GradientNotes {
 
 // Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
 template <class Format>
-void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *next, std::int64_t range,
-                  const KeySums &table, void *scratch) {
+void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+                  const KeyRange &range, const KeySums &table, void *scratch) {
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len, main = w.sizes.main_columns, hw = s.head_words;
-    const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes);
     const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
     const auto scale = static_cast<float>(w.p.scale);
+    const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes.memory);
+    const NotedKeys noted(notes, range);
     PrefetchQueue<2> queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const GradientNotes<Format> other(w.p, w.sizes, s, longest, {next, notes.range_keys});
-        const std::int64_t first = other.listed.starts[range], keys = other.listed.starts[range + 1] - first;
+        const GradientNotes<Format> other(w.p, w.sizes, s, longest, next->memory);
+        const NotedKeys there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
         queue.add(other.dout_rows, other.dout_words * sizeof *other.dout_rows);
-        queue.add(other.dscores + first * hw, keys * hw * sizeof *other.dscores);
-        queue.add(other.probs + first * hw, keys * hw * sizeof *other.probs);
-        queue.spread(blocks_of(own.listed, range) * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
+        queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
+        queue.add(other.dscores + there.first * hw, there.count() * hw * sizeof *other.dscores);
+        queue.add(other.probs + there.first * hw, there.count() * hw * sizeof *other.probs);
+        queue.spread(noted.blocks() * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
     }
     by_noted_blocks(
-        own.listed, range, table, sum_columns<Format>(w.p), s.nowhere,
+        own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
         [&](auto height, std::int64_t at, float *const *sums, float *const *after) __attribute__((always_inline)) {
             constexpr int M = height();
             const auto *dscores = own.dscores + at * hw;
@@ -340,9 +342,11 @@ template <class Format, class T>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const GradientNotes<Format> left(w.p, w.sizes, s, job.sequences[item.seq].kv_len, notes);
+    const std::int64_t kv_len = job.sequences[item.seq].kv_len;
+    const GradientNotes<Format> left(w.p, w.sizes, s, kv_len, notes.memory);
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
-    left.listed.divide(s.keys, count);
+    find_strips(notes, s.keys, count, kv_len);
+    std::memcpy(left.keys, s.keys, count * sizeof *s.keys);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     load_statistics<Format, T>(w, dsink);
     if (count) load_heads<Format, T>(w, left.q_rows, left.dout_rows);

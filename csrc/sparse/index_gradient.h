@@ -17,21 +17,21 @@ namespace {
 // A row's notes. dS itself would be as long as keys' rows; what it is made of is an eighth of that.
 template <class Format> struct IndexNotes {
     using Word = typename Format::Word;
-    std::int64_t q_words, pitch;
-    NotedKeys listed;
+    std::int64_t q_words;
+    std::int32_t *keys;      // ascending
     Word *q_rows;            // the row's heads
     float *given;            // [key], dI
     std::uint8_t *positive;  // [key][pitch] bits: whether S is
     std::size_t bytes;
 
-    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, const Notes &notes)
-        : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns), pitch(s.pitch) {
+    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
+        : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns) {
         const std::int64_t most = most_keys(index, longest);
-        Carver carver(notes.memory);
-        listed = NotedKeys(index, longest, notes.range_keys, carver);
+        Carver carver(memory);
+        carver.take(keys, most);
         carver.take(q_rows, q_words);
         carver.take(given, most + lanes);
-        carver.take(positive, (most + block_rows) * pitch / 8);  // blocks are read whole
+        carver.take(positive, (most + block_rows) * s.pitch / 8);  // blocks are read whole
         bytes = carver.bytes();
     }
 };
@@ -61,7 +61,7 @@ template <class Format> struct IndexListWork {  // a row and all that its gradie
     IndexListWork(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch)
         : gradient(job, item, scratch),
           list(gradient.p, gradient.s, job.sequences[item.seq].kv_len, static_cast<char *>(scratch) + gradient.s.bytes),
-          left(gradient.p, gradient.s, job.sequences[item.seq].kv_len, notes) {}
+          left(gradient.p, gradient.s, job.sequences[item.seq].kv_len, notes.memory) {}
 
     std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
 };
@@ -70,6 +70,7 @@ template <class Format> struct IndexListWork {  // a row and all that its gradie
 template <class Format, class T> void score_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     const auto &s = w.s;
+    std::memcpy(work.left.keys, s.keys, count * sizeof *s.keys);
     load_heads<Format, T>(w, work.left.q_rows);
     load_weights(w.p, w.o.weights, w.item.seq, w.item.row, s.pitch, s.share);
     ListReader<Format, T> reader(w.job, w.item, w.sizes, s.keys, count, suits_stream<Format>(w.p), 2 * s.chunk,
@@ -155,7 +156,7 @@ void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &n
     const auto &w = work.gradient;
     std::uint64_t *sorted;
     const std::int64_t count = sort_keys(w, sorted);
-    work.left.listed.divide(w.s.keys, count);
+    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
     if (count) score_list<Format, T>(work, count);
     const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
     for (std::int64_t i = 0; i < count; ++i) {
@@ -184,26 +185,27 @@ void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::in
 
 // Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
 template <class Format>
-void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *next,
-                        std::int64_t range, const KeySums &table, void *scratch) {
+void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+                        const KeyRange &range, const KeySums &table, void *scratch) {
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len, columns = w.sizes.columns;
     const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
-    const IndexNotes<Format> own(w.p, s, longest, notes);
+    const IndexNotes<Format> own(w.p, s, longest, notes.memory);
+    const NotedKeys noted(notes, range);
     PrefetchQueue<2> queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const IndexNotes<Format> other(w.p, s, longest, {next, notes.range_keys});
-        const std::int64_t first = other.listed.starts[range], keys = other.listed.starts[range + 1] - first;
+        const IndexNotes<Format> other(w.p, s, longest, next->memory);
+        const NotedKeys there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
-        queue.add(other.listed.keys + first, keys * sizeof *other.listed.keys);
-        queue.add(other.given + first, keys * sizeof *other.given);
-        queue.add(other.positive + first * s.pitch / 8, keys * s.pitch / 8);
-        queue.spread(blocks_of(own.listed, range) * panels_of(columns));
+        queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
+        queue.add(other.given + there.first, there.count() * sizeof *other.given);
+        queue.add(other.positive + there.first * s.pitch / 8, there.count() * s.pitch / 8);
+        queue.spread(noted.blocks() * panels_of(columns));
     }
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-    by_noted_blocks(own.listed, range, table, sum_columns<Format>(w.p), s.nowhere,
+    by_noted_blocks(own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
                     [&](auto height, std::int64_t at, float *const *sums, float *const *after)
                         __attribute__((always_inline)) {
                             constexpr int M = height();

@@ -213,7 +213,7 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes,
                                 static_cast<char *>(scratch) + work.bytes());
     float *const given = work.left.given;
     const std::int64_t count = order_keys(w);
-    work.left.listed.divide(w.s.keys, count);
+    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
     *loss = 0.0;
     if (count) {
         const SparseJob attention = {job.attention, job.attended, job.sequences};

@@ -10,47 +10,40 @@
 namespace fusion {
 namespace {
 
-// The keys of a row's list, and where ranges of them begin.
-struct NotedKeys {
-    std::int64_t range_keys, ranges;
-    std::int32_t *keys;    // ascending
-    std::int32_t *starts;  // [range + 1]
-
-    NotedKeys() = default;
-    NotedKeys(const SparseProblem &p, std::int64_t longest, std::int64_t range_keys_, Carver &carver)
-        : range_keys(range_keys_), ranges((longest + range_keys - 1) / range_keys) {
-        carver.take(keys, most_keys(p, longest));
-        carver.take(starts, ranges + 1);
+// Says where strips of `kv_len` keys begin in a list, whose keys are ascending.
+inline void find_strips(const Notes &notes, const std::int32_t *keys, std::int64_t count, std::int64_t kv_len) {
+    std::int64_t strip = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        for (; strip * notes.strip_keys <= keys[i]; ++strip) notes.starts[strip] = static_cast<std::int32_t>(i);
     }
+    for (; (strip - 1) * notes.strip_keys < kv_len; ++strip) notes.starts[strip] = static_cast<std::int32_t>(count);
+}
 
-    void divide(const std::int32_t *from, std::int64_t count) const {
-        std::memcpy(keys, from, count * sizeof *keys);
-        std::int64_t at = 0;
-        for (std::int64_t range = 0; range <= ranges; ++range) {
-            for (std::int64_t step = range_keys; step; step /= 2) {  // a list may name keys more often than once
-                while (at + step <= count && from[at + step - 1] < range * range_keys) at += step;
-            }
-            starts[range] = static_cast<std::int32_t>(at);
-        }
-    }
+struct NotedKeys {  // of a list, from its `first` key on, that lie in a range
+    std::int64_t first, stop;
+
+    NotedKeys(const Notes &notes, const KeyRange &range)
+        : first(notes.starts[range.first]), stop(notes.starts[range.end]) {}
+
+    std::int64_t count() const { return stop - first; }
+    std::int64_t blocks() const { return most<std::int64_t>(count() / block_rows, 1); }  // about as many
 };
 
 // body(height, first key of a block in the list, its rows of sums, those of the next block) for what a row noted of a
 // range. A list has the same blocks however keys are divided into ranges, since a key that it names twice is added to
 // block by block.
 template <class Body>
-FUSION_INLINE void by_noted_blocks(const NotedKeys &listed, std::int64_t range, const KeySums &table,
+FUSION_INLINE void by_noted_blocks(const std::int32_t *keys, const NotedKeys &noted, const KeySums &table,
                                    std::int64_t pitch, float *nowhere, Body body) {
-    const std::int64_t stop = listed.starts[range + 1];
     float *rows[block_rows], *next[block_rows];
     const auto point = [&](std::int64_t at, std::int64_t end) {
         for (std::int64_t i = 0; i < block_rows; ++i) {
-            next[i] = at + i < end ? table.memory + listed.keys[at + i] * pitch : nowhere;
+            next[i] = at + i < end ? table.memory + keys[at + i] * pitch : nowhere;
         }
     };
-    const auto end_of = [&](std::int64_t at) { return least(stop, (at / block_rows + 1) * block_rows); };
-    std::int64_t at = listed.starts[range], end = end_of(at);
-    for (point(at, end); at < stop; at = end, end = end_of(at)) {
+    const auto end_of = [&](std::int64_t at) { return least(noted.stop, (at / block_rows + 1) * block_rows); };
+    std::int64_t at = noted.first, end = end_of(at);
+    for (point(at, end); at < noted.stop; at = end, end = end_of(at)) {
         std::memcpy(rows, next, sizeof rows);
         point(end, end_of(end));
         with_height(end - at, [&](auto height) __attribute__((always_inline)) { body(height, at, rows, next); });
@@ -82,10 +75,6 @@ __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a,
     });
 }
 
-// About how many blocks and panels of columns there are, which prefetches are spread over.
-inline std::int64_t blocks_of(const NotedKeys &listed, std::int64_t range) {
-    return most<std::int64_t>((listed.starts[range + 1] - listed.starts[range]) / block_rows, 1);
-}
 inline std::int64_t panels_of(std::int64_t columns) { return (columns + panel - 1) / panel; }
 
 }  // namespace
