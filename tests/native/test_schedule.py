@@ -37,8 +37,12 @@ FLOORS = {
     ("backward", "600, 3 and 600 rows, bias [1,1,S,S]"): (4, 7, 7),
     ("backward", "packed 512 x 16, N12"): (7.8, 15.5, 58),
     ("sparse", "4096 rows of 8192, top 512"): (7.8, 15.5, 58),
+    ("sparse backward", "4096 rows of 8192, top 2048"): (7.8, 15.5, 58),
+    ("sparse backward", "4096 rows of 8192, top 512"): (7.8, 15.5, 55),
+    ("sparse backward", "B4, 1024 rows of 8192, top 512"): (7.8, 15.5, 55),
     ("indexer", "4096 rows and keys, top 2048"): (7.8, 15.5, 58),
     ("indexer decode", "B8, 1 row, 65536 keys, 64 heads"): (7.8, 15.5, 50),
+    ("loss", "4096 rows and keys, top 2048"): (7.8, 15.5, 58),
     ("loss", "4096 rows and keys, all"): (7.5, 14, 14),
 }
 

@@ -245,13 +245,14 @@ struct Lists {
             places.zeros[b] = static_cast<std::int64_t>(keys.size());
             for (std::int64_t i = 0; i < s.q_len; ++i) {
                 const std::int64_t begin = first_key(s, i), end = end_key(s, i);
+                const std::size_t whole = keys.size() + static_cast<std::size_t>(count);
                 std::int64_t left = std::min(count, end - begin);
-                keys.resize(keys.size() + static_cast<std::size_t>(count - left), 0);
                 for (std::int64_t j = begin; j < end; ++j) {
                     if (static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(end - j)) >= left) continue;
                     keys.push_back(static_cast<std::int32_t>(j));
                     --left;
                 }
+                keys.resize(whole, -1);
             }
         }
     }

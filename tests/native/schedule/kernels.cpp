@@ -181,22 +181,50 @@ std::int64_t sum_columns(const SparseProblem &p) { return p.dim_qk + p.dim_rope 
 
 std::int64_t chunk_of(Dtype dtype) { return dtype == Dtype::bfloat16 ? 96 : 48; }
 
-// Scores, dP and dq of a chunk need no turn; what keys' sums are given does.
-void sparse_gradient(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, float *, void *) {
-    const SparseProblem &p = *job.problem;
-    const std::int64_t count = listed(job, item), chunk = chunk_of(p.dtype);
-    const std::int32_t *const list = list_of(job, item);
-    const std::int64_t last = count ? list[count - 1] : -1;
-    for (std::int64_t at = 0; at < count; at += chunk) {
-        const std::int64_t here = std::min(chunk, count - at);
-        const double pairs = static_cast<double>(here * item.heads), own = 2 * dims(p) + static_cast<double>(p.dim_v);
-        const double shared = dims(p) + static_cast<double>(p.dim_v);
-        advance(products(p.dtype, pairs * own, sparse_backward_share));
-        turn.wait(turn.state, turn.item, list[at], list[at + here - 1]);
-        advance(products(p.dtype, pairs * shared, sparse_backward_share));
-        if (at + here < count) turn.done(turn.state, turn.item, list[at + here], last);
+void find_strips(const SparseJob &job, const SparseItem &item, const Notes &notes) {
+    const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
+    const std::int64_t strips = ceil_div(job.sequences[item.seq].kv_len, notes.strip_keys);
+    for (std::int64_t i = 0; i <= strips; ++i) {
+        notes.starts[i] = static_cast<std::int32_t>(std::lower_bound(list, stop, i * notes.strip_keys) - list);
     }
-    turn.done(turn.state, turn.item, last + 1, last);
+}
+
+// All but the products of key gradients.
+void sparse_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *, void *) {
+    find_strips(job, item, notes);
+    const SparseProblem &p = *job.problem;
+    const double pairs = static_cast<double>(listed(job, item) * item.heads);
+    advance(products(p.dtype, pairs * (2 * dims(p) + static_cast<double>(p.dim_v)), sparse_backward_share));
+}
+
+// Blocks of a list's keys as they are multiplied: the same ones whatever range is asked for, of whole thirds.
+std::int64_t multiplied_keys(std::int64_t first, std::int64_t stop) {
+    constexpr std::int64_t block = 12;
+    std::int64_t keys = 0;
+    for (std::int64_t at = first; at < stop;) {
+        const std::int64_t next = std::min(stop, (at / block + 1) * block);
+        keys += round_up<std::int64_t>(next - at, block / 3);
+        at = next;
+    }
+    return keys;
+}
+
+double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
+
+void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *, const KeyRange &range,
+              const KeySums &, void *) {
+    const SparseProblem &p = *job.problem;
+    const auto keys = static_cast<double>(multiplied_keys(notes.starts[range.first], notes.starts[range.end]));
+    if (p.indexes) return advance(products(p.dtype, keys * index_products(p), 0.72));
+    const double columns = dims(p) + static_cast<double>(p.dim_v);
+    advance(products(p.dtype, keys * static_cast<double>(item.heads) * columns, sparse_backward_share));
+}
+
+std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
+    const std::int64_t keys = std::min(p.select_count, longest);
+    const std::int64_t a_key = p.indexes ? 8 + heads / 8 : 4 + 2 * heads * item(p.dtype);
+    const std::int64_t columns = p.dim_qk + p.dim_rope + p.dim_v;
+    return lines(keys * a_key + heads * columns * item(p.dtype));
 }
 
 void store_key_sums(const SparseJob &job, std::int64_t, std::int64_t, const KeySums &, std::int64_t first,
@@ -214,8 +242,6 @@ double attended_products(const SparseJob &job) {  // of a row and a key
     const SparseProblem &p = *job.attention;
     return static_cast<double>(p.heads_q) * dims(p);
 }
-
-double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
 
 // A tile of rows: probabilities of a block of keys, the indexer's part, chunk by chunk; then sums are handed on.
 void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, double *loss, void *) {
@@ -241,24 +267,13 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     *loss = 0;
 }
 
-std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t) {
-    return lines(index.select_count * (8 + index.heads_q / 8) + index.heads_q * index.dim_qk * item(index.dtype));
-}
-
 // All but the products of key gradients.
-void list_loss(const SparseJob &job, const SparseItem &item, void *, double *loss, void *) {
+void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *) {
+    find_strips(job, item, notes);
     const double keys = static_cast<double>(listed(job, item));
     const double columns = attended_products(job) + 2 * index_products(*job.problem);
     advance(products(job.problem->dtype, keys * columns, list_loss_share));
     *loss = 0;
-}
-
-void add_list(const SparseJob &job, const SparseItem &item, void *, void *, std::int64_t range, const KeySums &,
-              void *) {
-    const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
-    const auto begin = std::lower_bound(list, stop, range * loss_range_keys);
-    const double keys = static_cast<double>(std::lower_bound(begin, stop, (range + 1) * loss_range_keys) - begin);
-    advance(products(job.problem->dtype, keys * index_products(*job.problem), 0.72));
 }
 
 // --------------------------------------------------------------------------------------------------------- the indexer
@@ -309,14 +324,14 @@ SparseKernels sparse_kernels() {
     k.scratch_bytes = sparse_scratch;
     k.attend = sparse_attend;
     k.gradient_bytes = sparse_scratch;
+    k.notes_bytes = notes_bytes;
     k.sum_columns = sum_columns;
     k.gradient = sparse_gradient;
+    k.add_keys = add_keys;
     k.store_keys = store_key_sums;
     k.loss_bytes = loss_bytes;
     k.tile_loss = tile_loss;
-    k.list_notes_bytes = list_notes_bytes;
     k.list_loss = list_loss;
-    k.add_list = add_list;
     k.index_packed_bytes = index_packed_bytes;
     k.index_pack = index_pack;
     k.index_scratch_bytes = index_scratch_bytes;
