@@ -32,13 +32,17 @@ demo: $(VENV)/.extra-demo ## install what the main job needs and run it
 
 # Triton's interpreter and its compiler cannot live in one process, so there are two: $(call both,options). Files that
 # PYTEST_ARGS names go to the one that they belong to; without any, an option may leave one of them nothing to do (5).
+# The whole suite keeps every core busy, so threads that wait must not spin; a file or two would spend more on starting
+# another process than they take.
 FILES := $(filter tests%,$(PYTEST_ARGS))
 OPTIONS := $(filter-out tests%,$(PYTEST_ARGS))
 IN_SUITE := $(filter-out tests/kernels%,$(FILES))
 IN_KERNELS := $(filter tests/kernels%,$(FILES))
+WORKERS := $(if $(FILES),,-n auto --dist worksteal)
 define both
-	$(if $(or $(IN_SUITE),$(if $(FILES),,all)),$(BIN)/python -m pytest $(1) $(OPTIONS) $(IN_SUITE))
-	$(if $(or $(IN_KERNELS),$(if $(FILES),,all)),TRITON_INTERPRET=1 $(BIN)/python -m pytest $(1) $(OPTIONS) \
+	$(if $(or $(IN_SUITE),$(if $(FILES),,all)),OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(WORKERS) $(1) $(OPTIONS) $(IN_SUITE))
+	$(if $(or $(IN_KERNELS),$(if $(FILES),,all)),TRITON_INTERPRET=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest $(WORKERS) $(1) $(OPTIONS) \
 	  $(or $(IN_KERNELS),tests/kernels) || test $$? -eq 5)
 endef
 
@@ -83,13 +87,17 @@ test-tsan: ## the same test of the base instruction set under ThreadSanitizer
 	cmake --build build/tsan --parallel
 	TSAN_OPTIONS=allocator_may_return_null=1 build/tsan/core_test
 
-test-aarch64: ## the same test, compiled for aarch64 and run by qemu
+# Three processors: without dot products, with those of bytes, with bfloat16 too. Each must choose its own variant, and
+# tests that one.
+test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three processors
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { echo >&2 \
 	  "make test-aarch64: needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	$(CORE_TEST) -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	cmake --build build/aarch64 --parallel
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/core_test
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu cortex-a72 build/aarch64/core_test base
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu neoverse-n1 build/aarch64/core_test asimddp
+	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max build/aarch64/core_test asimddp+bf16
 
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
@@ -99,7 +107,7 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 # OpenMP's header is GCC's: clang-tidy brings none.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
-AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra -DFUSION_VARIANT_NAME='"base"' \
+AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra \
   -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from fusion_attention import npu
 from fusion_attention import plan as planning
 from fusion_attention.memory import zeros
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
@@ -24,7 +25,8 @@ READ_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step: sequences, heads, sizes, how the cache is stored, tokens of a page (0: rows)."""
+    """One decode step: sequences, heads, sizes, how the cache is stored, tokens of a page (0: rows); called: through
+    npu_incre_flash_attention, over pages in memory from torch.empty, rather than planned over huge pages."""
 
     name: str
     batch: int = 8
@@ -36,6 +38,7 @@ class Shape:
     kind: str = "bfloat16"  # or "float16", "float32", "int8", "int4"
     page: int = 128
     shares: bool = False
+    called: bool = False
 
     @property
     def stored(self) -> bool:
@@ -77,7 +80,7 @@ def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> Page
     pages = table.shape[1]
     full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
     parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
-    pool = zeros(parts.shape, parts.dtype)
+    pool = torch.empty(parts.shape, dtype=parts.dtype) if s.called else zeros(parts.shape, parts.dtype)
     pool[table.flatten().long()] = parts
     return PagedView(pool, table, s.page, pool.stride(0), pool.stride(2), pool.stride(1), dim)
 
@@ -96,7 +99,20 @@ class Step:
 
     def ours(self) -> None:
         """One step."""
-        self.plan.run(self.operands)
+        if self.shape.called:
+            self.call()
+        else:
+            self.plan.run(self.operands)
+
+    def call(self) -> torch.Tensor:
+        """The step as users call it: stored integers with scales per channel in the query's dtype."""
+        s, pools = self.shape, [view.pool for view in (self.operands.k, self.operands.v) if isinstance(view, PagedView)]
+        scale = torch.full((2, s.heads_kv, 1, s.dim), 0.02, dtype=self.q.dtype) if s.stored else None
+        return npu.npu_incre_flash_attention(
+            self.q, *pools, num_heads=s.heads_kv * s.group, num_key_value_heads=s.heads_kv, scale_value=s.dim**-0.5,
+            input_layout="BNSD", block_table=self.table, block_size=s.page, actual_seq_lengths=[s.keys] * s.batch,
+            antiquant_scale=scale,
+        )  # fmt: skip
 
 
 def step(s: Shape) -> Step:

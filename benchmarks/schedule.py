@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,12 +83,15 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))
     folders = (core, here) if sleeps else (here, core)
-    flags = ["-fopenmp"] if sleeps else []
-    include = [f"-I{path}" for path in folders]
-    subprocess.run(
-        [found, "-std=c++20", "-O1", "-Wall", "-Wextra", *flags, *include, *map(str, sources), "-o", str(program)],
-        check=True,
-    )
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(["-fopenmp"] if sleeps else []), *(f"-I{f}" for f in folders)]
+    objects = [program.with_name(f"{program.name}_{source.stem}.o") for source in sources]
+
+    def compiled(source: Path, made: Path) -> None:
+        subprocess.run([found, *options, "-c", str(source), "-o", str(made)], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, sources, objects))
+    subprocess.run([found, *options, *map(str, objects), "-o", str(program)], check=True)
     return program
 
 
@@ -124,7 +128,8 @@ def show(console: Console) -> list[Schedule]:
 
 def draw(found: list[Schedule], path: Path) -> None:
     """Speed-up over threads, a panel for each family, as a PNG file."""
-    from matplotlib.figure import Figure  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib import colormaps  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib.figure import Figure
 
     families = list(dict.fromkeys(row.family for row in found))
     columns = 4
@@ -133,6 +138,7 @@ def draw(found: list[Schedule], path: Path) -> None:
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for axes, family in zip(panels, families, strict=False):
         axes.plot((1, *THREADS), (1, *THREADS), color="black", linewidth=1, linestyle="dotted")
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
         for row in found:
             if row.family == family:
                 counts = sorted(row.speedup)

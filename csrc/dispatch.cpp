@@ -1,91 +1,116 @@
-// Compiled for the baseline instruction set. Asks cpuid and the operating system (xgetbv) directly:
-// __builtin_cpu_supports knows the x86-64 levels only in newer compilers than we support.
+// Compiled for the baseline instruction set.
 
 #include "dispatch.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+#include "cpu_features.h"
+
+#include <algorithm>
+#include <deque>
 
 namespace fusion {
 namespace {
 
-enum class Level { base, v3, v4, v4_avx512bf16 };
+typedef const DenseVariant *Dense();
+typedef const DecodeKernels *Decode();
+typedef const SparseVariant *Sparse();
 
-#if defined(__x86_64__)
+}  // namespace
+}  // namespace fusion
 
-struct Registers {
-    unsigned a = 0, b = 0, c = 0, d = 0;
+#define FUSION_DECLARE(variant)                       \
+    fusion::Dense fusion_variant_##variant##_dense;   \
+    fusion::Decode fusion_variant_##variant##_decode; \
+    fusion::Sparse fusion_variant_##variant##_sparse;
+
+extern "C" {
+FUSION_DECLARE(base)
+FUSION_DECLARE(v3)
+FUSION_DECLARE(v4)
+FUSION_DECLARE(v4_avx512vnni)
+FUSION_DECLARE(v4_avx512bf16)
+FUSION_DECLARE(asimddp)
+FUSION_DECLARE(asimddp_bf16)
+}
+
+namespace fusion {
+namespace {
+
+using Names = std::vector<std::string>;
+
+Names operator+(Names a, const Names &b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+}
+
+// A variant's name, what it needs, and where its parts are. Dot products of bytes are decode's alone, so a variant that
+// has nothing else of its own is another one's with another decode.
+struct Parts {
+    const char *name;
+    Names needs;
+    Dense *dense;
+    Decode *decode;
+    Sparse *sparse;
 };
 
-Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
-    Registers r;
-    if (!__get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d)) return Registers{};
-    return r;
-}
+#define FUSION_PARTS(dense, decode) \
+    fusion_variant_##dense##_dense, fusion_variant_##decode##_decode, fusion_variant_##dense##_sparse
 
-constexpr unsigned bit(int position) { return 1u << position; }
-
-constexpr bool has(unsigned word, unsigned mask) { return (word & mask) == mask; }
-
-unsigned enabled_state() {  // XCR0: the register files that the operating system saves
-    unsigned low = 0, high = 0;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return low;
-}
-
-Level cpu_level() {
-    constexpr unsigned ymm_state = bit(1) | bit(2);
-    constexpr unsigned zmm_state = ymm_state | bit(5) | bit(6) | bit(7);
-    // leaf 1 ecx: SSE3, SSSE3, FMA, CMPXCHG16B, SSE4.1, SSE4.2, MOVBE, POPCNT, OSXSAVE, AVX, F16C
-    constexpr unsigned v3_leaf1 =
-        bit(0) | bit(9) | bit(12) | bit(13) | bit(19) | bit(20) | bit(22) | bit(23) | bit(27) | bit(28) | bit(29);
-    constexpr unsigned v3_leaf7 = bit(3) | bit(5) | bit(8);  // leaf 7 ebx: BMI1, AVX2, BMI2
-    constexpr unsigned v3_extended = bit(0) | bit(5);        // leaf 0x80000001 ecx: LAHF, LZCNT
-    // leaf 7 ebx: AVX512F, AVX512DQ, AVX512CD, AVX512BW, AVX512VL
-    constexpr unsigned v4_leaf7 = bit(16) | bit(17) | bit(28) | bit(30) | bit(31);
-    constexpr unsigned avx512bf16 = bit(5);   // leaf 7, subleaf 1, eax
-    constexpr unsigned avx512vnni = bit(11);  // leaf 7, ecx: every CPU with AVX512_BF16 has it
-
-    const Registers leaf7 = cpuid(7);
-    if (!has(cpuid(1).c, v3_leaf1) || !has(leaf7.b, v3_leaf7) || !has(cpuid(0x80000001u).c, v3_extended)) {
-        return Level::base;
-    }
-    const unsigned state = enabled_state();  // legal only now: OSXSAVE was among the bits just seen
-    if (!has(state, ymm_state)) return Level::base;
-    if (!has(leaf7.b, v4_leaf7) || !has(state, zmm_state)) return Level::v3;
-    // leaf 7's eax is its highest subleaf
-    if (leaf7.a < 1 || !has(cpuid(7, 1).a, avx512bf16) || !has(leaf7.c, avx512vnni)) return Level::v4;
-    return Level::v4_avx512bf16;
-}
-
-#else
-
-Level cpu_level() { return Level::base; }
-
-#endif
-
-std::vector<Built> list_variants() {
-    const Level level = cpu_level();
-    std::vector<Built> out;
-    const auto add = [&](Level needed, const char *name, const Variant *(*entry)(), const SparseVariant *(*sparse)()) {
-        // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
-        out.push_back({level >= needed ? entry() : nullptr, name, level >= needed ? sparse() : nullptr});
-    };
-    add(Level::base, "base", fusion_variant_base, fusion_variant_base_sparse);
+std::vector<Parts> list_parts() {  // weakest first
+    [[maybe_unused]] const Names v3 = {"pni", "ssse3", "cx16", "sse4_1", "sse4_2", "movbe", "popcnt", "lahf_lm",
+                                       "abm", "bmi1",  "bmi2", "avx",    "f16c",   "fma",   "avx2"};
+    [[maybe_unused]] const Names v4 = v3 + Names{"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"};
+    [[maybe_unused]] const Names armv82 = {"crc32", "atomics", "asimdrdm"};  // what compilers may use of it
+    std::vector<Parts> out = {{"base", {}, FUSION_PARTS(base, base)}};
 #if defined(FUSION_HAS_V3)
-    add(Level::v3, "v3", fusion_variant_v3, fusion_variant_v3_sparse);
+    out.push_back({"v3", v3, FUSION_PARTS(v3, v3)});
 #endif
 #if defined(FUSION_HAS_V4)
-    add(Level::v4, "v4", fusion_variant_v4, fusion_variant_v4_sparse);
+    out.push_back({"v4", v4, FUSION_PARTS(v4, v4)});
+#if defined(FUSION_HAS_V4_AVX512VNNI)
+    out.push_back({"v4+avx512vnni", v4 + Names{"avx512_vnni"}, FUSION_PARTS(v4, v4_avx512vnni)});
+#endif
 #endif
 #if defined(FUSION_HAS_V4_AVX512BF16)
-    add(Level::v4_avx512bf16, "v4+avx512bf16", fusion_variant_v4_avx512bf16, fusion_variant_v4_avx512bf16_sparse);
+    out.push_back(
+        {"v4+avx512bf16", v4 + Names{"avx512_vnni", "avx512_bf16"}, FUSION_PARTS(v4_avx512bf16, v4_avx512bf16)});
+#endif
+#if defined(FUSION_HAS_ASIMDDP)
+    out.push_back({"asimddp", armv82 + Names{"asimddp"}, FUSION_PARTS(base, asimddp)});
+#endif
+#if defined(FUSION_HAS_ASIMDDP_BF16)
+    out.push_back({"asimddp+bf16", armv82 + Names{"asimddp", "bf16"}, FUSION_PARTS(asimddp_bf16, asimddp_bf16)});
 #endif
     return out;
 }
 
+bool runs_here(const Parts &parts) {
+    const Names &here = cpu_features();
+    return std::all_of(parts.needs.begin(), parts.needs.end(), [&](const std::string &name) {
+        return std::find(here.begin(), here.end(), name) != here.end();
+    });
+}
+
+std::vector<Built> list_variants() {
+    static std::deque<Variant> put_together;  // plans keep references to them
+    std::vector<Built> out;
+    for (const Parts &parts : list_parts()) {
+        // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
+        if (runs_here(parts)) {
+            put_together.push_back({*parts.dense(), parts.name, *parts.decode()});
+            out.push_back({&put_together.back(), parts.name, parts.sparse()});
+        } else {
+            out.push_back({nullptr, parts.name, nullptr});
+        }
+    }
+    return out;
+}
+
 }  // namespace
+
+const std::vector<std::string> &cpu_features() {
+    static const std::vector<std::string> found = find_features();
+    return found;
+}
 
 const std::vector<Built> &built_variants() {
     static const std::vector<Built> built = list_variants();

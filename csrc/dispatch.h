@@ -7,17 +7,19 @@
 #include "data/variant.h"
 #include "data/variant_sparse.h"
 
+#include <string>
 #include <vector>
 
 namespace fusion {
 
 struct Built {
-    const Variant *variant;  // null when the CPU cannot run it: even its table is then left alone
+    const Variant *variant;  // null when the CPU cannot run it: even its tables are then left alone
     const char *name;
-    const SparseVariant *sparse;  // its other half
+    const SparseVariant *sparse;  // its third part
 };
 
-const std::vector<Built> &built_variants();  // weakest first
-const Variant &chosen_variant();             // the strongest that runs
+const std::vector<std::string> &cpu_features();  // by the names of /proc/cpuinfo
+const std::vector<Built> &built_variants();      // weakest first
+const Variant &chosen_variant();                 // the strongest that runs
 
 }  // namespace fusion

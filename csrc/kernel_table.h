@@ -1,4 +1,5 @@
-// Tables of kernels that are written once for every format; for the two files that are compiled once per variant.
+// Tables of kernels that are written once for every format; for the files that are compiled once per variant,
+// and the names of what these show.
 
 #pragma once
 
@@ -14,7 +15,7 @@ template <class Format, class Body> FUSION_INLINE auto with_stored(Dtype dtype, 
     if constexpr (Format::depth == 2) {
         return body(Brain{});
     } else {
-#if !defined(__AVX512BF16__)
+#if !defined(FUSION_BRAIN_PRODUCTS)
         if (dtype == Dtype::bfloat16) return body(Brain{});
 #endif
         return dtype == Dtype::float16 ? body(Half{}) : body(float{});
@@ -30,3 +31,8 @@ template <class Format, class Body> FUSION_INLINE auto with_stored(Dtype dtype, 
         return with_stored<Format>(job.problem->dtype,                                                              \
                                    [&](auto stored) { return name<Format, decltype(stored)>(job, arguments...); }); \
     }
+
+// The one function that a file shows: FUSION_VARIANT_ENTRY with the part's suffix.
+#define FUSION_JOIN(entry, suffix) entry##suffix
+#define FUSION_SUFFIX(entry, suffix) FUSION_JOIN(entry, suffix)
+#define FUSION_ENTRY(suffix) FUSION_SUFFIX(FUSION_VARIANT_ENTRY, suffix)

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "simd/vec.h"
+#include "simd/formats.h"
 
 namespace fusion {
 namespace {
@@ -24,16 +24,16 @@ double float_work(std::int64_t turns, float *result) {
     return 2.0 * lanes * chains * static_cast<double>(turns);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(FUSION_BRAIN_PRODUCTS)
 double pair_work(std::int64_t turns, float *result) {
-    __m512 sums[chains];
-    for (int i = 0; i < chains; ++i) sums[i] = _mm512_set1_ps(static_cast<float>(i));
-    const auto x = (__m512bh)_mm512_set1_epi16(0x3c00), y = (__m512bh)_mm512_set1_epi16(0x3d00);
+    Floats sums[chains];
+    for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));
+    const Words x = all(0x3c003c00u), y = all(0x3d003d00u);
     for (std::int64_t t = 0; t < turns; ++t) {
 #pragma GCC unroll 12
-        for (int i = 0; i < chains; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], x, y);
+        for (int i = 0; i < chains; ++i) sums[i] = Pair::dot(sums[i], x, y);
     }
-    for (int i = 0; i < chains; ++i) *result += sum_of((Floats)sums[i]);
+    for (int i = 0; i < chains; ++i) *result += sum_of(sums[i]);
     return 4.0 * lanes * chains * static_cast<double>(turns);
 }
 #endif

@@ -1,4 +1,5 @@
-// Selected keys and the indexer for one instruction-set variant; compiled as variant.cpp is, with the same care.
+// The sparse part of an instruction-set variant: selected keys and the indexer. Compiled as variant_dense.cpp is, with
+// the same care.
 
 #include "sparse/indexer.h"
 #include "sparse/loss_tiles.h"
@@ -14,8 +15,43 @@ template <class Format> std::size_t scratch_bytes(const SparseProblem &p, std::i
     return SparseScratch<Format>(p, Sizes<Format>(p), heads, longest, nullptr).bytes;
 }
 
+template <class Format>
+GradientScratch<Format> gradient_scratch(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
+    return {p, Sizes<Format>(p), heads, longest, nullptr};
+}
+
 template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return GradientScratch<Format>(p, Sizes<Format>(p), heads, longest, nullptr).bytes;
+    const auto gradient = gradient_scratch<Format>(p, heads, longest);
+    return gradient.bytes + (p.indexes ? IndexListScratch<Format>(p, gradient, longest, nullptr).bytes : 0);
+}
+
+template <class Format>
+std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
+    if (index.select_count) {
+        return gradient_bytes<Format>(index, index.heads_q, longest) +
+               ListScratch<Format>(attention, index, longest, nullptr).bytes;
+    }
+    return gradient_scratch<Format>(index, index.heads_q, longest).bytes +
+           TileScratch<Format>(attention, index, nullptr).bytes;
+}
+
+template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
+    const auto gradient = gradient_scratch<Format>(p, heads, longest);
+    if (p.indexes) return IndexNotes<Format>(p, gradient, longest, nullptr).bytes;
+    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, longest, nullptr).bytes;
+}
+
+template <class Format, class T>
+void gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
+    if (job.problem->indexes) return index_gradient<Format, T>(job, item, notes, scratch);
+    select_gradient<Format, T>(job, item, notes, dsink, scratch);
+}
+
+template <class Format>
+void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+              const KeyRange &range, const KeySums &sums, void *scratch) {
+    const auto add = job.problem->indexes ? add_index_gradient<Format> : add_gradient<Format>;
+    add(job, item, notes, next, range, sums, scratch);
 }
 
 template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
@@ -23,27 +59,18 @@ template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, 
 }
 
 template <class Format> constexpr SparseKernels kernels() {
-    return {scratch_bytes<Format>,
-            FUSION_KERNEL(select_attend),
-            gradient_bytes<Format>,
-            sum_columns<Format>,
-            FUSION_KERNEL(select_gradient),
-            FUSION_KERNEL(store_sums),
-            loss_bytes<Format>,
-            FUSION_KERNEL(tile_loss),
-            list_notes_bytes<Format>,
-            FUSION_KERNEL(list_loss),
-            add_list<Format>,
-            index_packed_bytes<Format>,
-            FUSION_KERNEL(index_pack),
-            index_scratch_bytes<Format>,
-            FUSION_KERNEL(index_stats),
-            FUSION_KERNEL(index_rows),
-            FUSION_KERNEL(index_scores),
-            FUSION_KERNEL(index_choose)};
+    return {scratch_bytes<Format>,       FUSION_KERNEL(select_attend),
+            gradient_bytes<Format>,      notes_bytes<Format>,
+            sum_columns<Format>,         FUSION_KERNEL(gradient),
+            FUSION_KERNEL(list_loss),    add_keys<Format>,
+            FUSION_KERNEL(store_sums),   loss_bytes<Format>,
+            FUSION_KERNEL(tile_loss),    index_packed_bytes<Format>,
+            FUSION_KERNEL(index_pack),   index_scratch_bytes<Format>,
+            FUSION_KERNEL(index_stats),  FUSION_KERNEL(index_rows),
+            FUSION_KERNEL(index_scores), FUSION_KERNEL(index_choose)};
 }
 
-#if defined(__AVX512BF16__)
+#if defined(FUSION_BRAIN_PRODUCTS)
 constexpr SparseVariant variant = {kernels<Single>(), kernels<Pair>(), panel};
 #else
 constexpr SparseVariant variant = {kernels<Single>(), {}, panel};
@@ -52,6 +79,4 @@ constexpr SparseVariant variant = {kernels<Single>(), {}, panel};
 }  // namespace
 }  // namespace fusion
 
-#define FUSION_JOIN(entry, suffix) entry##suffix
-#define FUSION_SUFFIX(entry, suffix) FUSION_JOIN(entry, suffix)
-extern "C" const fusion::SparseVariant *FUSION_SUFFIX(FUSION_VARIANT_ENTRY, _sparse)() { return &fusion::variant; }
+extern "C" const fusion::SparseVariant *FUSION_ENTRY(_sparse)() { return &fusion::variant; }

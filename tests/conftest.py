@@ -5,6 +5,7 @@ are its own, and memory for results and scratch that holds NaN before an operato
 import contextlib
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,18 @@ def runtime() -> Iterator[None]:
     yield
     acl.finalize()
     acl.get_recent_err_msg()
+
+
+@pytest.fixture
+def torch_npu() -> Iterator[Any]:
+    """The module of that name, as a program finds it behind npu.install()."""
+    from fusion_attention import npu
+
+    npu.install()
+    import torch_npu
+
+    yield torch_npu
+    npu.uninstall()
 
 
 @pytest.fixture

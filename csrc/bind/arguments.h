@@ -209,6 +209,17 @@ private:
     }
 };
 
+// Where a tensor's first element lies; null for None.
+inline void *place_of(nb::handle tensor) {
+    if (tensor.is_none()) return nullptr;
+    static PyObject *const data_ptr = PyUnicode_InternFromString("data_ptr");
+    const nb::object place = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
+    if (!place.is_valid()) throw nb::python_error();
+    void *const found = PyLong_AsVoidPtr(place.ptr());
+    if (!found && PyErr_Occurred()) throw nb::python_error();
+    return found;
+}
+
 inline void require_threads(int threads) {
     if (threads < 1) refuse("threads: expected at least 1, got " + std::to_string(threads));
 }

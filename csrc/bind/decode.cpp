@@ -4,6 +4,10 @@
 #include "bind/arguments.h"
 #include "plan/decode.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
+#include <memory>
+
 namespace {
 
 using fusion::Cache;
@@ -82,6 +86,49 @@ Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
     return k;
 }
 
+// What a decode reads and writes, in the order in which Python gives it; holds the arrays that the views point into.
+struct DecodeArgument {
+    RowsArgument q, out, max, sum, q_rope;
+    MatrixArgument bias, blocked;
+    CacheArgument k, v, k_rope, k_scale, k_offset, v_scale, v_offset;
+    fusion::DecodeOperands operands;
+
+    DecodeArgument(const nb::tuple &t, const Kinds &kinds, std::size_t n)
+        : DecodeArgument(t, kinds.problem, kinds, n) {}
+
+private:
+    DecodeArgument(const nb::tuple &t, const fusion::DecodeProblem &p, const Kinds &kinds, std::size_t n)
+        : q(at(t, 0), "q", p.dim_qk, n), out(at(t, 1), "out", p.dim_v, n), max(at(t, 2), "max", 1, n),
+          sum(at(t, 3), "sum", 1, n), q_rope(at(t, 4), "q_rope", p.dim_rope, n),
+          bias(at(t, 5), "bias", p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table, n),
+          blocked(at(t, 7), "blocked", p.has_blocked, n), k(at(t, 9), "k", p.dim_qk, n), v(at(t, 10), "v", p.dim_v, n),
+          k_rope(at(t, 11), "k_rope", p.dim_rope, n),
+          k_scale(at(t, 12), "scale of k", scale_dim(kinds.keys, p.dim_qk), n),
+          k_offset(at(t, 13), "offset of k", scale_dim(kinds.keys, p.dim_qk), n, true),
+          v_scale(at(t, 14), "scale of v", scale_dim(kinds.values, p.dim_v), n),
+          v_offset(at(t, 15), "offset of v", scale_dim(kinds.values, p.dim_v), n, true) {
+        fusion::DecodeOperands &o = operands;
+        o.q = q.rows, o.out = out.rows, o.max = max.rows, o.sum = sum.rows, o.q_rope = q_rope.rows;
+        o.bias = bias.matrix, o.blocked = blocked.matrix;
+        o.slopes = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 6));
+        o.sink = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 8));
+        if (p.has_sink != (o.sink != nullptr)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
+        if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr))
+            refuse("slopes are missing, or belong to no operand");
+        o.keys = k.cache, o.values = v.cache, o.key_ropes = k_rope.cache;
+        o.quantised_keys = {kinds.keys, k_scale.cache, k_offset.cache};
+        o.quantised_values = {kinds.values, v_scale.cache, v_offset.cache};
+        const bool rounds = p.rounding != fusion::Rounding::none;
+        o.out_scale = per_channel(at(t, 16), "out_scale", rounds, rounds);
+        o.out_offset = per_channel(at(t, 17), "out_offset", rounds, false);
+    }
+
+    static nb::object at(const nb::tuple &t, std::size_t i) {
+        if (t.size() != 18) refuse("operands are 18 values");
+        return nb::borrow(t[i]);
+    }
+};
+
 class Decode {
 public:
     Decode(const nb::tuple &problem, const nb::tuple &more, const nb::tuple &extents, const nb::object &variant)
@@ -96,39 +143,19 @@ public:
 
     std::size_t workspace_bytes(int threads) const { return plan_.workspace_bytes(threads); }
     const char *variant() const { return plan_.variant(); }
+    const Kinds &kinds() const { return kinds_; }
+    const fusion::DecodePlan &plan() const { return plan_; }
 
-    std::int64_t run(int threads, const nb::tuple &t) const {
+    std::int64_t run(int threads, const nb::tuple &operands) const {
         require_threads(threads);
-        if (t.size() != 18) refuse("operands are 18 values");
-        const auto at = [&](std::size_t i) { return nb::borrow(t[i]); };
-        const fusion::DecodeProblem &p = kinds_.problem;
-        const std::size_t n = plan_.sequences();
-        const bool paired = p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table;
-        const RowsArgument q(at(0), "q", p.dim_qk, n), out(at(1), "out", p.dim_v, n), max(at(2), "max", 1, n),
-            sum(at(3), "sum", 1, n), q_rope(at(4), "q_rope", p.dim_rope, n);
-        const MatrixArgument bias(at(5), "bias", paired, n), blocked(at(7), "blocked", p.has_blocked, n);
-        const CacheArgument k(at(9), "k", p.dim_qk, n), v(at(10), "v", p.dim_v, n),
-            k_rope(at(11), "k_rope", p.dim_rope, n), k_scale(at(12), "scale of k", scale_dim(kinds_.keys, p.dim_qk), n),
-            k_offset(at(13), "offset of k", scale_dim(kinds_.keys, p.dim_qk), n, true),
-            v_scale(at(14), "scale of v", scale_dim(kinds_.values, p.dim_v), n),
-            v_offset(at(15), "offset of v", scale_dim(kinds_.values, p.dim_v), n, true);
-        fusion::DecodeOperands o;
-        o.q = q.rows, o.out = out.rows, o.max = max.rows, o.sum = sum.rows, o.q_rope = q_rope.rows;
-        o.bias = bias.matrix, o.blocked = blocked.matrix;
-        o.slopes = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 6));
-        o.sink = reinterpret_cast<const float *>(item<std::uintptr_t>(t, 8));
-        if (p.has_sink != (o.sink != nullptr)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
-        if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr))
-            refuse("slopes are missing, or belong to no operand");
-        o.keys = k.cache, o.values = v.cache, o.key_ropes = k_rope.cache;
-        o.quantised_keys = {kinds_.keys, k_scale.cache, k_offset.cache};
-        o.quantised_values = {kinds_.values, v_scale.cache, v_offset.cache};
-        const bool rounds = p.rounding != fusion::Rounding::none;
-        o.out_scale = per_channel(at(16), "out_scale", rounds, rounds);
-        o.out_offset = per_channel(at(17), "out_offset", rounds, false);
+        const DecodeArgument given(operands, kinds_, plan_.sequences());
+        return compute(given.operands, threads);
+    }
+
+    std::int64_t compute(const fusion::DecodeOperands &operands, int threads) const {
         const Running running(runs_);
         const nb::gil_scoped_release released;
-        return plan_.run(o, threads);
+        return plan_.run(operands, threads);
     }
 
 private:
@@ -146,6 +173,40 @@ private:
     mutable int runs_ = 0;  // that are computing now
 };
 
+// A plan with the views of its operands, which say how rows and pages lie: a call brings only where they begin.
+struct LaidDecode {
+    nb::object plan;
+    DecodeArgument given;
+
+    LaidDecode(nb::object plan_, const Decode &of, const nb::tuple &operands)
+        : plan(std::move(plan_)), given(operands, of.kinds(), of.plan().sequences()) {}
+};
+
+std::unique_ptr<LaidDecode> lay(nb::object self, const nb::tuple &operands) {
+    const auto &of = nb::cast<const Decode &>(self);
+    const Kinds &kinds = of.kinds();
+    const fusion::DecodeProblem &p = kinds.problem;
+    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink ||
+        kinds.keys != fusion::Dequant::none || kinds.values != fusion::Dequant::none ||
+        p.rounding != fusion::Rounding::none) {
+        refuse("only q, k, v and a table of pages can be laid elsewhere");
+    }
+    return std::make_unique<LaidDecode>(std::move(self), of, operands);
+}
+
+// Tensors; None for statistics that nobody reads, and for the table of a cache without pages.
+std::int64_t run_laid(const LaidDecode &self, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle table,
+                      nb::handle out, nb::handle max, nb::handle sum) {
+    require_threads(threads);
+    const auto &of = nb::cast<const Decode &>(self.plan);
+    fusion::DecodeOperands o = self.given.operands;
+    if (table.is_none() != (o.keys.page_size == 0)) refuse("a table belongs to a cache of pages");
+    o.q.base = place_of(q), o.out.base = place_of(out), o.max.base = place_of(max), o.sum.base = place_of(sum);
+    o.keys.base = static_cast<const char *>(place_of(k)), o.values.base = static_cast<const char *>(place_of(v));
+    o.keys.table = o.values.table = static_cast<const std::int32_t *>(place_of(table));
+    return of.compute(o, threads);
+}
+
 }  // namespace
 
 void bind_decode(nb::module_ &m) {
@@ -155,5 +216,9 @@ void bind_decode(nb::module_ &m) {
         .def("update", &Decode::update, "kv_len"_a, "lo"_a, "hi"_a)
         .def("workspace_bytes", &Decode::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &Decode::variant)
-        .def("run", &Decode::run, "threads"_a, "operands"_a);
+        .def("run", &Decode::run, "threads"_a, "operands"_a)
+        .def("lay", &lay, "operands"_a);
+    nb::class_<LaidDecode>(m, "LaidDecode", "A plan with the views of its operands.")
+        .def("run", &run_laid, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
+             "sum"_a.none());
 }

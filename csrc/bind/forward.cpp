@@ -49,14 +49,15 @@ std::unique_ptr<LaidForward> lay(nb::object self, const nb::tuple &operands) {
     return std::make_unique<LaidForward>(std::move(self), plan, operands);
 }
 
-std::int64_t run_laid(const LaidForward &self, int threads, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v,
-                      std::uintptr_t out, std::uintptr_t max, std::uintptr_t sum) {
+// Tensors, or None for statistics that nobody reads; packed keys have no table of pages.
+std::int64_t run_laid(const LaidForward &self, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle table,
+                      nb::handle out, nb::handle max, nb::handle sum) {
     require_threads(threads);
+    if (!table.is_none()) refuse("a table belongs to a cache of pages");
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);
     fusion::Operands operands = self.given.operands;
-    const auto begin = [](fusion::Rows &rows, std::uintptr_t at) { rows.base = reinterpret_cast<void *>(at); };
-    begin(operands.q, q), begin(operands.k, k), begin(operands.v, v);
-    begin(operands.out, out), begin(operands.max, max), begin(operands.sum, sum);
+    operands.q.base = place_of(q), operands.k.base = place_of(k), operands.v.base = place_of(v);
+    operands.out.base = place_of(out), operands.max.base = place_of(max), operands.sum.base = place_of(sum);
     const nb::gil_scoped_release released;
     return plan.run(operands, threads);
 }
@@ -71,5 +72,7 @@ void bind_forward(nb::module_ &m) {
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
         .def("run", &run, "threads"_a, "operands"_a)
         .def("lay", &lay, "operands"_a);
-    nb::class_<LaidForward>(m, "LaidForward", "A plan with the views of its operands.").def("run", &run_laid);
+    nb::class_<LaidForward>(m, "LaidForward", "A plan with the views of its operands.")
+        .def("run", &run_laid, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
+             "sum"_a.none());
 }

@@ -79,18 +79,23 @@ nb::dict variant_probe(const std::string &name, const std::optional<Names> &with
     constexpr int count = 1003;  // not a multiple of any vector, so the tail is exercised too
     std::vector<float> x, y;
     std::vector<std::uint16_t> x_bf16, y_bf16;
+    std::vector<std::uint8_t> x_bytes;
+    std::vector<std::int8_t> y_bytes;
     const auto bf16 = [](float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); };
     for (int i = 0; i < count; ++i) {
         x.push_back(static_cast<float>(i * 7 % 17 - 8));
         y.push_back(static_cast<float>(i * 5 % 13 - 6));
         x_bf16.push_back(bf16(x.back()));
         y_bf16.push_back(bf16(y.back()));
+        x_bytes.push_back(static_cast<std::uint8_t>(i * 7 % 17));
+        y_bytes.push_back(static_cast<std::int8_t>(i * 5 % 13 - 6));
     }
     nb::dict out;
     out["variant"] = variant.name;
     out["lanes"] = variant.lanes;
     out["checksum"] = variant.dot(x.data(), y.data(), x.size());
     out["checksum_bf16"] = variant.dot_bf16(x_bf16.data(), y_bf16.data(), x_bf16.size());
+    out["checksum_int8"] = variant.decode.dot_bytes(x_bytes.data(), y_bytes.data(), x_bytes.size());
     return out;
 }
 
@@ -98,6 +103,7 @@ nb::dict cpu_features() {
     nb::dict out;
     out["built"] = built_names();
     out["chosen"] = fusion::chosen_variant().name;
+    out["features"] = fusion::cpu_features();
     out["runnable"] = runnable_names();
     return out;
 }
@@ -127,11 +133,12 @@ void watch_signals() {
 
 }  // namespace
 
-void bind_forward(nb::module_ &m);   // bind/forward.cpp
-void bind_backward(nb::module_ &m);  // bind/backward.cpp
-void bind_decode(nb::module_ &m);    // bind/decode.cpp
-void bind_peak(nb::module_ &m);      // bind/peak.cpp
-void bind_sparse(nb::module_ &m);    // bind/sparse.cpp
+void bind_forward(nb::module_ &m);    // bind/forward.cpp
+void bind_backward(nb::module_ &m);   // bind/backward.cpp
+void bind_decode(nb::module_ &m);     // bind/decode.cpp
+void bind_peak(nb::module_ &m);       // bind/peak.cpp
+void bind_sparse(nb::module_ &m);     // bind/sparse.cpp
+void bind_signature(nb::module_ &m);  // bind/signature.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
@@ -140,8 +147,10 @@ NB_MODULE(_native, m) {
     // Plans live in a Python cache until the interpreter ends, and it may end without taking them down.
     nb::set_leak_warnings(false);
 
-    m.def("cpu_features", &cpu_features,
-          "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen.");
+    m.def(
+        "cpu_features", &cpu_features,
+        "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen; the CPU's\n"
+        "features that a variant or a note asks about, by the names of /proc/cpuinfo.");
     m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
@@ -156,4 +165,5 @@ NB_MODULE(_native, m) {
     bind_backward(m);
     bind_decode(m);
     bind_sparse(m);
+    bind_signature(m);
 }

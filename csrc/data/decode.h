@@ -46,10 +46,10 @@ struct DecodeOperands : Operands {  // k, v and k_rope of the base are not used
 };
 
 // Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A
-// unit is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one chunk.
+// unit is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one leaf.
 struct DecodeUnit {
     std::int64_t seq, head, heads, row0, row1, begin, end;
-    std::int64_t place;  // of its partial result, in floats; -1: it is the only unit of its rows
+    bool placed;  // the unit before it on this scratch memory has left there what it needs of the same rows
 };
 
 struct DecodeRows {  // rows whose partial results are merged: `count` of them, `stride` floats apart
@@ -66,9 +66,9 @@ constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed tog
 constexpr std::int64_t decode_rows = 64;    // rows of a head of a unit, at most
 constexpr std::int64_t decode_slots = 128;  // and of a unit, each head's rounded up to slots_of()
 
-// Keys of a unit, at most: what is begun and merged for each is a tenth of the time of integers where it has 1024, but
-// a sequence must not be fewer pieces than a few threads need.
-constexpr std::int64_t decode_chunk(const Problem &p) { return p.heads_kv >= 8 ? 4096 : p.heads_kv >= 4 ? 2048 : 1024; }
+// Keys are cut into leaves, so that one sequence gives many cores work, and a partial result begins with each. Those of
+// a run are merged before those of different runs are. Both are cut at multiples of these, whatever else is computed.
+constexpr std::int64_t decode_leaf = 512, decode_run = 4096;
 
 constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }
 

@@ -48,7 +48,7 @@ struct Matrix {
 };
 
 struct Operands {
-    Rows q, k, v, out, max, sum, q_rope, k_rope;  // the forward writes no statistics where max has no base
+    Rows q, k, v, out, max, sum, q_rope, k_rope;  // no forward writes statistics where max has no base
     Matrix bias, blocked, drop_bits;
     const float *slopes = nullptr;  // [sequences, heads_q]
     const float *sink = nullptr;    // [heads_q]
@@ -102,6 +102,15 @@ struct RowTile {  // query rows [row0, row1) of one head, packed for the backwar
     std::int64_t seq, head, row0, row1;
     void *memory;
     bool fresh = false;  // they have met no keys: their dq is zero, whatever lies there
+};
+
+// Tiles of keys add to a tile of rows in their order, a few rows at a time: wait() returns when it is this one's turn
+// to add to dq and dbias of the rows before `row` of the tile, false: the run is given up, and so is the tile; done()
+// says that it has. Without functions no one else does.
+struct RowTurn {
+    void *state = nullptr;
+    bool (*wait)(void *state, std::int64_t row) = nullptr;
+    void (*done)(void *state, std::int64_t row) = nullptr;
 };
 
 struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's memory for their gradients

@@ -51,8 +51,8 @@ struct SparseItem {
     std::int64_t seq, head_kv, head0, heads, row;
 };
 
-// Items of the backward add to shared rows of key gradients in their order: an item says up to where it is done and
-// waits for earlier items that are not yet done with keys [first, last]; false: the run is given up, and so is the
+// Items of a loss over all keys add to shared rows of key gradients in their order: an item says up to where it is done
+// and waits for earlier items that are not yet done with keys [first, last]; false: the run is given up, and so is the
 // item.
 struct Turn {
     void *state;
@@ -61,13 +61,25 @@ struct Turn {
     void (*done)(void *state, std::int64_t item, std::int64_t next, std::int64_t last);
 };
 
+// What an item of a list adds to sums of keys, kept until it is added, a range of keys at a time. Ranges consist of
+// strips of `strip_keys` neighbouring keys.
+struct Notes {
+    void *memory;
+    std::int32_t *starts;  // [strip + 1]: how many keys of the list, which are in ascending order, lie before a strip
+    std::int64_t strip_keys;
+};
+
+// Strips [first, end) of keys.
+struct KeyRange {
+    std::int64_t first, end;
+};
+
 // Gradients of the keys of one sequence and key head in float32, a row per key.
 struct KeySums {
     float *memory;
 };
 
-constexpr std::int64_t loss_range_keys = 1024;  // keys of a loss over lists whose sums stay near a core meanwhile
-constexpr std::int64_t loss_tile_rows = 144;    // rows of a loss without selection that read a block of keys together
-constexpr std::int64_t index_tile_rows = 8;     // rows of the indexer that read a chunk of keys together
+constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
+constexpr std::int64_t index_tile_rows = 8;   // rows of the indexer that read a chunk of keys together
 
 }  // namespace fusion

@@ -1,8 +1,8 @@
 // What one instruction-set variant of the CPU core offers to the baseline code.
 //
-// variant.cpp and variant_sparse.cpp are compiled once per instruction set. Each copy of each keeps everything in an
-// anonymous namespace and shows one C entry point, so no function compiled for a newer CPU can be linked into code that
-// an older one runs.
+// variant_dense.cpp, variant_decode.cpp and variant_sparse.cpp are compiled once per instruction set. Each copy of each
+// keeps everything in an anonymous namespace and shows one C entry point, so no function compiled for a newer CPU can
+// be linked into code that an older one runs.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct GradientKernels {
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and all that a thread needs
     RowNotes (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
-    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const Prefetches &);
+    void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const RowTurn &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);
     void (*store_rows)(const Job &, const RowTile &);
 };
@@ -38,20 +38,23 @@ struct GradientKernels {
 struct DecodeKernels {
     std::size_t (*scratch_bytes)(const DecodeProblem &);
     std::size_t (*partial_floats)(const DecodeProblem &);  // of one row
-    // next: the unit that this thread computes next, or null.
-    void (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
-    // Merges partial results in order, and writes out and statistics; returns how many rows are empty.
+    // next: the unit that this thread computes next, or null. Returns whether what it has placed for its rows is still
+    // there.
+    bool (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
+    // Merges partial results in order into the first ones.
+    void (*merge)(const DecodeJob &, const DecodeRows &, float *partials);
+    // The same, and writes out and statistics; returns how many rows are empty.
     std::int64_t (*finish)(const DecodeJob &, const DecodeRows &, float *partials);
+    std::int32_t (*dot_bytes)(const std::uint8_t *x, const std::int8_t *y,
+                              std::size_t n);  // x below 128; for the probe
 };
 
-struct Variant {
-    const char *name;
+struct DenseVariant {
     int lanes;           // floats per vector register, as compiled
     std::int64_t panel;  // keys of a panel: what key ranges are rounded to
     Kernels as_float;    // float32, float16, and bfloat16 where there is nothing better
     Kernels as_pairs;    // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     GradientKernels gradients_as_float, gradients_as_pairs;
-    DecodeKernels decode;
     double (*float_work)(std::int64_t turns, float *result);  // peak.h
     double (*pair_work)(std::int64_t turns, float *result);
     float (*dot)(const float *x, const float *y, std::size_t n);
@@ -65,14 +68,12 @@ struct Variant {
     }
 };
 
+struct Variant : DenseVariant {
+    const char *name;
+    DecodeKernels decode;
+};
+
 constexpr std::int64_t tile_rows = 96;       // query rows of a tile of the forward, at most
 constexpr std::int64_t gradient_rows = 192;  // and of the backward
 
 }  // namespace fusion
-
-extern "C" {
-const fusion::Variant *fusion_variant_base();
-const fusion::Variant *fusion_variant_v3();
-const fusion::Variant *fusion_variant_v4();
-const fusion::Variant *fusion_variant_v4_avx512bf16();
-}

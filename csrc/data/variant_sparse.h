@@ -1,5 +1,5 @@
-// What one instruction-set variant offers for selected keys and for the lightning indexer: the other half of
-// data/variant.h.
+// What one instruction-set variant offers for selected keys and for the lightning indexer: what data/variant.h is for
+// dense attention and decode.
 
 #pragma once
 
@@ -10,23 +10,23 @@ namespace fusion {
 struct SparseKernels {  // sizes are bytes and multiples of 64
     std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);
     std::int64_t (*attend)(const SparseJob &, const SparseItem &, void *scratch);  // returns 1 where no key is seen
+    // The backward, and the loss where rows have lists: what an item adds to sums of keys is noted, and added by
+    // add_keys, a range of keys at a time, while notes that are added next, unless they are null, are asked for.
     std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);
+    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);  // without starts
     std::int64_t (*sum_columns)(const SparseProblem &);  // floats of a row of KeySums
     // dsink_share: [heads of the item], what the row adds to dsink.
-    void (*gradient)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, float *dsink_share,
-                     void *scratch);
+    void (*gradient)(const SparseJob &, const SparseItem &, const Notes &, float *dsink_share, void *scratch);
+    void (*list_loss)(const SparseJob &, const SparseItem &, const Notes &, double *loss, void *scratch);
+    void (*add_keys)(const SparseJob &, const SparseItem &, const Notes &, const Notes *next, const KeyRange &,
+                     const KeySums &, void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
-    // The indexer's loss and its gradients. Without selection an item is the loss_tile_rows rows from it on; with lists
-    // it is a row, and what it adds to sums of keys is noted, and added by add_list, a range of keys at a time.
     std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest);
+    // The loss without selection, of the loss_tile_rows rows from an item on.
     void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss,
                       void *scratch);
-    std::size_t (*list_notes_bytes)(const SparseProblem &index, std::int64_t longest);
-    void (*list_loss)(const SparseJob &, const SparseItem &, void *notes, double *loss, void *scratch);
-    void (*add_list)(const SparseJob &, const SparseItem &, void *notes, void *next_notes, std::int64_t range,
-                     const KeySums &, void *scratch);
-    // The indexer's forward: keys packed once for all rows of a sequence.
+    // The indexer's forward: keys packed once for all rows of a sequence, or (`packed` is null) a chunk at a time.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
     void (*index_pack)(const SparseJob &, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed);
@@ -34,11 +34,13 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     // Writes the softmax statistics of rows [row0, row1), as many as index_rows takes.
     void (*index_stats)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                         void *scratch);
-    // Chooses for rows [row0, row1); or writes the scores of keys [first, end) and leaves choosing to index_choose.
+    // Chooses for rows [row0, row1); or writes their scores of keys [first, end), index_chunk at most, `pitch` floats
+    // apart, and leaves choosing to index_choose; keys from `later` on are what this thread may meet next.
     void (*index_rows)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                        void *scratch);
-    void (*index_scores)(const SparseJob &, std::int64_t seq, std::int64_t row, std::int64_t first, std::int64_t end,
-                         const char *packed, float *scores, void *scratch);
+    void (*index_scores)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,
+                         std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
+                         void *scratch);
     void (*index_choose)(const SparseJob &, std::int64_t seq, std::int64_t row, const float *scores, void *scratch);
 };
 
@@ -52,10 +54,3 @@ struct SparseVariant {
 };
 
 }  // namespace fusion
-
-extern "C" {
-const fusion::SparseVariant *fusion_variant_base_sparse();
-const fusion::SparseVariant *fusion_variant_v3_sparse();
-const fusion::SparseVariant *fusion_variant_v4_sparse();
-const fusion::SparseVariant *fusion_variant_v4_avx512bf16_sparse();
-}

@@ -1,4 +1,4 @@
-// Some rows of one sequence and a few key/value heads meet the keys of one chunk: partial results of peak, sum and
+// Some rows of one sequence and a few key/value heads meet the keys of one leaf: partial results of peak, sum and
 // values.
 //
 // All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is
@@ -359,7 +359,7 @@ std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeU
             std::memset(w.state(row), 0, w.stride * 4);
             w.state(row)[0] = -infinity;
         }
-        if (sees && !place_queries(w)) nonfinite |= 1u << head;
+        if (sees && !unit.placed && !place_queries(w)) nonfinite |= 1u << head;
     }
     if (!sees) return 0;
     const TileOrder order(unit, w.o.keys);
@@ -382,15 +382,16 @@ std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeU
 }
 
 template <class F>
-void attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
+bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
     const std::uint32_t nonfinite = attend<F>(job, unit, next, scratch, partial, false);
     for (std::int64_t head = 0; nonfinite >> head; ++head) {
         if (!(nonfinite >> head & 1)) continue;
         DecodeUnit one = unit;
-        one.head += head, one.heads = 1;
+        one.head += head, one.heads = 1, one.placed = false;
         const std::int64_t floats = (unit.row1 - unit.row0) * partial_stride(*job.problem);
         attend<Floating>(job, one, nullptr, scratch, partial + head * floats, true);
     }
+    return nonfinite == 0;
 }
 
 }  // namespace decode

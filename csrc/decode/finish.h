@@ -35,6 +35,10 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     return first;
 }
 
+inline void merge_rows(const DecodeJob &job, const DecodeRows &r, float *partials) {
+    for (std::int64_t i = 0; i < r.row1 - r.row0; ++i) merge_partials(*job.problem, r, i, partials);
+}
+
 inline float at(const PerChannel &values, std::int64_t head, std::int64_t d, float otherwise) {
     return values.base ? values.base[head * values.stride_head + d * values.stride] : otherwise;
 }
@@ -84,8 +88,10 @@ inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float
             store(out + d, none ? Floats{} : load<Floats>(out + d) * factor);
         }
         store_out(p, o, r.seq, head, token, out);
-        *row_of<float>(o.max, r.seq, head, token) = peak;
-        *row_of<float>(o.sum, r.seq, head, token) = none ? 0.0f : sum;
+        if (o.max.base) {
+            *row_of<float>(o.max, r.seq, head, token) = peak;
+            *row_of<float>(o.sum, r.seq, head, token) = none ? 0.0f : sum;
+        }
         empty += none;
     }
     return empty;

@@ -136,7 +136,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
         int phases = lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
-        if (F::integer && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
+        if (F::integer && lanes == 16 && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
         return {row, count, phases, 1};
     }
     Words *query(std::int64_t row) const {
@@ -205,7 +205,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const float total = sum_of(sum), added = sum_of(plus);
     if (!(sum_of(nonfinite) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
     // Digits that two signed bytes hold, and a sum that 32 bits hold.
-    const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::bias * n));
+    const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
     const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
@@ -237,9 +237,9 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     return true;
 }
 
-// What sums of digits start from: stored integers meet them raised by F::bias.
+// What sums of digits start from: stored integers meet them raised.
 template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) {
-    const Words raised = all(static_cast<std::uint32_t>(F::bias) * 0x01010101u);
+    const Words raised = all(static_cast<std::uint32_t>(F::raised) * 0x01010101u);
     for (int vector = 0; vector < b.vectors; ++vector) {
         const Words *q = w.query(b.row) + vector * F::parts * 2;
         Ints high = {}, low = {};

@@ -106,7 +106,7 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
 template <class F, int P>
 FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
                               std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
-    constexpr int half = lanes / 2;
+    constexpr int half = least(lanes, 8);  // as many pairs of sums as registers hold
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints high[half], low[half];
         FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
@@ -296,7 +296,7 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
         case 4: return score_rows<F, 4>(w, b, t, ahead);
 #endif
         case 8:
-            if constexpr (F::integer) {
+            if constexpr (F::integer && lanes == 16) {
                 if (b.vectors == 2)
                     return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
             }

@@ -242,7 +242,12 @@ template <class Format> bool has_nonfinite_values(const GradientWork<Format> &w,
     return any(nonfinite);
 }
 
-template <class Format, class T> void accumulate_block(const GradientWork<Format> &w, GradientBlock b) {
+// What others may add to at the same time is touched behind this alone; false: not at all any more.
+template <class Format> bool wait_for_turn(const GradientWork<Format> &w, const GradientBlock &b) {
+    return !w.turn.wait || w.turn.wait(w.turn.state, b.row + b.rows);
+}
+
+template <class Format, class T> bool accumulate_block(const GradientWork<Format> &w, GradientBlock b) {
     multiply_rows(w, b);
     if (has_nonfinite_values(w, b)) b.nonfinite = b.hidden = true;
     if (w.bias_pass) {
@@ -263,28 +268,33 @@ template <class Format, class T> void accumulate_block(const GradientWork<Format
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
     choose_softmax_gradient(w, b);
+    if (!wait_for_turn(w, b)) return false;
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
     note_rows(w, b);
     if (b.nonfinite) add_nonfinite<Format, T>(w, b);
+    return true;
 }
 
 template <class Format, class T>
-void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const Prefetches &ahead) {
+void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const RowTurn &turn,
+                const Prefetches &ahead) {
     const std::int64_t rows = row_tile.row1 - row_tile.row0;
     const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
     PrefetchQueue<3> queue;
     for (int i = 0; i < ahead.count; ++i) queue.add(ahead.parts[i]);
     queue.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
-    const GradientWork<Format> w(job, row_tile, key_tile, queue);
+    const GradientWork<Format> w(job, row_tile, key_tile, turn, queue);
     for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         const GradientBlock b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) {
-            accumulate_block<Format, T>(w, b);
-        } else if (row_tile.fresh) {
-            clear_dq(w, b);
+            if (!accumulate_block<Format, T>(w, b)) return;
+        } else {
+            if (!wait_for_turn(w, b)) return;
+            if (row_tile.fresh) clear_dq(w, b);
         }
+        if (turn.done) turn.done(turn.state, b.row + b.rows);
         if (w.g.owns_dbias) write_dbias(w, b);
     }
     std::int64_t at = 0;

@@ -27,14 +27,16 @@ template <class Format> struct GradientWork {
     const bool bias_pass;   // as in the forward
     const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
+    const RowTurn &turn;
     PrefetchQueue<3> &queue;
 
-    GradientWork(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, PrefetchQueue<3> &queue_)
+    GradientWork(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, const RowTurn &turn_,
+                 PrefetchQueue<3> &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
           k(sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
           natural(bias_pass ? 1.0f : static_cast<float>(p.scale)),
-          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), queue(queue_) {}
+          wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), turn(turn_), queue(queue_) {}
 };
 
 // Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels.

@@ -140,11 +140,9 @@ FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Forma
         (void)row, (void)stride, (void)to, (void)nonfinite;
         return false;
     } else {
-        Words both[2];
-        Format::interleave(checked<Format, Zeroed>(load<Words>(row), nonfinite),
-                           checked<Format, Zeroed>(load<Words>(row + stride), nonfinite), both);
-        store(to, both[0]);
-        store(to + lanes, both[1]);
+        Format::interleave_panel(row, row + stride, to, [&](Words words) __attribute__((always_inline)) {
+            return checked<Format, Zeroed>(words, nonfinite);
+        });
         return true;
     }
 }

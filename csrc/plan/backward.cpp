@@ -15,88 +15,124 @@
 namespace fusion {
 namespace {
 
-// Threads have rows of different units packed at a time where all together take no more than these bytes.
-constexpr std::size_t most_bytes = std::size_t{32} << 20;
 // Tiles of keys that a shared unit's rows may be packed ahead, so that whoever packs them rarely waits.
 constexpr std::int64_t shared_ahead = 3;
 // Results larger than this leave no cache anything for who reads them.
 constexpr double streamed_bytes = 8 << 20;
 // What packing and storing a row take, in pairs of a row and a key.
 constexpr double row_work = 100;
+// Pairs times columns: two threads are no slower from here on, where the second waits for its work.
+constexpr double work_per_thread = 1 << 19;
 
 constexpr Require require{"backward"};
 
-bool wait_for(const Team &team, const std::atomic<std::int64_t> &counter, std::int64_t value) {
-    return team.wait_until([&] { return counter.load(std::memory_order_acquire) == value; });
+using Counter = std::atomic<std::int64_t>;
+
+struct alignas(cache_line) Progress {  // of a tile of keys: how many rows of its unit it is done with, head after head
+    Counter rows = 0;
+};
+
+bool wait_for(const Team &team, const Counter &counter, std::int64_t least) {
+    return team.wait_until([&] { return counter.load(std::memory_order_acquire) >= least; });
 }
 
 }  // namespace
 
 struct BackwardPlan::State {
-    Job job;
-    Shares shares;
-    char *packed, *own;  // rows of shared units, slot after slot; rows of threads' own units
-    bool ordered_dbias;  // units share elements of dbias: they add to a column in ascending order
-    std::vector<Item> items;
-    std::vector<Task> tasks;
-    std::atomic<std::size_t> next;                          // task
-    std::unique_ptr<std::atomic<std::int64_t>[]> turn;      // per tile of rows: the tile of keys that may add to it
-    std::unique_ptr<std::atomic<std::int64_t>[]> left;      // per unit: its unfinished items
-    std::unique_ptr<std::atomic<std::int64_t>[]> finished;  // per tile of keys: how many units are done with it
-    std::vector<RowNotes> notes;                            // per tile of rows
+    const Job job;
+    const BiasOrder &order;
+    const BackwardSchedule &schedule;
+    char *const packed;                    // rows of shared units, slot after slot
+    std::atomic<std::size_t> next = 0;     // task
+    std::unique_ptr<Counter[]> met;        // per tile of rows: how many tiles of keys are done with it; -1: not packed
+    std::unique_ptr<Counter[]> left;       // per unit: its unfinished items
+    std::vector<RowNotes> notes;           // per tile of rows
+    std::int64_t first_watched;            // tile of keys that somebody may wait for
+    std::unique_ptr<Progress[]> progress;  // per tile of keys from that on
+
+    State(const BackwardPlan &plan, const Job &job, const BiasOrder &order, const BackwardSchedule &schedule,
+          char *memory)
+        : job(job), order(order), schedule(schedule), packed(memory), met(new Counter[plan.row_tiles_]),
+          left(new Counter[plan.units_.size()]), notes(plan.row_tiles_), first_watched(plan.key_tiles_) {
+        for (std::int64_t i = 0; i < plan.row_tiles_; ++i) met[i] = -1;
+        for (std::size_t u = 0; u < plan.units_.size(); ++u) {
+            left[u] = plan.units_.group * plan.units_[u].row_tiles + plan.units_[u].key_tiles;
+        }
+        if (!schedule.shared.empty()) first_watched = plan.units_[schedule.shared.front()].first_key_tile;
+        if (!order.before.empty()) first_watched = 0;
+        progress.reset(new Progress[plan.key_tiles_ - first_watched]);
+    }
+};
+
+// When a tile of keys may add to a tile of rows.
+struct BackwardPlan::Turn {
+    const Team *team;
+    Before dq, dbias;
+    bool whole_head;  // of the one before: its rows share elements of dbias
+    Counter *mine;
+    std::int64_t first, rows;  // of the unit, and of the tile
+
+    // The last rows stand for all that a tile may have: who is behind a shorter sequence waits for that alone.
+    std::int64_t reached(std::int64_t row) const { return row == rows ? gradient_rows : row; }
+    static bool wait(void *state, std::int64_t row) {
+        const Turn &turn = *static_cast<const Turn *>(state);
+        const std::int64_t reached = turn.reached(row);
+        const auto passed = [&](const Before &before, std::int64_t rows) {
+            return !before.rows || wait_for(*turn.team, *before.rows, before.first + rows);
+        };
+        return passed(turn.dq, reached) && passed(turn.dbias, turn.whole_head ? 0 : reached);
+    }
+    static void done(void *state, std::int64_t row) {
+        const Turn &turn = *static_cast<const Turn *>(state);
+        turn.mine->store(turn.first + turn.reached(row), std::memory_order_release);
+    }
 };
 
 BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences)
-    : variant_(variant), kernels_(variant.gradient_kernels(problem.dtype)), problem_(problem),
-      sequences_(std::move(sequences)) {
+    : variant_(variant), kernels_(variant.gradient_kernels(problem.dtype)), problem_(problem) {
+    units_.sequences = std::move(sequences);
     check();
-    group_ = problem_.heads_q / problem_.heads_kv;
-    key_bytes_ = kernels_.key_bytes(problem_);
+    units_.group = problem_.heads_q / problem_.heads_kv;
+    units_.tile_keys = kernels_.tile_keys;
+    units_.key_bytes = kernels_.key_bytes(problem_);
     tile_bytes_ = kernels_.row_bytes(problem_, gradient_rows);
     cut_units();
     // Of any lengths: not in whole numbers, which end.
     const double size = problem_.dtype == Dtype::float32 ? 4 : 2, dim_qk = problem_.dim_qk + problem_.dim_rope;
-    for (const Sequence &seq : sequences_) {
+    for (const Sequence &seq : units_.sequences) {
         result_bytes_ += size * problem_.heads_q * seq.q_len * dim_qk;
         result_bytes_ += size * problem_.heads_kv * seq.kv_len * (dim_qk + problem_.dim_v);
     }
 }
+
+BackwardPlan::~BackwardPlan() { delete kept_.load(); }
 
 void BackwardPlan::check() const {
     const Problem &p = problem_;
     require.heads(p);
     require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
-    for (const Sequence &seq : sequences_) require.lengths(seq);
+    for (const Sequence &seq : units_.sequences) require.lengths(seq);
 }
 
 void BackwardPlan::cut_units() {
-    for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        const Sequence &seq = sequences_[b];
+    for (std::size_t b = 0; b < units_.sequences.size(); ++b) {
+        const Sequence &seq = units_.sequences[b];
         const std::int64_t rows = ceil_div(seq.q_len, gradient_rows), keys = ceil_div(seq.kv_len, kernels_.tile_keys);
         const std::int64_t places[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
         const double work = work_of(seq, rows);
+        // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
+        const std::size_t tile = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : tile_bytes_;
+        const GradientUnit::Room shared = {places[0], units_.group * places[0] * tile},
+                                 own = {places[1], units_.group * places[1] * tile};
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
-            // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
-            const std::size_t tile = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : tile_bytes_;
-            const Room shared = {places[0], group_ * places[0] * tile}, own = {places[1], group_ * places[1] * tile};
-            units_.push_back({static_cast<std::int64_t>(b), head, row_tiles_, rows, keys, work, shared, own});
-            row_tiles_ += group_ * rows;
-            items_ += group_ * rows + keys;
-            most_key_tiles_ = std::max(most_key_tiles_, keys);
+            units_.units.push_back(
+                {static_cast<std::int64_t>(b), head, row_tiles_, key_tiles_, rows, keys, work, shared, own});
+            row_tiles_ += units_.group * rows;
+            key_tiles_ += keys;
+            work_ += work;
         }
     }
-}
-
-// The tiles of keys [returned, end) that some row of a tile may see. The first ascends from tile to tile, also among
-// those that meet nothing.
-std::int64_t BackwardPlan::first_meeting(const Sequence &seq, std::int64_t row_tile, std::int64_t &end) const {
-    const std::int64_t row0 = row_tile * gradient_rows, row1 = std::min(row0 + gradient_rows, seq.q_len);
-    const std::int64_t begin_key = std::max<std::int64_t>(row0 + seq.lo, 0);
-    const std::int64_t end_key = std::min(std::max(row1 - 1 + seq.hi, seq.prefix), seq.kv_len);
-    const std::int64_t first = std::min(begin_key / kernels_.tile_keys, ceil_div(seq.kv_len, kernels_.tile_keys));
-    end = begin_key < end_key ? ceil_div(end_key, kernels_.tile_keys) : first;
-    return first;
 }
 
 // A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before: so many rows lie
@@ -110,101 +146,45 @@ std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles
 // Judged by some tiles of rows of a long sequence.
 double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const {
     const std::int64_t step = row_tiles / 64 + 1;
-    std::int64_t met = 0, end;
+    std::int64_t met = 0;
     for (std::int64_t i = 0; i < row_tiles; i += step) {
-        const std::int64_t first = first_meeting(seq, i, end);
-        met += end - first;
+        const MetKeys keys(seq, i, kernels_.tile_keys);
+        met += keys.end - keys.first;
     }
     const std::int64_t tile = std::min(gradient_rows, seq.q_len) * std::min(kernels_.tile_keys, seq.kv_len) * step;
-    return group_ * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
+    return units_.group * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
 }
 
-// A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then
-// left they share.
-BackwardPlan::Shares BackwardPlan::shares_of(int team, bool ordered) const {
-    Shares shares = {};
-    const auto threads = static_cast<std::size_t>(team);
-    double left = 0;
-    for (const PlannedUnit &unit : units_) left += unit.work;
-    for (std::size_t u = 0; u < units_.size(); ++u) {
-        const PlannedUnit &unit = units_[u];
-        shares.position.push_back(shares.shared.size());
-        if (!ordered && unit.work * (team + 1) <= left && unit.own.bytes * threads <= most_bytes) {
-            shares.own.push_back(u);
-            shares.own_bytes = std::max(shares.own_bytes, unit.own.bytes);
-            left -= unit.work;
-        } else {
-            shares.shared.push_back(u);
-            shares.slot_bytes = std::max(shares.slot_bytes, unit.shared.bytes);
-        }
-    }
-    const std::size_t fitting = shares.slot_bytes ? most_bytes / shares.slot_bytes : 1;
-    shares.slots =
-        std::clamp<std::size_t>(std::min(threads, fitting), 1, std::max<std::size_t>(shares.shared.size(), 1));
-    return shares;
-}
-
-std::size_t BackwardPlan::bytes_of(const Shares &shares, int team) const {
-    return shares.slot_bytes * shares.slots + (shares.own_bytes + key_bytes_) * static_cast<std::size_t>(team);
+int BackwardPlan::team(int threads) const {
+    const auto columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+    return team_size(team_by_work(threads, work_ * columns, work_per_thread), row_tiles_ + key_tiles_);
 }
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
-    const int team = team_size(threads, items_);
-    return units_.empty() ? 0 : std::max(bytes_of(shares_of(team, false), team), bytes_of(shares_of(team, true), team));
+    if (units_.units.empty()) return 0;
+    BiasOrder ordered;
+    ordered.before.assign(units_.size() * units_.group, -1);
+    const BackwardSchedule free(units_, team(threads), {}), in_order(units_, team(threads), ordered);
+    return std::max(free.bytes(units_), in_order.bytes(units_));
+}
+
+// The last run's, where only the number of threads decides. No lock: a fork could leave it locked.
+std::unique_ptr<const BackwardSchedule> BackwardPlan::take_schedule(int size, const BiasOrder &order) const {
+    std::unique_ptr<const BackwardSchedule> kept(order.holds() ? nullptr : kept_.exchange(nullptr));
+    if (kept && kept->team == size) return kept;
+    auto made = std::make_unique<BackwardSchedule>(units_, size, order);
+    made->list_items(units_);
+    return made;
 }
 
 // A tile of rows of a unit, counted head after head.
-RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, char *rows, std::int64_t places) const {
-    const PlannedUnit &u = units_[unit];
+RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, Memory memory) const {
+    const GradientUnit &u = units_[unit];
     const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
-    const std::int64_t q_len = sequences_[u.seq].q_len;
+    const std::int64_t q_len = units_.sequences[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
-    rows += (head * places + tile % places) * bytes;
-    return {u.seq, u.head * group_ + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
-}
-
-// Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would wait for each
-// other.
-void BackwardPlan::cut_items(State &state, std::size_t abreast) const {
-    state.items.reserve(items_);
-    std::vector<std::int64_t> ranks(most_key_tiles_, 0), packed(abreast);
-    for (const std::size_t unit : state.shares.own) {
-        const std::size_t first = state.items.size();
-        add_items(state.items, &unit, 1, ranks, packed);
-        state.tasks.push_back({first, state.items.size(), true});
-    }
-    std::fill(ranks.begin(), ranks.end(), 0);
-    const std::vector<std::size_t> &shared = state.shares.shared;
-    for (std::size_t first = 0; first < shared.size(); first += abreast) {
-        std::size_t item = state.items.size();
-        add_items(state.items, shared.data() + first, std::min(abreast, shared.size() - first), ranks, packed);
-        for (; item < state.items.size(); ++item) state.tasks.push_back({item, item + 1, false});
-    }
-}
-
-// The items of units that go abreast. Rows are packed before the first tile of keys that they meet.
-void BackwardPlan::add_items(std::vector<Item> &items, const std::size_t *units, std::size_t count,
-                             std::vector<std::int64_t> &ranks, std::vector<std::int64_t> &packed) const {
-    std::int64_t tiles = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-        tiles = std::max(tiles, units_[units[i]].key_tiles);
-        packed[i] = 0;
-    }
-    for (std::int64_t t = 0; t <= tiles; ++t) {
-        for (std::size_t i = 0; i < count; ++i) add_rows(items, units[i], t, packed[i]);
-        for (std::size_t i = 0; i < count; ++i) {
-            if (t < units_[units[i]].key_tiles) items.push_back({units[i], t, ranks[t]++});
-        }
-    }
-}
-
-// Packs the tiles of rows from `next` on that meet no tile of keys before `key_tile`.
-void BackwardPlan::add_rows(std::vector<Item> &items, std::size_t unit, std::int64_t key_tile,
-                            std::int64_t &next) const {
-    const PlannedUnit &u = units_[unit];
-    for (std::int64_t end; next < u.row_tiles && first_meeting(sequences_[u.seq], next, end) <= key_tile; ++next) {
-        for (std::int64_t head = 0; head < group_; ++head) items.push_back({unit, head * u.row_tiles + next, -1});
-    }
+    char *const rows = memory.rows + (head * memory.places + tile % memory.places) * bytes;
+    return {u.seq, u.head * units_.group + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
 }
 
 // Zeroes dbias, which is written once, where a tile of rows and a tile of keys do not meet.
@@ -218,86 +198,96 @@ void BackwardPlan::clear_dbias(const Matrix &dbias, const RowTile &rows, const K
 }
 
 std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradients, int threads) const {
-    refuse_endless(items_);
-    State state = {};
-    state.job = {&problem_, &operands, sequences_.data(), &gradients, result_bytes_ > streamed_bytes};
-    state.ordered_dbias = gradients.dbias.base && !gradients.owns_dbias;
-    // Keys that share an element leave no order but one after the other.
-    const bool alone = state.ordered_dbias && (gradients.dbias.stride_key == 0 || problem_.bias == Bias::table);
-    int team = alone ? 1 : team_size(threads, items_);
-    const Shares &shares = state.shares;
-    const Lease memory = lease_for(team, [&](int n) {
-        state.shares = shares_of(n, state.ordered_dbias);
-        return bytes_of(shares, n);
+    refuse_endless(row_tiles_ + key_tiles_);
+    BiasOrder order;
+    if (gradients.dbias.base && !gradients.owns_dbias) {
+        order = BiasOrder(units_, gradients.dbias, problem_.bias == Bias::table);
+    }
+    const Job job = {&problem_, &operands, units_.sequences.data(), &gradients, result_bytes_ > streamed_bytes};
+    std::unique_ptr<const BackwardSchedule> owned;
+    const Lease memory = lease_for(threads, [&](int n) {
+        owned = take_schedule(team(n), order);
+        return owned->bytes(units_);
     });
-    state.packed = memory.data();
-    state.own = state.packed + shares.slot_bytes * shares.slots;
-    state.turn = std::make_unique<std::atomic<std::int64_t>[]>(row_tiles_);
-    state.left = std::make_unique<std::atomic<std::int64_t>[]>(units_.size());
-    state.finished = std::make_unique<std::atomic<std::int64_t>[]>(most_key_tiles_);
-    state.notes.resize(row_tiles_);
-    for (std::int64_t i = 0; i < row_tiles_; ++i) state.turn[i] = -1;  // not packed
-    for (std::size_t u = 0; u < units_.size(); ++u) state.left[u] = group_ * units_[u].row_tiles + units_[u].key_tiles;
-    cut_items(state, state.ordered_dbias ? 1 : std::min<std::size_t>(team, shares.slots));
+    const BackwardSchedule &schedule = *owned;
+    State state(*this, job, order, schedule, memory.data());
     std::vector<double> dsink(problem_.heads_q);
-    run_team(team, [&](const Team &members) {
-        char *const own = state.own + (shares.own_bytes + key_bytes_) * members.thread;
-        work(state, members, own, own + shares.own_bytes);
+    char *const own = state.packed + schedule.slot_bytes * schedule.slots;
+    run_team(schedule.team, [&](const Team &members) {
+        char *const mine = own + (schedule.own_bytes + units_.key_bytes) * members.thread;
+        work(state, members, mine, mine + schedule.own_bytes);
 #if defined(__x86_64__)
         _mm_sfence();  // others read what was written past the caches
 #endif
     });
     std::int64_t means = 0;
-    for (const PlannedUnit &unit : units_) {
-        for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
-            const RowNotes &notes = state.notes[unit.first_tile + i];
-            dsink[unit.head * group_ + i / unit.row_tiles] += notes.dsink;
+    for (const GradientUnit &unit : units_.units) {
+        for (std::int64_t i = 0; i < units_.group * unit.row_tiles; ++i) {
+            const RowNotes &notes = state.notes[unit.first_row_tile + i];
+            dsink[unit.head * units_.group + i / unit.row_tiles] += notes.dsink;
             means += notes.means;
         }
     }
     for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h)
         gradients.dsink[h] = static_cast<float>(dsink[h]);
+    if (!order.holds()) delete kept_.exchange(owned.release());
     return means;
 }
 
+// A task of one's own is taken while the last tile of keys of the one before it is computed, which asks for its memory;
+// but none that another thread could begin at once. Returns the number of tasks where there is none.
+std::size_t BackwardPlan::take_early(State &state) const {
+    const BackwardSchedule &schedule = state.schedule;
+    std::size_t next = state.next;
+    while (next + static_cast<std::size_t>(schedule.team) <= schedule.own_tasks) {
+        if (state.next.compare_exchange_weak(next, next + 1)) return next;
+    }
+    return schedule.tasks.size();
+}
+
 void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch) const {
-    const std::size_t own_tasks = state.shares.own.size();
+    const BackwardSchedule &schedule = state.schedule;
+    const std::size_t none = schedule.tasks.size();
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
-    for (std::size_t i = team.take(state.next), after; i < state.tasks.size(); i = after) {
-        const Task &task = state.tasks[i];
-        // A unit of one's own is taken while the one before it is computed, which asks for its memory.
-        after = state.next;
-        while (after < own_tasks && !state.next.compare_exchange_weak(after, after + 1)) {
-        }
-        const Task *const then = after < own_tasks ? &state.tasks[after] : nullptr;
-        for (std::size_t at = task.first; at < task.end && !team.cancelled(); ++at) {
-            const Item &item = state.items[at];
-            const PlannedUnit &unit = units_[item.unit];
-            const std::int64_t places = task.own ? unit.own.places : unit.shared.places;
-            char *rows = own;
-            if (!task.own) {
-                const std::size_t position = state.shares.position[item.unit], slots = state.shares.slots;
-                // Units without rows wait too: who comes after them in their slot waits for them alone.
-                if (position >= slots && !wait_for(team, state.left[state.shares.shared[position - slots]], 0)) return;
-                rows = state.packed + position % slots * state.shares.slot_bytes;
-            }
-            if (item.rank < 0) {
-                pack_rows(item, state, team, rows, places);
+    for (std::size_t i = team.take(state.next), after; i < none; i = after < none ? after : team.take(state.next)) {
+        const GradientTask &task = schedule.tasks[i];
+        after = none;
+        for (std::size_t at = task.first; at < task.end; ++at) {
+            const GradientItem &item = schedule.items[at];
+            const Memory memory = task.own ? Memory{own, units_[item.unit].own.places} : memory_of(state, team, item);
+            if (team.cancelled()) return;
+            if (item.packs) {
+                if (!pack_rows(item, state, team, memory)) return;
             } else {
-                meet_keys(item, state, team, rows, places, scratch, upcoming_after(state, at, task, then));
+                if (task.own && at == task.last_keys) after = take_early(state);
+                const GradientTask *const then = after < none ? &schedule.tasks[after] : nullptr;
+                const Upcoming upcoming = upcoming_after(state, at, task, then);
+                if (!meet_keys(item, state, team, memory, scratch, task.own, upcoming)) return;
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
-        if (!then) after = team.take(state.next);
     }
 }
 
-BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::size_t at, const Task &task,
-                                                    const Task *then) const {
+// Of a shared unit, once the one that was there before it is done or the run given up.
+BackwardPlan::Memory BackwardPlan::memory_of(const State &state, const Team &team, const GradientItem &item) const {
+    const BackwardSchedule &schedule = state.schedule;
+    const std::size_t position = schedule.position[item.unit], slots = schedule.slots;
+    // Units without rows wait too: who comes after them in their slot waits for them alone.
+    if (position >= slots) {
+        const Counter &left = state.left[schedule.shared[position - slots]];
+        team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; });
+    }
+    return {state.packed + position % slots * schedule.slot_bytes, units_[item.unit].shared.places};
+}
+
+BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::size_t at, const GradientTask &task,
+                                                    const GradientTask *then) const {
+    const std::vector<GradientItem> &items = state.schedule.items;
     Upcoming upcoming = {};
     // Of a shared unit the next ones in the list, whoever of those that work abreast will take them.
-    const std::size_t unit = state.items[at].unit, far = at + Upcoming::farthest;
-    std::size_t end = task.own ? task.end : std::min(state.items.size(), far);
+    const std::size_t unit = items[at].unit, far = at + Upcoming::farthest;
+    std::size_t end = task.own ? task.end : std::min(items.size(), far);
     for (++at; !upcoming.keys; ++at) {
         while (at >= end) {  // a sequence without keys has none to ask for
             if (!task.own || !then) return upcoming;
@@ -305,9 +295,9 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
             end = then->end;
             then = nullptr;
         }
-        const Item &item = state.items[at];
+        const GradientItem &item = items[at];
         if (!task.own && item.unit != unit) continue;
-        if (item.rank >= 0) {
+        if (!item.packs) {
             upcoming.keys = &item;
         } else if (upcoming.count < Upcoming::most) {
             upcoming.rows[upcoming.count++] = &item;
@@ -336,13 +326,13 @@ Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, 
     };
     if (!state.job.streamed) add_keys(g.dk, g.dv, keys.seq, keys.head, keys.key0, keys.key1);
     if (upcoming.keys) {
-        const PlannedUnit &unit = units_[upcoming.keys->unit];
+        const GradientUnit &unit = units_[upcoming.keys->unit];
         const std::int64_t key0 = upcoming.keys->tile * kernels_.tile_keys;
-        const std::int64_t key1 = std::min(key0 + kernels_.tile_keys, sequences_[unit.seq].kv_len);
+        const std::int64_t key1 = std::min(key0 + kernels_.tile_keys, units_.sequences[unit.seq].kv_len);
         add_keys(o.k, o.v, unit.seq, unit.head, key0, key1);
     }
     for (std::int64_t i = 0; i < upcoming.count; ++i) {
-        const RowTile tile = row_tile(upcoming.rows[i]->unit, upcoming.rows[i]->tile, nullptr, 1);
+        const RowTile tile = row_tile(upcoming.rows[i]->unit, upcoming.rows[i]->tile, {nullptr, 1});
         // Of all tiles one after the other this slice, as far as it lies in this one.
         const std::int64_t rows = tile.row1 - tile.row0, first = upcoming.count * slice - i * slices;
         const std::int64_t from = tile.row0 + rows * std::clamp<std::int64_t>(first, 0, slices) / slices;
@@ -354,53 +344,92 @@ Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, 
     return ahead;
 }
 
-void BackwardPlan::pack_rows(const Item &item, State &state, const Team &team, char *memory,
-                             std::int64_t places) const {
-    const PlannedUnit &unit = units_[item.unit];
-    const Sequence &seq = sequences_[unit.seq];
+// False, as meet_keys(): the run is given up, and so is the item.
+bool BackwardPlan::pack_rows(const GradientItem &item, State &state, const Team &team, Memory memory) const {
+    const GradientUnit &unit = units_[item.unit];
+    Counter *const met = state.met.get() + unit.first_row_tile + item.tile;
     const std::int64_t tile = item.tile % unit.row_tiles;
-    std::int64_t end;
-    if (tile >= places) {  // who lies there is done
-        first_meeting(seq, tile - places, end);
-        if (!wait_for(team, state.turn[unit.first_tile + item.tile - places], end)) return;
+    if (tile >= memory.places) {  // who lies there is done
+        const MetKeys before = units_.met(item.unit, tile - memory.places);
+        if (!wait_for(team, *(met - memory.places), before.end - before.first)) return false;
     }
-    RowTile rows = row_tile(item.unit, item.tile, memory, places);
-    const std::int64_t first = first_meeting(seq, tile, end);
-    state.notes[unit.first_tile + item.tile] = kernels_.pack_rows(state.job, rows);
+    RowTile rows = row_tile(item.unit, item.tile, memory);
+    const MetKeys keys = units_.met(item.unit, tile);
+    state.notes[unit.first_row_tile + item.tile] = kernels_.pack_rows(state.job, rows);
     rows.fresh = true;
-    if (first == end) kernels_.store_rows(state.job, rows);
-    state.turn[unit.first_tile + item.tile].store(first, std::memory_order_release);
+    if (keys.first == keys.end) kernels_.store_rows(state.job, rows);
+    met->store(0, std::memory_order_release);
+    return true;
 }
 
-void BackwardPlan::meet_keys(const Item &item, State &state, const Team &team, char *memory, std::int64_t places,
-                             void *scratch, const Upcoming &upcoming) const {
-    const PlannedUnit &unit = units_[item.unit];
-    const Sequence &seq = sequences_[unit.seq];
-    const std::int64_t key0 = item.tile * kernels_.tile_keys;
-    const KeyTile keys = {unit.seq, unit.head, key0, std::min(key0 + kernels_.tile_keys, seq.kv_len), scratch};
-    kernels_.load_keys(state.job, keys);
-    if (state.ordered_dbias && !wait_for(team, state.finished[item.tile], item.rank)) return;
-    std::int64_t slice = 0, slices = 0, end;
-    for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
-        slices += item.tile >= first_meeting(seq, i, end) && item.tile < end ? group_ : 0;
+// Before a tile of rows in dbias comes that of the last earlier head that meets the tile of keys there; that one waits
+// for those before it itself. Where rows share elements, it is all rows of that head.
+BackwardPlan::Before BackwardPlan::bias_before(const State &state, const GradientItem &item, std::int64_t index) const {
+    if (state.order.before.empty()) return {};
+    const std::int64_t tile = index % units_[item.unit].row_tiles, group = units_.group;
+    const bool own_rows = state.job.gradients->dbias.stride_row[units_[item.unit].seq] != 0;
+    std::int64_t head = static_cast<std::int64_t>(item.unit) * group + index / units_[item.unit].row_tiles;
+    while ((head = state.order.before[head]) >= 0) {
+        const auto before = static_cast<std::size_t>(head / group);
+        if (before == item.unit) return {};  // this thread has met those
+        const GradientUnit &unit = units_[before];
+        const std::int64_t from = own_rows ? tile : 0, to = own_rows ? tile + 1 : unit.row_tiles;
+        for (std::int64_t i = from; i < std::min(to, unit.row_tiles); ++i) {
+            if (!units_.met(before, i).has(item.tile)) continue;
+            const std::int64_t tiles = head % group * unit.row_tiles + (own_rows ? tile : unit.row_tiles);
+            return {&state.progress[unit.first_key_tile + item.tile - state.first_watched].rows, tiles * gradient_rows};
+        }
     }
-    for (std::int64_t i = 0; i < group_ * unit.row_tiles; ++i) {
-        RowTile rows = row_tile(item.unit, i, memory, places);
-        const std::int64_t first = first_meeting(seq, i % unit.row_tiles, end);
-        if (item.tile < first || item.tile >= end) {
+    return {};
+}
+
+bool BackwardPlan::meet_keys(const GradientItem &item, State &state, const Team &team, Memory memory, void *scratch,
+                             bool own, const Upcoming &upcoming) const {
+    const GradientUnit &unit = units_[item.unit];
+    const std::int64_t key0 = item.tile * kernels_.tile_keys;
+    const KeyTile keys = {unit.seq, unit.head, key0,
+                          std::min(key0 + kernels_.tile_keys, units_.sequences[unit.seq].kv_len), scratch};
+    kernels_.load_keys(state.job, keys);
+    std::int64_t slice = 0, slices = 0;
+    for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
+        slices += units_.met(item.unit, i).has(item.tile) ? units_.group : 0;
+    }
+    const bool watched = !own || !state.order.before.empty();
+    Progress *const progress =
+        watched ? &state.progress[unit.first_key_tile + item.tile - state.first_watched] : nullptr;
+    const bool whole_head = !state.order.before.empty() && state.job.gradients->dbias.stride_row[unit.seq] == 0;
+    for (std::int64_t i = 0; i < units_.group * unit.row_tiles; ++i) {
+        if (watched && i % unit.row_tiles == 0) progress->rows.store(i * gradient_rows, std::memory_order_release);
+        RowTile rows = row_tile(item.unit, i, memory);
+        const MetKeys met = units_.met(item.unit, i % unit.row_tiles);
+        if (!met.has(item.tile)) {
             if (state.job.gradients->owns_dbias) clear_dbias(state.job.gradients->dbias, rows, keys);
             continue;
         }
-        rows.fresh = item.tile == first;
-        std::atomic<std::int64_t> &turn = state.turn[unit.first_tile + i];
-        if (team.cancelled() || !wait_for(team, turn, item.tile)) return;
-        kernels_.accumulate(state.job, rows, keys, ahead_of(state, upcoming, keys, slice++, slices));
+        rows.fresh = item.tile == met.first;
+        Counter &done = state.met[unit.first_row_tile + i];
+        if (!wait_for(team, done, 0)) return false;
+        Turn turn = {};
+        if (watched) {
+            turn = {&team,
+                    {},
+                    bias_before(state, item, i),
+                    whole_head,
+                    &progress->rows,
+                    i * gradient_rows,
+                    rows.row1 - rows.row0};
+            if (!rows.fresh) turn.dq = {&progress[-1].rows, turn.first};
+        }
+        const RowTurn turns = watched ? RowTurn{&turn, Turn::wait, Turn::done} : RowTurn{};
+        kernels_.accumulate(state.job, rows, keys, turns, ahead_of(state, upcoming, keys, slice++, slices));
+        if (team.cancelled()) return false;  // perhaps in the middle of the tile
         rows.fresh = false;
-        if (item.tile + 1 == end) kernels_.store_rows(state.job, rows);
-        turn.store(item.tile + 1, std::memory_order_release);
+        if (item.tile + 1 == met.end) kernels_.store_rows(state.job, rows);
+        done.fetch_add(1, std::memory_order_acq_rel);
     }
-    if (state.ordered_dbias) state.finished[item.tile].store(item.rank + 1, std::memory_order_release);
+    if (watched) progress->rows.store(units_.group * unit.row_tiles * gradient_rows, std::memory_order_release);
     kernels_.store_keys(state.job, keys);
+    return true;
 }
 
 }  // namespace fusion

@@ -5,18 +5,34 @@
 #include "plan/team.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
 namespace fusion {
 namespace {
 
-// Elements of work below which a second thread costs more than it brings.
-constexpr std::int64_t work_per_thread = 1 << 16;
+// Multiply-adds, at the rate at which memory is read, below which one more thread costs more than it brings.
+constexpr double work_per_thread = 1 << 16;
+// Pieces of work for each thread, from which on it does not matter how long the last one is.
+constexpr std::int64_t fair_share = 32;
+constexpr std::int64_t run_leaves = decode_run / decode_leaf;
 
 constexpr Require require{"decode"};
 
+using Counter = std::atomic<std::int32_t>;
+
 }  // namespace
+
+struct DecodePlan::State {
+    DecodeJob job;
+    int members;
+    float *partials = nullptr;  // of runs, where a block has several
+    float *split = nullptr;     // of leaves of runs that several threads share, from leaf `split_from` on
+    std::int64_t split_from = 0, leaf_floats = 0;
+    Counter *left_of_run = nullptr, *left_of_rows = nullptr;  // [run][head] leaves, [block][head] runs: not yet there
+    std::atomic<std::int64_t> taken = 0, empty = 0;
+};
 
 DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std::vector<Sequence> sequences)
     : variant_(variant), problem_(problem), sequences_(std::move(sequences)) {
@@ -25,8 +41,9 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.dropout == Dropout::none, "dropout is none of its features");
     row_floats_ = variant_.decode.partial_floats(problem_);
-    scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + row_floats_ * decode_slots * sizeof(float);
-    cut_units();
+    // Of a thread's own: what its leaves add up to, and the present one.
+    scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + 2 * row_floats_ * decode_slots * sizeof(float);
+    cut_runs();
 }
 
 void DecodePlan::update(const std::int64_t *kv_len, const std::int64_t *lo, const std::int64_t *hi) {
@@ -35,15 +52,15 @@ void DecodePlan::update(const std::int64_t *kv_len, const std::int64_t *lo, cons
         sequences_[b].lo = lo[b];
         sequences_[b].hi = hi[b];
     }
-    cut_units();
+    cut_runs();
 }
 
-void DecodePlan::cut_units() {
+void DecodePlan::cut_runs() {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv;
-    units_.clear();
-    merges_.clear();
+    blocks_.clear();
+    runs_.clear();
     partial_floats_ = 0;
-    pairs_ = 0;
+    leaves_ = most_rows_ = pairs_ = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         require.lengths(sequences_[b]);
         const std::int64_t rows = sequences_[b].q_len * group;
@@ -60,95 +77,185 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) 
     const bool sees = seq.hi > seq.lo || seq.prefix > 0;
     const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, 0, seq.kv_len);
     const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, seq.kv_len) : begin;
-    const std::int64_t chunk = decode_chunk(problem_), chunk0 = begin / chunk;
-    const std::int64_t count = std::max<std::int64_t>(ceil_div(end, chunk) - chunk0, 1);
+    const std::int64_t run0 = begin / decode_run, count = std::max<std::int64_t>(ceil_div(end, decode_run) - run0, 1);
     refuse_endless(count * heads);
-    const auto size = static_cast<std::int64_t>(row_floats_) * (row1 - row0);
     pairs_ += (end - begin) * (row1 - row0) * heads;
-    const auto place = static_cast<std::int64_t>(partial_floats_);
+    most_rows_ = std::max(most_rows_, row1 - row0);
     for (std::int64_t c = 0; c < count; ++c) {
-        const std::int64_t from = std::max(begin, (chunk0 + c) * chunk);
-        const std::int64_t to = std::min(end, (chunk0 + c + 1) * chunk);
-        for (std::int64_t head = 0; head < heads; ++head) {
-            units_.push_back({b, head, 1, row0, row1, from, to, count > 1 ? place + (c * heads + head) * size : -1});
-        }
+        const std::int64_t from = std::max(begin, (run0 + c) * decode_run);
+        const std::int64_t to = std::min(end, (run0 + c + 1) * decode_run);
+        const std::int64_t leaves = std::max<std::int64_t>(ceil_div(to, decode_leaf) - from / decode_leaf, 1);
+        runs_.push_back({blocks_.size(), c, from, to, leaves, leaves_});
+        leaves_ += leaves * heads;
     }
-    if (count == 1) return;
-    partial_floats_ += static_cast<std::size_t>(count * heads * size);
-    for (std::int64_t head = 0; head < heads; ++head) {
-        merges_.push_back({b, head, row0, row1, place + head * size, heads * size, count});
-    }
+    blocks_.push_back({b, row0, row1, static_cast<std::int64_t>(partial_floats_), count});
+    if (count > 1) partial_floats_ += static_cast<std::size_t>(count * heads * floats_of(blocks_.back()));
+}
+
+// Of a head's partial result.
+std::int64_t DecodePlan::floats_of(const Block &block) const {
+    return static_cast<std::int64_t>(row_floats_) * (block.row1 - block.row0);
 }
 
 int DecodePlan::team(int threads) const {
-    const std::int64_t work = pairs_ * (problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    const std::int64_t most =
-        std::min<std::int64_t>(static_cast<std::int64_t>(units_.size()), 1 + work / work_per_thread);
-    return team_size(threads, most);
+    const double columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+    return team_size(team_by_work(threads, static_cast<double>(pairs_) * columns, work_per_thread), leaves_);
+}
+
+// How many of the last leaves may be those of runs that several threads share.
+std::int64_t DecodePlan::split_leaves(int team) const {
+    return team == 1 ? 0 : std::min<std::int64_t>(leaves_, (2 * team + 1) * run_leaves);
 }
 
 std::size_t DecodePlan::workspace_bytes(int threads) const {
-    const std::size_t partials = round_up(partial_floats_ * sizeof(float), cache_line);
-    return units_.empty() ? 0 : partials + scratch_bytes_ * static_cast<std::size_t>(team(threads));
+    if (runs_.empty()) return 0;
+    const int members = team(threads);
+    const auto leaf_floats = static_cast<std::size_t>(most_rows_) * row_floats_;
+    const std::size_t split = static_cast<std::size_t>(split_leaves(members)) * leaf_floats;
+    const std::size_t counters = (runs_.size() + blocks_.size()) * static_cast<std::size_t>(problem_.heads_kv);
+    return scratch_bytes_ * static_cast<std::size_t>(members) +
+           round_up((partial_floats_ + split) * sizeof(float) + counters * sizeof(Counter), cache_line);
 }
 
-// Takes the next heads of one chunk, which lie side by side in a page; fewer when little is left, so that the last
-// pieces are short.
-DecodeUnit DecodePlan::take(std::atomic<std::size_t> &taken, int members) const {
-    std::size_t first = taken.load(std::memory_order_relaxed);
-    DecodeUnit unit;
+// Takes what comes next: all leaves of some heads, which lie side by side in a page, or some of one when little is
+// left, so that the last pieces are short.
+DecodePlan::Piece DecodePlan::take(State &state) const {
+    const auto behind = [](std::int64_t leaf, const Run &run) { return leaf < run.first; };
+    std::int64_t first = state.taken.load(std::memory_order_relaxed), count;
+    Piece piece;
     do {
-        if (first >= units_.size()) return {0, 0, 0, 0, 0, 0, 0, 0};
-        unit = units_[first];
-        const auto left = static_cast<std::int64_t>(units_.size() - first) / (2 * members);
-        const std::int64_t most = decode_slots / slots_of(unit.row1 - unit.row0);
-        unit.heads = std::clamp<std::int64_t>(std::min(left, problem_.heads_kv - unit.head), 1, most);
-    } while (
-        !taken.compare_exchange_weak(first, first + static_cast<std::size_t>(unit.heads), std::memory_order_relaxed));
-    return unit;
+        if (first >= leaves_) return {nullptr, 0, 0, 0, 0};
+        const Run &run = *(std::upper_bound(runs_.begin(), runs_.end(), first, behind) - 1);
+        const Block &block = blocks_[run.block];
+        const std::int64_t head = (first - run.first) / run.leaves, leaf = (first - run.first) % run.leaves;
+        const std::int64_t least = leaves_ / (fair_share * state.members);
+        const std::int64_t share =
+            state.members == 1 ? leaves_ : std::max(ceil_div(leaves_ - first, 2 * state.members), least);
+        if (leaf == 0 && share >= run.leaves) {
+            const std::int64_t fit = decode_slots / slots_of(block.row1 - block.row0);
+            piece = {&run, head, std::min({share / run.leaves, problem_.heads_kv - head, fit}), 0, run.leaves};
+        } else {  // of equal threads each takes as many as the others
+            const auto even = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(share)));
+            piece = {&run, head, 1, leaf, std::min(leaf + even, run.leaves)};
+        }
+        count = piece.heads * (piece.end - piece.leaf);
+    } while (!state.taken.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+    return piece;
 }
 
-// Called by every thread of a team: takes units until none is left, always knowing the next one to fetch ahead.
-std::int64_t DecodePlan::attend_units(const DecodeJob &job, const Team &team, char *own, float *partials,
-                                      std::atomic<std::size_t> &taken, int members) const {
-    // A unit's rows stay in this thread's cache while they are computed: what they go to was last written by any
-    // thread.
-    auto *const rows = reinterpret_cast<float *>(own);
-    char *const scratch = own + row_floats_ * decode_slots * sizeof(float);
-    std::int64_t empty = 0;
-    DecodeUnit unit = take(taken, members);
-    while (unit.heads && !team.cancelled()) {
-        const DecodeUnit next = take(taken, members);
-        variant_.decode.attend(job, unit, next.heads ? &next : nullptr, scratch, rows);
-        const std::int64_t floats = (unit.row1 - unit.row0) * static_cast<std::int64_t>(row_floats_);
-        if (unit.place < 0) {
-            for (std::int64_t i = 0; i < unit.heads; ++i) {
-                empty += variant_.decode.finish(job, {unit.seq, unit.head + i, unit.row0, unit.row1, i * floats, 0, 1},
-                                                rows);
-            }
-        } else {
-            std::memcpy(partials + unit.place, rows, static_cast<std::size_t>(unit.heads * floats) * sizeof(float));
-        }
-        unit = next;
+DecodeUnit DecodePlan::unit_of(const Piece &piece, std::int64_t leaf) const {
+    const Run &run = *piece.run;
+    const Block &block = blocks_[run.block];
+    const std::int64_t leaf0 = run.begin / decode_leaf + leaf;
+    const std::int64_t begin = std::max(run.begin, leaf0 * decode_leaf);
+    const std::int64_t end = std::min(run.end, (leaf0 + 1) * decode_leaf);
+    return {block.seq, piece.head, piece.heads, block.row0, block.row1, begin, end, false};
+}
+
+// Called by every thread of a team: takes pieces until none is left.
+void DecodePlan::work(State &state, const Team &team, char *own) const {
+    for (Piece piece = take(state), next; piece.heads && !team.cancelled(); piece = next) {
+        next = {};
+        if (piece.end - piece.leaf == piece.run->leaves) attend_run(state, piece, next, own);
+        else attend_leaves(state, piece, next, own);
+        if (!next.heads) next = take(state);
     }
-    return empty;
+}
+
+// Takes the next piece before the last leaf of this one, to fetch ahead, if enough are left for the others too.
+bool DecodePlan::attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
+                             float *found) const {
+    DecodeUnit unit = unit_of(piece, leaf), then;
+    unit.placed = placed;
+    const bool last = leaf + 1 == piece.end;
+    const bool plenty = state.taken.load(std::memory_order_relaxed) + 2 * state.members <= leaves_;
+    if (last && plenty) next = take(state);
+    if (!last) then = unit_of(piece, leaf + 1);
+    else if (next.heads) then = unit_of(next, next.leaf);
+    char *const scratch = own + 2 * row_floats_ * decode_slots * sizeof(float);
+    return variant_.decode.attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, found);
+}
+
+// All leaves of some heads: their partial results stay in this thread's cache.
+void DecodePlan::attend_run(State &state, const Piece &piece, Piece &next, char *own) const {
+    auto *const sum = reinterpret_cast<float *>(own);
+    const auto apart = static_cast<std::int64_t>(row_floats_) * decode_slots;
+    const Block &block = blocks_[piece.run->block];
+    const std::int64_t rows = piece.heads * (block.row1 - block.row0);
+    bool placed = false;
+    for (std::int64_t leaf = 0; leaf < piece.end; ++leaf) {
+        placed = attend_leaf(state, piece, leaf, placed, next, own, leaf ? sum + apart : sum);
+        if (leaf) variant_.decode.merge(state.job, {block.seq, piece.head, 0, rows, 0, apart, 2}, sum);
+    }
+    for (std::int64_t i = 0; i < piece.heads; ++i) {
+        deliver(state, *piece.run, piece.head + i, sum + i * floats_of(block));
+    }
+}
+
+// Some leaves of a head, others of which other threads compute.
+void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const {
+    auto *const found = reinterpret_cast<float *>(own);
+    const Run &run = *piece.run;
+    const Block &block = blocks_[run.block];
+    float *const leaves = state.split + (run.first + piece.head * run.leaves - state.split_from) * state.leaf_floats;
+    bool placed = false;
+    for (std::int64_t leaf = piece.leaf; leaf < piece.end; ++leaf) {
+        placed = attend_leaf(state, piece, leaf, placed, next, own, found);
+        // Computed in this thread's cache: what it goes to was last written by any thread.
+        std::memcpy(leaves + leaf * state.leaf_floats, found,
+                    static_cast<std::size_t>(floats_of(block)) * sizeof(float));
+    }
+    Counter &left = state.left_of_run[(&run - runs_.data()) * problem_.heads_kv + piece.head];
+    const auto done = static_cast<std::int32_t>(piece.end - piece.leaf);
+    if (left.fetch_sub(done, std::memory_order_acq_rel) != done) return;
+    for (std::int64_t leaf = 1; leaf < run.leaves; ++leaf) {
+        const DecodeRows rows = {block.seq, piece.head, block.row0, block.row1, 0, leaf * state.leaf_floats, 2};
+        variant_.decode.merge(state.job, rows, leaves);
+    }
+    deliver(state, run, piece.head, leaves);
+}
+
+// A run of a head is done.
+void DecodePlan::deliver(State &state, const Run &run, std::int64_t head, float *found) const {
+    const Block &block = blocks_[run.block];
+    const std::int64_t floats = floats_of(block), apart = problem_.heads_kv * floats;
+    DecodeRows rows = {block.seq, head, block.row0, block.row1, 0, 0, 1};
+    if (block.runs > 1) {
+        float *const partials = state.partials + block.place + head * floats;
+        std::memcpy(partials + run.index * apart, found, static_cast<std::size_t>(floats) * sizeof(float));
+        Counter &left = state.left_of_rows[run.block * problem_.heads_kv + head];
+        if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        rows.stride = apart, rows.count = block.runs, found = partials;
+    }
+    state.empty += variant_.decode.finish(state.job, rows, found);
 }
 
 std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const {
-    if (units_.empty()) return 0;
-    const DecodeJob job = {&problem_, &operands, sequences_.data()};
+    if (runs_.empty()) return 0;
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const int members = team(threads);
     char *const scratch = memory.data();
     auto *const partials = reinterpret_cast<float *>(scratch + scratch_bytes_ * static_cast<std::size_t>(members));
-    std::atomic<std::size_t> taken = 0;
-    std::atomic<std::int64_t> empty = 0;
-    run_team(members, [&](const Team &team) {
-        empty += attend_units(job, team, scratch + scratch_bytes_ * team.thread, partials, taken, members);
-        team.barrier();
-        team.share(merges_.size(), [&](std::size_t i) { empty += variant_.decode.finish(job, merges_[i], partials); });
-    });
-    return empty;
+    State state{.job = {&problem_, &operands, sequences_.data()}, .members = members, .partials = partials};
+    const std::int64_t split = split_leaves(members);
+    state.split = partials + partial_floats_;
+    state.split_from = leaves_ - split;
+    state.leaf_floats = most_rows_ * static_cast<std::int64_t>(row_floats_);
+    state.left_of_run = reinterpret_cast<Counter *>(state.split + split * state.leaf_floats);
+    Counter *counter = state.left_of_run;
+    for (const Run &run : runs_) {
+        for (std::int64_t h = 0; h < problem_.heads_kv; ++h) {
+            new (counter++) Counter(static_cast<std::int32_t>(run.leaves));
+        }
+    }
+    state.left_of_rows = counter;
+    for (const Block &block : blocks_) {
+        for (std::int64_t h = 0; h < problem_.heads_kv; ++h) {
+            new (counter++) Counter(static_cast<std::int32_t>(block.runs));
+        }
+    }
+    run_team(members, [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
+    return state.empty;
 }
 
 }  // namespace fusion

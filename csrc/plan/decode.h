@@ -1,8 +1,10 @@
 // A decode on given lengths: which rows meet which keys when, and the memory for it.
 //
-// Compiled for the baseline instruction set. Keys are cut at multiples of decode_chunk(), whatever the number of
-// threads, sequences or pages, and partial results are merged in order: which thread computes a unit never changes a
-// bit.
+// Keys are cut into leaves, neighbouring leaves into runs, whatever the number of threads, sequences or pages: which
+// thread computes a leaf never changes a bit. A thread takes whole runs while there are many, since what it has
+// prepared for a run's rows serves all its leaves, and fewer leaves when little is left. Whoever is the last one of a
+// run merges it, and whoever is the last one of some rows finishes them: nobody waits. Compiled for the baseline
+// instruction set.
 
 #pragma once
 
@@ -33,19 +35,42 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    void cut_units();
+    struct Block {  // rows of a sequence that meet the same keys together
+        std::int64_t seq, row0, row1;
+        std::int64_t place, runs;  // of partial results of its runs: [run][head][row], in floats; how many runs
+    };
+    struct Run {  // keys [begin, end) of a block, of all heads
+        std::size_t block;
+        std::int64_t index, begin, end, leaves;  // index: in its block
+        std::int64_t first;                      // leaf of all: [head][leaf]
+    };
+    struct Piece {                            // of a run, what a thread computes in a row: all leaves of some heads,
+        const Run *run;                       // or some leaves of one
+        std::int64_t head, heads, leaf, end;  // heads 0: nothing is left
+    };
+    struct State;  // of a run
+
+    void cut_runs();
     void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1);
     int team(int threads) const;
-    DecodeUnit take(std::atomic<std::size_t> &taken, int members) const;
-    std::int64_t attend_units(const DecodeJob &job, const Team &team, char *own, float *partials,
-                              std::atomic<std::size_t> &taken, int members) const;
+    std::int64_t split_leaves(int team) const;
+    std::int64_t floats_of(const Block &block) const;
+    Piece take(State &state) const;
+    DecodeUnit unit_of(const Piece &piece, std::int64_t leaf) const;
+    void work(State &state, const Team &team, char *own) const;
+    bool attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
+                     float *found) const;
+    void attend_run(State &state, const Piece &piece, Piece &next, char *own) const;
+    void attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const;
+    void deliver(State &state, const Run &run, std::int64_t head, float *found) const;
 
     const Variant &variant_;
     DecodeProblem problem_;
     std::vector<Sequence> sequences_;
-    std::vector<DecodeUnit> units_;
-    std::vector<DecodeRows> merges_;
+    std::vector<Block> blocks_;
+    std::vector<Run> runs_;
     std::size_t row_floats_ = 0, scratch_bytes_ = 0, partial_floats_ = 0;
+    std::int64_t leaves_ = 0, most_rows_ = 0;
     std::int64_t pairs_ = 0;  // of rows and keys: how much work it is
 };
 

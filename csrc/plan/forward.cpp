@@ -13,13 +13,21 @@ namespace {
 
 // Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for anyone.
 constexpr std::size_t small_unit = std::size_t{960} << 10;
-// Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch.
-constexpr std::size_t most_wave = std::size_t{32} << 20;
+// Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch: two waves, so that
+// nobody waits between them.
+constexpr std::size_t most_packed = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
 // Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.
 constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
 constexpr std::size_t fair_share = 16;
+// A tile is short that meets less than such a part of the keys that another of its unit does.
+constexpr std::int64_t short_tile = 3;
+// What loading and storing a row takes, and packing a key, in pairs of a row and a key.
+constexpr double row_work = 13, key_work = 41;
+// Multiply-adds below which one more thread costs more than it brings: up to two to four million of two heads, a second
+// one made a call no faster.
+constexpr double work_per_thread = 1 << 21;
 
 constexpr Require require{"forward"};
 
@@ -65,7 +73,7 @@ void ForwardPlan::check() const {
 void ForwardPlan::cut_units() {
     const std::int64_t panel = variant_.panel;
     for (std::size_t first = 0, end; first < tiles_.size(); first = end) {
-        PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, 0, 0, 0};
+        PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
         std::int64_t widest = 0;
         const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
             if (tile.begin == tile.end) return true;
@@ -86,17 +94,25 @@ void ForwardPlan::cut_units() {
         piece.end = end;
         for (piece.unit.head = 0; piece.unit.head < problem_.heads_kv; ++piece.unit.head) units_.push_back(piece);
     }
-    const auto load = [&](const PlannedUnit &u) {
-        std::int64_t pairs = 0;
-        for (std::size_t t = u.first; t < u.end; ++t)
-            pairs += (tiles_[t].row1 - tiles_[t].row0) * (tiles_[t].end - tiles_[t].begin);
-        return pairs;
-    };
+    const std::int64_t heads = problem_.heads_q / problem_.heads_kv;
+    const auto group = static_cast<double>(heads);
     // Long ones first: short work at the end keeps threads level.
-    std::vector<std::pair<std::int64_t, PlannedUnit>> placed;
+    std::vector<std::pair<double, PlannedUnit>> placed;
     placed.reserve(units_.size());
-    for (const PlannedUnit &u : units_) placed.emplace_back(-load(u), u);
+    for (PlannedUnit &u : units_) {
+        u.work = key_work * static_cast<double>(u.unit.key_end - u.unit.key_begin);
+        for (std::size_t t = u.first; t < u.end; ++t) {
+            u.longest = std::max(u.longest, tiles_[t].end - tiles_[t].begin);
+            const auto rows = static_cast<double>(tiles_[t].row1 - tiles_[t].row0);
+            u.work += group * rows * (row_work + static_cast<double>(tiles_[t].end - tiles_[t].begin));
+        }
+        placed.emplace_back(-u.work, u);
+    }
     put_in_order(placed, units_, 0);
+    for (PlannedUnit &u : units_) {
+        u.before = work_;
+        work_ += u.work;
+    }
 }
 
 void ForwardPlan::list_items() {
@@ -106,26 +122,21 @@ void ForwardPlan::list_items() {
         refuse_endless(static_cast<std::int64_t>(count));
     }
     items_.reserve(count);
-    std::size_t used = 0;
+    std::size_t used = 0, first = 0;
     for (std::size_t u = 0; u < units_.size(); ++u) {
-        if (used > 0 && used + units_[u].bytes > most_wave) {
-            wave_ends_.push_back(items_.size());
+        if (used > 0 && used + units_[u].bytes > most_packed / 2) {
+            add_items(first, u);
+            first = u;
             used = 0;
         }
         units_[u].offset = used;
+        units_[u].runs = runs_;
+        runs_ += runs_of(units_[u]);
         used += units_[u].bytes;
         wave_bytes_ = std::max(wave_bytes_, used);
         unit_bytes_ = std::max(unit_bytes_, units_[u].bytes);
-        add_items(u);
     }
-    wave_ends_.push_back(items_.size());
-    std::size_t first = 0;
-    for (const std::size_t end : wave_ends_) {
-        std::vector<std::pair<std::size_t, Item>> placed;
-        for (; first < end; ++first)
-            placed.emplace_back(first + (items_[first].head == packs ? 0 : ahead), items_[first]);
-        put_in_order(placed, items_, end - placed.size());
-    }
+    if (!units_.empty()) add_items(first, units_.size());
 }
 
 std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
@@ -133,58 +144,94 @@ std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
     return ceil_div(u.unit.key_end - u.unit.key_begin, run_keys);
 }
 
-// The tiles of a unit, long ones first, and before each the packing that it needs and no tile before it needed.
-void ForwardPlan::add_items(std::size_t unit) {
-    const PlannedUnit &u = units_[unit];
+// A wave: the tiles of units [first, end), long ones first, and before each the packing that it needs and no tile
+// before it needed.
+void ForwardPlan::add_items(std::size_t first, std::size_t end) {
     const std::int64_t run_keys = run_panels * variant_.panel, group = problem_.heads_q / problem_.heads_kv;
-    std::vector<std::size_t> order;
-    for (std::size_t t = u.first; t < u.end; ++t) order.push_back(t);
-    std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) {
-        return tiles_[x].end - tiles_[x].begin > tiles_[y].end - tiles_[y].begin;
-    });
-    std::vector<bool> listed(runs_of(u));
-    for (const std::size_t t : order) {
-        const Tile &tile = tiles_[t];
-        const bool bare = tile.begin == tile.end;
-        const std::size_t first = bare ? 0 : (tile.begin - u.unit.key_begin) / run_keys;
-        const std::size_t end = bare ? 0 : ceil_div(tile.end - u.unit.key_begin, run_keys);
-        for (std::size_t r = first; r < end; ++r) {
-            if (!listed[r]) items_.push_back({unit, packs, r * run_panels, runs_ + r, runs_ + r + 1});
-            listed[r] = true;
-        }
-        for (std::int64_t h = 0; h < group; ++h) {
-            items_.push_back({unit, u.unit.head * group + h, t, runs_ + first, runs_ + end});
+    const auto keys = [&](const Item &item) { return tiles_[item.at].end - tiles_[item.at].begin; };
+    std::vector<Item> order;
+    for (std::size_t u = first; u < end; ++u) {
+        const PlannedUnit &unit = units_[u];
+        for (std::size_t t = unit.first; t < unit.end; ++t) {
+            const Tile &tile = tiles_[t];
+            const bool bare = tile.begin == tile.end;
+            const std::size_t run = bare ? 0 : (tile.begin - unit.unit.key_begin) / run_keys;
+            const std::size_t stop = bare ? 0 : ceil_div(tile.end - unit.unit.key_begin, run_keys);
+            order.push_back({u, unit.unit.head * group, t, unit.runs + run, unit.runs + stop});
         }
     }
-    runs_ += listed.size();
+    // Unit by unit, whose keys stay in a cache. Of the last wave short tiles come last: threads end together.
+    const auto place = [&](const Item &item) {
+        const bool waits = end == units_.size() && keys(item) * short_tile < units_[item.unit].longest;
+        return waits ? end : item.unit;
+    };
+    std::stable_sort(order.begin(), order.end(), [&](const Item &x, const Item &y) {
+        const std::size_t first = place(x), second = place(y);
+        return first != second ? first < second : keys(x) > keys(y);
+    });
+    std::vector<bool> listed(runs_ - units_[first].runs);
+    std::vector<std::pair<std::size_t, Item>> placed;
+    for (Item &item : order) {
+        for (std::size_t r = item.first; r < item.end; ++r) {
+            if (listed[r - units_[first].runs]) continue;
+            listed[r - units_[first].runs] = true;
+            const std::size_t panel0 = (r - units_[item.unit].runs) * run_panels;
+            placed.push_back({placed.size(), {item.unit, packs, panel0, r, r + 1}});
+        }
+        for (std::int64_t h = 0; h < group; ++h, ++item.head) placed.push_back({placed.size() + ahead, item});
+    }
+    items_.resize(items_.size() + placed.size());
+    put_in_order(placed, items_, items_.size() - placed.size());
+    wave_ends_.push_back(items_.size());
 }
 
-// Whether each unit belongs to one thread: all are small, and there are many, or as many for one thread as for another.
+// Whether each unit belongs to one thread: all are small, and threads that take them by length end together. Of the
+// first k * threads + 1 units some thread has k + 1.
 bool ForwardPlan::alone(int threads) const {
+    if (unit_bytes_ > small_unit) return false;
     const auto count = static_cast<std::size_t>(threads);
-    return unit_bytes_ <= small_unit && (units_.size() >= fair_share * count || units_.size() % count == 0);
+    double longest = 0;
+    for (std::size_t k = 0; k < fair_share && k * count < units_.size(); ++k) {
+        longest = std::max(longest, static_cast<double>(k + 1) * units_[k * count].work);
+    }
+    return longest * threads <= work_ * (1 + 1.0 / fair_share);
 }
 
 // How many units a thread takes at a time: heads of one sequence, as many as leave threads enough bundles to end
 // together. Their statistics may lie in the same cache lines, as their rows do where heads are narrow, and a line that
 // two threads write goes to and fro between them: that was a tenth to a third of the time of a mix of short packed
 // sequences.
-std::size_t ForwardPlan::bundle(std::size_t team) const {
+std::size_t ForwardPlan::bundle(const PlannedUnit &u, std::size_t team) const {
+    const double most = work_ / static_cast<double>(fair_share * team);
     auto heads = static_cast<std::size_t>(problem_.heads_kv);
-    while (problem_.heads_kv % heads != 0 || units_.size() < fair_share * team * heads) {
-        if (--heads <= 1) return 1;
-    }
+    while (heads > 1 && (problem_.heads_kv % heads != 0 || static_cast<double>(heads) * u.work > most)) --heads;
     return heads;
 }
 
+// Whether the others have enough to do if a thread that computes a unit takes what comes next too.
+bool ForwardPlan::plenty(const PlannedUnit &u, std::size_t next, std::size_t team) const {
+    if (next >= units_.size()) return false;
+    const double then = units_[next].work * static_cast<double>(bundle(units_[next], team));
+    return (u.work + then) * static_cast<double>(team) <= work_ - units_[next].before;
+}
+
 std::size_t ForwardPlan::team(int threads) const {
-    return std::clamp<std::size_t>(threads, 1, alone(threads) ? units_.size() : items_.size());
+    const double columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+    const int worth = team_by_work(threads, work_ * columns, work_per_thread);
+    return team_size(worth, static_cast<std::int64_t>(alone(worth) ? units_.size() : items_.size()));
+}
+
+// Waves that may be in memory at a time.
+std::size_t ForwardPlan::slots() const {
+    return std::min<std::size_t>(wave_ends_.size(), wave_bytes_ > most_packed / 2 ? 1 : 2);
 }
 
 std::size_t ForwardPlan::workspace_bytes(int threads) const {
     if (units_.empty()) return 0;
-    if (alone(threads)) return team(threads) * (unit_bytes_ + scratch_bytes_);
-    return wave_bytes_ + team(threads) * scratch_bytes_ + runs_ * sizeof(std::atomic<bool>);
+    const std::size_t count = team(threads);
+    if (alone(static_cast<int>(count))) return count * (unit_bytes_ + scratch_bytes_);
+    return slots() * wave_bytes_ + count * scratch_bytes_ + wave_ends_.size() * sizeof(std::atomic<std::int64_t>) +
+           runs_ * sizeof(std::atomic<bool>);
 }
 
 std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
@@ -192,26 +239,42 @@ std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
     const Job job = {&problem_, &operands, sequences_.data()};
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const std::size_t count = team(threads);
-    const bool own = alone(threads);
-    char *const packed = memory.data(), *const scratch = packed + (own ? count * unit_bytes_ : wave_bytes_);
-    // Of each run: is packed.
-    auto *const ready = reinterpret_cast<std::atomic<bool> *>(scratch + count * scratch_bytes_);
-    for (std::size_t r = 0; !own && r < runs_; ++r) new (ready + r) std::atomic<bool>(false);
-    std::atomic<std::size_t> next = 0;  // the first unit or item that no thread has taken
-    const std::size_t together = bundle(count);
+    const bool own = alone(static_cast<int>(count));
+    char *const scratch = memory.data() + (own ? count * unit_bytes_ : slots() * wave_bytes_);
+    Shared shared{.job = job, .packed = memory.data()};
+    if (!own) {
+        shared.left = reinterpret_cast<std::atomic<std::int64_t> *>(scratch + count * scratch_bytes_);
+        shared.ready = reinterpret_cast<std::atomic<bool> *>(shared.left + wave_ends_.size());
+        for (std::size_t w = 0, first = 0; w < wave_ends_.size(); first = wave_ends_[w++]) {
+            new (shared.left + w) std::atomic<std::int64_t>(wave_ends_[w] - first);
+        }
+        for (std::size_t r = 0; r < runs_; ++r) new (shared.ready + r) std::atomic<bool>(false);
+    }
     std::atomic<std::int64_t> empty = 0;
     run_team(static_cast<int>(count), [&](const Team &team) {
         char *const mine = scratch + team.thread * scratch_bytes_;
-        empty += own ? work_alone(job, team, next, together, packed + team.thread * unit_bytes_, mine)
-                     : work_together(job, team, next, ready, packed, mine);
+        empty += own ? work_alone(shared, team, shared.packed + team.thread * unit_bytes_, mine)
+                     : work_together(shared, team, mine);
     });
     return empty;
 }
 
+// The next unit of a thread's bundle, or of a new one.
+std::size_t ForwardPlan::take(Shared &shared, Bundle &own, std::size_t team) const {
+    if (own.first == own.end) {
+        own.first = shared.next;
+        do {
+            own.end = own.first + (own.first < units_.size() ? bundle(units_[own.first], team) : 1);
+        } while (!shared.next.compare_exchange_weak(own.first, own.end));
+    }
+    return own.first++;
+}
+
 // Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
 // first keys during all tiles that need no more of this one's.
-std::int64_t ForwardPlan::work_alone(const Job &job, const Team &team, std::atomic<std::size_t> &next,
-                                     std::size_t bundle, char *packed, void *scratch) const {
+std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const {
+    const Job &job = shared.job;
+    const auto members = static_cast<std::size_t>(team.size);
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
     const Operands &o = *job.operands;
     const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
@@ -221,15 +284,14 @@ std::int64_t ForwardPlan::work_alone(const Job &job, const Team &team, std::atom
         ahead.add(part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk));
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
-    std::size_t taken = 0, end = 0;  // what is left of a bundle
-    const auto take = [&] {
-        if (taken == end) end = (taken = next.fetch_add(bundle)) + bundle;
-        return taken++;
-    };
+    Bundle own;
     std::int64_t empty = 0;
-    for (std::size_t i = take(), after; i < units_.size(); i = after) {
-        after = take();
-        const PlannedUnit &u = units_[i], *const then = after < units_.size() ? &units_[after] : nullptr;
+    for (std::size_t i = take(shared, own, members), after; i < units_.size(); i = after) {
+        // The next one is taken now, to ask for its memory, if enough are left for the others too.
+        const PlannedUnit &u = units_[i];
+        const bool known = own.first < own.end || plenty(u, shared.next, members);
+        after = known ? take(shared, own, members) : units_.size();
+        const PlannedUnit *const then = after < units_.size() ? &units_[after] : nullptr;
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
         Unit unit = u.unit;
         unit.packed = packed;
@@ -265,37 +327,44 @@ std::int64_t ForwardPlan::work_alone(const Job &job, const Team &team, std::atom
                 empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
+        if (!known) after = take(shared, own, members);
     }
     return empty;
 }
 
-// Called by every thread of a team. Items are taken in order and packing waits for nothing, so no tile waits for ever.
-std::int64_t ForwardPlan::work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
-                                        std::atomic<bool> *ready, char *packed, void *scratch) const {
+// Called by every thread of a team. Items are taken in order, and packing waits for earlier waves alone, so no item
+// waits for ever.
+std::int64_t ForwardPlan::work_together(Shared &shared, const Team &team, void *scratch) const {
     std::int64_t empty = 0;
-    std::size_t i = team.take(next);
-    for (const std::size_t end : wave_ends_) {
-        for (; i < end; i = team.take(next)) empty += do_item(items_[i], job, team, ready, packed, scratch);
-        if (end < items_.size() && !team.barrier()) break;
+    std::size_t wave = 0;
+    for (std::size_t i; (i = team.take(shared.next)) < items_.size();) {
+        while (i >= wave_ends_[wave]) ++wave;
+        empty += do_item(items_[i], wave, shared, team, scratch);
+        if (team.cancelled()) break;  // perhaps in the middle of the item
+        shared.left[wave].fetch_sub(1, std::memory_order_acq_rel);
     }
     return empty;
 }
 
-std::int64_t ForwardPlan::do_item(const Item &item, const Job &job, const Team &team, std::atomic<bool> *ready,
-                                  char *packed, void *scratch) const {
+std::int64_t ForwardPlan::do_item(const Item &item, std::size_t wave, Shared &shared, const Team &team,
+                                  void *scratch) const {
     Unit unit = units_[item.unit].unit;
-    unit.packed = packed + units_[item.unit].offset;
+    unit.packed = shared.packed + wave % slots() * wave_bytes_ + units_[item.unit].offset;
     if (item.head == packs) {
+        if (wave >= slots()) {  // who lies there is done
+            const std::atomic<std::int64_t> &left = shared.left[wave - slots()];
+            if (!team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; })) return 0;
+        }
         const std::int64_t first = static_cast<std::int64_t>(item.at),
                            panels = (unit.key_end - unit.key_begin) / variant_.panel;
-        kernels_.pack(job, unit, first, std::min(first + run_panels, panels));
-        ready[item.first].store(true, std::memory_order_release);
+        kernels_.pack(shared.job, unit, first, std::min(first + run_panels, panels));
+        shared.ready[item.first].store(true, std::memory_order_release);
         return 0;
     }
     for (std::size_t r = item.first; r < item.end; ++r) {
-        if (!team.wait_until([&] { return ready[r].load(std::memory_order_acquire); })) return 0;
+        if (!team.wait_until([&] { return shared.ready[r].load(std::memory_order_acquire); })) return 0;
     }
-    return kernels_.attend(job, unit, item.head, tiles_[item.at], Prefetches{}, scratch);
+    return kernels_.attend(shared.job, unit, item.head, tiles_[item.at], Prefetches{}, scratch);
 }
 
 }  // namespace fusion

@@ -34,7 +34,10 @@ private:
     struct PlannedUnit {
         Unit unit;
         std::size_t first, end;
-        std::size_t bytes, offset;  // packed; in its wave's memory
+        std::size_t bytes = 0, offset = 0;  // packed; in its wave's memory
+        std::size_t runs = 0;               // how many come before its own
+        std::int64_t longest = 0;           // keys of a tile
+        double work = 0, before = 0;        // in pairs of a row and a key; of all units before it
     };
     // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
     // that hold its keys. Runs are counted over the whole plan.
@@ -45,21 +48,32 @@ private:
         std::size_t first, end;
     };
     static constexpr std::int64_t packs = -1;
+    struct Shared {  // by the threads of a run
+        const Job &job;
+        char *packed;
+        std::atomic<std::size_t> next = 0;          // the first unit or item that no thread has taken
+        std::atomic<std::int64_t> *left = nullptr;  // of each wave: its unfinished items
+        std::atomic<bool> *ready = nullptr;         // of each run of panels: is packed
+    };
+
+    struct Bundle {  // units that a thread has taken together and not begun
+        std::size_t first = 0, end = 0;
+    };
 
     void check() const;
     void cut_units();
     void list_items();
     std::size_t runs_of(const PlannedUnit &u) const;
-    void add_items(std::size_t unit);
+    void add_items(std::size_t first, std::size_t end);
     bool alone(int threads) const;
     std::size_t team(int threads) const;
-    std::size_t bundle(std::size_t team) const;
-    std::int64_t work_alone(const Job &job, const Team &team, std::atomic<std::size_t> &next, std::size_t bundle,
-                            char *packed, void *scratch) const;
-    std::int64_t work_together(const Job &job, const Team &team, std::atomic<std::size_t> &next,
-                               std::atomic<bool> *ready, char *packed, void *scratch) const;
-    std::int64_t do_item(const Item &item, const Job &job, const Team &team, std::atomic<bool> *ready, char *packed,
-                         void *scratch) const;
+    std::size_t slots() const;
+    std::size_t bundle(const PlannedUnit &u, std::size_t team) const;
+    std::size_t take(Shared &shared, Bundle &own, std::size_t team) const;
+    bool plenty(const PlannedUnit &u, std::size_t next, std::size_t team) const;
+    std::int64_t work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const;
+    std::int64_t work_together(Shared &shared, const Team &team, void *scratch) const;
+    std::int64_t do_item(const Item &item, std::size_t wave, Shared &shared, const Team &team, void *scratch) const;
 
     const Variant &variant_;
     const Kernels &kernels_;
@@ -70,6 +84,7 @@ private:
     std::vector<Item> items_;
     std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
     std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0;
+    double work_ = 0;  // of all units
 };
 
 }  // namespace fusion

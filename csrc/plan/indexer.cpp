@@ -13,7 +13,11 @@ namespace {
 // Packed keys in memory at a time, unless one sequence has more.
 constexpr std::size_t wave_bytes = std::size_t{64} << 20;
 constexpr std::int64_t panels_per_item = 16;
-constexpr std::int64_t keys_per_share = 1024;  // where threads share a row's keys; a multiple of every panel
+constexpr std::int64_t keys_per_share = 512;  // where threads share a row's keys: a chunk of the kernels
+// Rows of a sequence up to which packing its keys through memory costs more than packing a chunk at a time, which may
+// happen to every few rows anew.
+constexpr std::int64_t few_rows = 4;
+constexpr std::size_t unpacked = ~std::size_t{0};  // the offset of keys that are not packed beforehand
 
 constexpr Require require{"indexer"};
 
@@ -29,7 +33,8 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
         const Sequence &seq = sequences_[b];
         require.lengths(seq);
         require(seq.kv_len < std::int64_t{1} << 30 && problem_.select_count < std::int64_t{1} << 30, "too many keys");
-        const std::size_t bytes = seq.q_len ? kernels_.index_packed_bytes(problem_, seq.kv_len) : 0;
+        const bool packs = seq.q_len > few_rows;
+        const std::size_t bytes = packs ? kernels_.index_packed_bytes(problem_, seq.kv_len) : 0;
         if (waves_.empty() || (used && used + bytes > wave_bytes)) {
             waves_.push_back({b, b, 0, 0});
             used = 0;
@@ -39,7 +44,7 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
         wave.rows += seq.q_len;
         wave.longest = std::max(wave.longest, seq.kv_len);
         first_row_.push_back(rows);
-        offset_.push_back(used);
+        offset_.push_back(packs ? used : unpacked);
         rows += seq.q_len;
         used += bytes;
         packed_bytes_ = std::max(packed_bytes_, used);
@@ -72,17 +77,36 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     char *const packed = memory.data(), *const scores = packed + packed_bytes_,
                 *const scratch = scores + scores_bytes(threads);
+    std::vector<std::vector<Tile>> tiles;  // of each wave
+    for (const Wave &wave : waves_) tiles.push_back(cut(wave, threads));
     run_team(threads, [&](const Team &team) {
         char *const own = scratch + scratch_bytes_ * team.thread;
-        for (const Wave &wave : waves_) {
-            pack(team, wave, job, packed);
-            if (shares_rows(wave, threads)) {
-                choose_together(team, wave, job, packed, reinterpret_cast<float *>(scores), own);
+        for (std::size_t w = 0; w < waves_.size(); ++w) {
+            pack(team, waves_[w], job, packed);
+            if (shares_rows(waves_[w], threads)) {
+                choose_together(team, waves_[w], job, packed, reinterpret_cast<float *>(scores), own);
             } else {
-                choose(team, wave, job, packed, own);
+                choose(team, tiles[w], job, packed, own);
             }
         }
     });
+}
+
+// Last rows first: under a causal band they take longest.
+std::vector<IndexerPlan::Tile> IndexerPlan::cut(const Wave &wave, int threads) const {
+    const std::int64_t most = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
+    std::vector<Tile> tiles;
+    for (std::size_t b = wave.end; b-- > wave.first;) {
+        const std::int64_t size = offset_[b] == unpacked ? few_rows : most;
+        for (std::int64_t end = sequences_[b].q_len; end > 0; end -= size) {
+            tiles.push_back({static_cast<std::int64_t>(b), std::max<std::int64_t>(end - size, 0), end});
+        }
+    }
+    return tiles;
+}
+
+const char *IndexerPlan::keys_of(std::int64_t b, const char *packed) const {
+    return offset_[b] == unpacked ? nullptr : packed + offset_[b];
 }
 
 // The parts of a wave are called by every thread of a team.
@@ -92,44 +116,36 @@ void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job,
     team.share(static_cast<std::int64_t>(wave.end - wave.first) * blocks, [&](std::int64_t i) {
         const std::size_t b = wave.first + static_cast<std::size_t>(i / blocks);
         const std::int64_t first = i % blocks * panels_per_item, end = ceil_div(sequences_[b].kv_len, panel_);
-        if (sequences_[b].q_len == 0 || first >= end) return;
+        if (offset_[b] == unpacked || first >= end) return;
         kernels_.index_pack(job, static_cast<std::int64_t>(b), first, std::min(first + panels_per_item, end),
                             packed + offset_[b]);
     });
 }
 
-void IndexerPlan::choose(const Team &team, const Wave &wave, const SparseJob &job, const char *packed,
+void IndexerPlan::choose(const Team &team, const std::vector<Tile> &tiles, const SparseJob &job, const char *packed,
                          char *scratch) const {
     const auto compute = problem_.select_count ? kernels_.index_rows : kernels_.index_stats;
-    const std::int64_t tile = std::clamp<std::int64_t>(wave.rows / (4 * team.size), 1, index_tile_rows);
-    const std::int64_t tiles = ceil_div(wave.rows, tile), first = first_row_[wave.first];
-    team.share(tiles, [&](std::int64_t i) {
-        // Last rows first: under a causal band they take longest.
-        std::int64_t row = first + (tiles - 1 - i) * tile;
-        const std::int64_t end = std::min(row + tile, first + wave.rows);
-        while (row < end) {
-            const std::int64_t b = sequence_of(first_row_, row), start = first_row_[b];
-            const std::int64_t own = std::min(end, first_row_[b + 1]);
-            compute(job, b, row - start, own - start, packed + offset_[b], scratch);
-            row = own;
-        }
+    team.share(tiles.size(), [&](std::size_t i) {
+        const Tile &tile = tiles[i];
+        compute(job, tile.seq, tile.row0, tile.row1, keys_of(tile.seq, packed), scratch);
     });
 }
 
 void IndexerPlan::choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed,
                                   float *scores, char *scratch) const {
-    const std::int64_t parts = ceil_div(wave.longest, keys_per_share), first = first_row_[wave.first];
-    team.share(wave.rows * parts, [&](std::int64_t i) {
-        const std::int64_t row = first + i / parts, begin = i % parts * keys_per_share;
-        const std::int64_t b = sequence_of(first_row_, row);
+    const std::int64_t parts = ceil_div(wave.longest, keys_per_share), pitch = parts * keys_per_share;
+    const std::int64_t first = first_row_[wave.first];
+    team.share(static_cast<std::int64_t>(wave.end - wave.first) * parts, [&](std::int64_t i) {
+        const auto b = static_cast<std::int64_t>(wave.first) + i / parts;
+        const std::int64_t begin = i % parts * keys_per_share, rows = sequences_[b].q_len;
         const std::int64_t end = std::min(begin + keys_per_share, sequences_[b].kv_len);
-        if (begin >= end) return;
-        kernels_.index_scores(job, b, row - first_row_[b], begin, end, packed + offset_[b],
-                              scores + i / parts * parts * keys_per_share, scratch);
+        if (begin >= end || rows == 0) return;
+        kernels_.index_scores(job, b, 0, rows, begin, end, begin + team.size * keys_per_share, keys_of(b, packed),
+                              scores + (first_row_[b] - first) * pitch, pitch, scratch);
     });
     team.share(wave.rows, [&](std::int64_t i) {
         const std::int64_t b = sequence_of(first_row_, first + i);
-        kernels_.index_choose(job, b, first + i - first_row_[b], scores + i * parts * keys_per_share, scratch);
+        kernels_.index_choose(job, b, first + i - first_row_[b], scores + i * pitch, scratch);
     });
 }
 

@@ -33,10 +33,16 @@ private:
         std::int64_t rows;
         std::int64_t longest;
     };
+    struct Tile {  // rows that one thread chooses for
+        std::int64_t seq, row0, row1;
+    };
+    std::vector<Tile> cut(const Wave &wave, int threads) const;
+    const char *keys_of(std::int64_t b, const char *packed) const;  // of a sequence, or null: packed by who meets them
     bool shares_rows(const Wave &wave, int threads) const;
     std::size_t scores_bytes(int threads) const;
     void pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const;
-    void choose(const Team &team, const Wave &wave, const SparseJob &job, const char *packed, char *scratch) const;
+    void choose(const Team &team, const std::vector<Tile> &tiles, const SparseJob &job, const char *packed,
+                char *scratch) const;
     void choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed, float *scores,
                          char *scratch) const;
 
@@ -45,7 +51,7 @@ private:
     SparseProblem problem_;
     std::vector<Sequence> sequences_;
     std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
-    std::vector<std::size_t> offset_;      // of its keys in the wave's memory
+    std::vector<std::size_t> offset_;      // of its keys in the wave's memory, where they are packed beforehand
     std::vector<Wave> waves_;
     std::size_t packed_bytes_ = 0, scratch_bytes_ = 0;
 };

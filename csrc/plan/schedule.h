@@ -50,6 +50,11 @@ constexpr int team_size(int threads, std::int64_t pieces) {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(pieces, 1)));
 }
 
+// The same by how much work there is, of which one thread more needs so much to bring more than it costs.
+inline int team_by_work(int threads, double work, double work_per_thread) {
+    return static_cast<int>(std::clamp(1 + work / work_per_thread, 1.0, static_cast<double>(std::max(threads, 1))));
+}
+
 // The sequence of a row, where rows are counted over all sequences; first_row: of each, and behind the last.
 inline std::int64_t sequence_of(const std::vector<std::int64_t> &first_row, std::int64_t row) {
     return std::upper_bound(first_row.begin(), first_row.end() - 1, row) - first_row.begin() - 1;

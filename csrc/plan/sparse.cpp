@@ -2,7 +2,6 @@
 
 #include "plan/arena.h"
 #include "plan/schedule.h"
-#include "plan/sparse_batches.h"
 #include "plan/team.h"
 
 #include <algorithm>
@@ -18,13 +17,32 @@ namespace {
 // Sums of key gradients in memory at a time, unless one sequence alone takes more.
 constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
-constexpr std::int64_t batch_rows = 64;                     // of a loss over lists, whose notes are added together
-constexpr std::size_t notes_bytes = std::size_t{64} << 20;  // of a batch, unless it is one row
+// Items of a batch, unless the team is larger: sums of a range are brought near a core once a batch.
+constexpr std::int64_t least_batch = 32;
+// Notes in memory, unless those of one item take more; a larger team has more items begun.
+constexpr std::size_t most_notes = std::size_t{64} << 20, most_notes_per_thread = std::size_t{8} << 20;
+// Keys of a range, about: their sums stay near a core.
+constexpr std::int64_t range_keys = 1024;
+// Of a row in a range, on average: fewer would not be worth reading the row's heads for.
+constexpr std::int64_t least_keys = 16;
+constexpr std::int64_t strip_keys = 32, most_strips = 4096;
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
 constexpr Require require{"selection"};
 
 std::size_t lines(std::size_t bytes) { return round_up(bytes, cache_line); }
+
+// A batch's ranges come as many items later as there are threads, and as many more are begun meanwhile.
+Batches::Pace pace_of(int team, std::size_t bytes) {
+    const std::int64_t members = team > 1 ? team : 0;  // one thread computes items in order and never runs ahead
+    const std::size_t room = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
+    const auto slots = std::max<std::int64_t>(static_cast<std::int64_t>(room), 1);
+    const std::int64_t wanted = std::max<std::int64_t>(least_batch, team);
+    const std::int64_t lag = std::min(members, slots / 3);
+    const std::int64_t ahead = members ? std::min(std::max(members, wanted / 2), slots / 3) : 0;
+    const std::int64_t items = std::min(wanted, slots - lag - ahead);
+    return {items, lag, items + lag + ahead, least_keys};
+}
 
 // How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
 struct Progress {
@@ -119,8 +137,9 @@ void SparsePlan::divide() {
                 used = 0;
             }
             Wave &wave = waves_.back();
-            units_.push_back({static_cast<std::int64_t>(b), head, wave.items, tile, used});
-            wave.items += ceil_div(seq.q_len, tile_rows_) * ceil_div(group, tile);
+            const std::int64_t items = ceil_div(seq.q_len, tile_rows_) * ceil_div(group, tile);
+            units_.push_back({static_cast<std::int64_t>(b), head, wave.items, items, tile, used});
+            wave.items += items;
             ++wave.end;
             used += bytes;
             sums_bytes_ = std::max(sums_bytes_, used);
@@ -152,20 +171,23 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     at.scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
                             : kernels_.gradient_bytes(problem_, most_heads_, longest_);
     at.team = team_size(threads, std::max(most_items_, ceil_div(longest_, keys_per_item)));
-    if (over_lists()) {
-        at.notes = kernels_.list_notes_bytes(problem_, longest_);
-        const auto most_rows = static_cast<std::int64_t>(std::max<std::size_t>(notes_bytes / at.notes, 1));
-        at.batch_rows = std::min(std::max<std::int64_t>(batch_rows, 2 * at.team), most_rows);
-        at.noted = std::min<std::int64_t>(at.batch_rows + at.team, most_items_);
-    } else {
+    if (in_turns()) {
         at.progress = lines(items * sizeof(Progress));
+        return at;
     }
+    at.strip_keys = std::max(strip_keys, ceil_div(longest_, most_strips));
+    const auto edges = static_cast<std::size_t>(ceil_div(longest_, at.strip_keys) + 1);
+    at.starts = lines(edges * sizeof(std::int32_t));
+    at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // as Batches::work() needs it
+    at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_, longest_);
+    at.pace = pace_of(at.team, at.notes);
+    at.pace.slots = std::min(at.pace.slots, std::max<std::int64_t>(most_items_, 1));
     return at;
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
     const Layout at = layout(threads);
-    return at.sums + at.shares + at.progress + at.notes * static_cast<std::size_t>(at.noted) +
+    return at.sums + at.shares + at.progress + at.notes * static_cast<std::size_t>(at.pace.slots) +
            at.scratch * static_cast<std::size_t>(at.team);
 }
 
@@ -200,7 +222,8 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
-    char *const notes = progress + at.progress, *const scratch = notes + at.notes * static_cast<std::size_t>(at.noted);
+    char *const notes = progress + at.progress, *const scratch =
+                                                    notes + at.notes * static_cast<std::size_t>(at.pace.slots);
     State state{.job = job, .sums = memory.data(), .notes = notes};
     state.shares = reinterpret_cast<float *>(found);
     state.losses = reinterpret_cast<double *>(found);
@@ -208,7 +231,7 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
     std::deque<Batches> batches;  // of every wave
     for (const Wave &wave : waves_) {
-        if (over_lists()) batches.emplace_back(wave.items, at.batch_rows, at.noted, ranges_of(wave, at.batch_rows));
+        if (!in_turns()) batches.emplace_back(work_of(wave, at), at.pace);
     }
     double total = 0.0;
     for (const Wave &wave : waves_) {
@@ -217,8 +240,8 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
         run_team(at.team, [&](const Team &team) {
             char *const own = scratch + at.scratch * team.thread;
             clear_sums(team, wave, state);
-            if (over_lists()) descend_lists(wave, state, batches[&wave - waves_.data()], team, at, own);
-            else descend(wave, state, team, own);
+            if (in_turns()) descend_tiles(team, wave, state, own);
+            else descend_lists(team, wave, state, batches[&wave - waves_.data()], at, own);
             team.barrier();
             store_keys(team, wave, state);
         });
@@ -273,80 +296,51 @@ void SparsePlan::store_keys(const Team &team, const Wave &wave, const State &sta
     });
 }
 
-void SparsePlan::descend(const Wave &wave, State &state, const Team &team, char *scratch) const {
+// A loss without selection.
+void SparsePlan::descend_tiles(const Team &team, const Wave &wave, State &state, char *scratch) const {
     // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
     for (std::int64_t i; (i = team.take(state.taken)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
         State::View view = {&state, &team, unit.first_item};
         const Turn turn = {&view, i, State::wait, State::done};
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
-        const SparseItem item = item_at(unit, i - unit.first_item);
-        if (attention_) {
-            kernels_.tile_loss(state.job, item, turn, sums, state.losses + i, scratch);
-        } else {
-            kernels_.gradient(state.job, item, turn, sums, state.shares + i * most_heads_, scratch);
-        }
+        kernels_.tile_loss(state.job, item_at(unit, i - unit.first_item), turn, sums, state.losses + i, scratch);
     }
 }
 
-std::int64_t SparsePlan::ranges_in(const Unit &unit) const {
-    return std::max<std::int64_t>(ceil_div(sequences_[unit.seq].kv_len, loss_range_keys), 1);
-}
-
-// Ranges of keys of the units that each batch of rows has.
-std::vector<std::int64_t> SparsePlan::ranges_of(const Wave &wave, std::int64_t batch) const {
-    std::vector<std::int64_t> found;
-    for (std::int64_t first = 0; first < wave.items; first += batch) {
-        std::int64_t count = 0;
-        by_unit(wave, first, std::min(first + batch, wave.items),
-                [&](const Unit &unit, std::int64_t, std::int64_t) { count += ranges_in(unit); });
-        found.push_back(count);
-    }
-    return found;
-}
-
-// body(unit, its first item of [first, end), and behind its last one)
-template <class Body>
-void SparsePlan::by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const {
-    while (first < end) {
-        const Unit &unit = unit_of(wave, first);
-        const std::int64_t stop = std::min(unit.first_item + sequences_[unit.seq].q_len, end);
-        body(unit, first, stop);
-        first = stop;
-    }
-}
-
-// As descend(), for a loss over lists.
-void SparsePlan::descend_lists(const Wave &wave, State &state, Batches &batches, const Team &team, const Layout &at,
+void SparsePlan::descend_lists(const Team &team, const Wave &wave, State &state, Batches &batches, const Layout &at,
                                char *scratch) const {
     const auto notes_of = [&](std::int64_t i) {
-        return state.notes + at.notes * static_cast<std::size_t>(i % at.noted);
+        char *const slot = state.notes + at.notes * static_cast<std::size_t>(i % at.pace.slots);
+        return Notes{slot + at.starts, reinterpret_cast<std::int32_t *>(slot), at.strip_keys};
     };
-    while (!team.cancelled()) {
-        Batches::Task task;
-        if (!team.wait_until([&] { return (task = batches.next()).kind != Batches::Kind::wait; })) return;
-        if (task.kind == Batches::Kind::end) return;
-        if (task.kind == Batches::Kind::row) {
-            const Unit &unit = unit_of(wave, task.index);
-            const SparseItem item = item_at(unit, task.index - unit.first_item);
-            kernels_.list_loss(state.job, item, notes_of(task.index), state.losses + task.index, scratch);
-            batches.done(task);
-            continue;
+    const auto note = [&](std::int64_t i) {
+        const Unit &unit = unit_of(wave, i);
+        const SparseItem item = item_at(unit, i - unit.first_item);
+        if (attention_) kernels_.list_loss(state.job, item, notes_of(i), state.losses + i, scratch);
+        else kernels_.gradient(state.job, item, notes_of(i), state.shares + i * most_heads_, scratch);
+    };
+    const auto add = [&](const Batches::Batch &batch, const KeyRange &range) {
+        const Unit &unit = units_[wave.first + batch.unit];
+        const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
+        for (std::int64_t i = batch.first; i < batch.end && !team.cancelled(); ++i) {
+            const Notes next = notes_of(i + 1);
+            kernels_.add_keys(state.job, item_at(unit, i - unit.first_item), notes_of(i),
+                              i + 1 < batch.end ? &next : nullptr, range, sums, scratch);
         }
-        const std::int64_t first = task.batch * at.batch_rows, end = std::min(first + at.batch_rows, wave.items);
-        std::int64_t range = task.index;  // counted from the unit's first one
-        by_unit(wave, first, end, [&](const Unit &unit, std::int64_t i, std::int64_t stop) {
-            const std::int64_t own = range;
-            range -= ranges_in(unit);
-            if (own < 0 || range >= 0) return;
-            const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
-            for (; i < stop; ++i) {
-                void *const next = i + 1 < stop ? notes_of(i + 1) : nullptr;
-                kernels_.add_list(state.job, item_at(unit, i - unit.first_item), notes_of(i), next, own, sums, scratch);
-            }
-        });
-        batches.done(task);
+    };
+    const auto starts_of = [&](std::int64_t i) { return notes_of(i).starts; };
+    batches.work(team, note, starts_of, add, reinterpret_cast<std::int64_t *>(scratch));
+}
+
+std::vector<Batches::Unit> SparsePlan::work_of(const Wave &wave, const Layout &at) const {
+    std::vector<Batches::Unit> units;
+    for (std::size_t u = wave.first; u < wave.end; ++u) {
+        const std::int64_t kv_len = sequences_[units_[u].seq].kv_len;
+        const std::int64_t ranges = std::max<std::int64_t>(at.team, ceil_div(kv_len, range_keys));
+        units.push_back({units_[u].items, ceil_div(kv_len, at.strip_keys), ranges});
     }
+    return units;
 }
 
 }  // namespace fusion

@@ -2,23 +2,19 @@
 //
 // An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
 // backward, items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do
-// not depend on the number of threads. They wait for their turn; those of a loss over lists leave notes, which are
-// added batch by batch (plan/sparse_batches.h): on its way between two cores or to memory and back a sum takes longer
-// than to add to. Compiled for the baseline instruction set.
+// not depend on the number of threads. They leave notes, which are added batch by batch (plan/sparse_batches.h): rows
+// name keys all over a sequence, and each would wait for all before it. Tiles of a loss without selection meet keys in
+// one order and wait for their turn. Compiled for the baseline instruction set.
 
 #pragma once
 
 #include "data/variant_sparse.h"
+#include "plan/sparse_batches.h"
 
-#include <atomic>
-#include <memory>
 #include <optional>
 #include <vector>
 
 namespace fusion {
-
-class Batches;
-struct Team;
 
 class SparsePlan {
 public:
@@ -43,9 +39,9 @@ public:
     bool backward() const { return backward_; }
 
 private:
-    struct Unit {                                     // a sequence and a key head
-        std::int64_t seq, head_kv, first_item, tile;  // tile: heads of an item
-        std::size_t offset;                           // of its sums in the wave's memory
+    struct Unit {                                            // a sequence and a key head
+        std::int64_t seq, head_kv, first_item, items, tile;  // tile: heads of an item
+        std::size_t offset;                                  // of its sums in the wave's memory
     };
     struct Wave {  // units whose sums are in memory together
         std::size_t first, end;
@@ -53,9 +49,10 @@ private:
     };
     struct Layout {  // of the workspace
         std::size_t sums = 0, shares = 0, progress = 0, scratch = 0;
+        std::size_t notes = 0, starts = 0;  // of an item; starts: the part of Notes::starts
         int team = 1;
-        std::size_t notes = 0;                   // of a row of a loss over lists
-        std::int64_t batch_rows = 0, noted = 0;  // rows that come together, and that have notes
+        std::int64_t strip_keys = 1;
+        Batches::Pace pace{};
     };
     struct State;  // of a run
 
@@ -66,16 +63,14 @@ private:
     SparseItem item_at(const Unit &unit, std::int64_t index) const;
     const Unit &unit_of(const Wave &wave, std::int64_t item) const;
     void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
-    bool over_lists() const { return attention_ && problem_.select_count; }
+    bool in_turns() const { return attention_ && !problem_.select_count; }
+    std::vector<Batches::Unit> work_of(const Wave &wave, const Layout &at) const;
     void clear_sums(const Team &team, const Wave &wave, const State &state) const;
-    void descend(const Wave &wave, State &state, const Team &team, char *scratch) const;
-    void descend_lists(const Wave &wave, State &state, Batches &batches, const Team &team, const Layout &at,
+    void descend_tiles(const Team &team, const Wave &wave, State &state, char *scratch) const;
+    void descend_lists(const Team &team, const Wave &wave, State &state, Batches &batches, const Layout &at,
                        char *scratch) const;
-    std::int64_t ranges_in(const Unit &unit) const;
-    std::vector<std::int64_t> ranges_of(const Wave &wave, std::int64_t batch) const;
     void store_keys(const Team &team, const Wave &wave, const State &state) const;
     template <class Body> void share_keys(const Team &team, const Wave &wave, const State &state, Body body) const;
-    template <class Body> void by_unit(const Wave &wave, std::int64_t first, std::int64_t end, Body body) const;
 
     const SparseKernels &kernels_;
     SparseProblem problem_;

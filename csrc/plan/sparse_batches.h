@@ -1,60 +1,166 @@
-// Who computes what next in a loss over lists. Rows come in batches: when a batch's rows are computed, what they add to
-// sums of keys is added, one range of keys at a time and row after row, so that a sum is formed in the order of rows
-// whoever forms it. Meanwhile others begin the rows of the next batch, as far as there is memory for notes.
+// Who does what when where items note what they add to sums of keys. Items of a unit come in batches. When all of a
+// batch have left their notes, its keys are divided into ranges that are as much work as each other, and notes are
+// added range by range, item after item: a sum is formed in the order of items, whoever forms it and however keys are
+// divided.
+//
+// Tasks stand in one list and threads take them in its order. A batch's ranges come `lag` items behind its last item,
+// which is computed by then, and a range of the batch before a whole batch earlier, so threads hardly ever wait. They
+// wait for earlier tasks alone: the first unfinished one never does.
 
 #pragma once
 
+#include "data/sparse.h"
+#include "plan/team.h"
+
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
-#include <mutex>
-#include <utility>
+#include <memory>
 #include <vector>
 
 namespace fusion {
 
 class Batches {
 public:
-    enum class Kind { row, keys, wait, end };
-    struct Task {
-        Kind kind;
-        std::int64_t batch, index;  // a row of all, or a range of the batch's keys
+    struct Pace {
+        std::int64_t items;  // of a batch, at most
+        std::int64_t lag;
+        std::int64_t slots;       // items whose notes have room: at least items + lag, and more let threads run ahead
+        std::int64_t least_keys;  // that an item adds to in a range, on average
+    };
+    struct Unit {
+        std::int64_t items, strips, ranges;  // ranges: of each batch, at most
+    };
+    struct Batch {
+        std::size_t unit;
+        std::int64_t first, end;  // items
+        std::int64_t number;      // of the unit's batches
+        std::int64_t strips, ranges;
+        std::int64_t first_strip, first_edge;  // of the unit's in progress_, of its own in edges_
     };
 
-    // ranges: of each batch, at least one; noted: rows whose notes have room, more than a batch has.
-    Batches(std::int64_t rows, std::int64_t batch_rows, std::int64_t noted, std::vector<std::int64_t> ranges)
-        : rows_(rows), batch_rows_(batch_rows), noted_(noted), ranges_(std::move(ranges)),
-          unfinished_(ranges_.size(), batch_rows) {
-        if (rows % batch_rows) unfinished_.back() = rows % batch_rows;
-    }
-
-    Task next() {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (batch_ == size()) return {Kind::end, 0, 0};
-        if (!unfinished_[batch_] && range_ < ranges_[batch_]) return {Kind::keys, batch_, range_++};
-        if (row_ < rows_ && row_ < batch_ * batch_rows_ + noted_) {
-            const std::int64_t row = row_++;
-            return {Kind::row, row / batch_rows_, row};
+    Batches(const std::vector<Unit> &units, const Pace &pace) : slots_(pace.slots), least_keys_(pace.least_keys) {
+        std::int64_t items = 0, strips = 0, edges = 0;
+        for (std::size_t u = 0; u < units.size(); ++u) {
+            const Unit &unit = units[u];
+            for (std::int64_t number = 0, end = items + unit.items; items < end; ++number) {
+                const std::int64_t stop = std::min(items + pace.items, end);
+                batches_.push_back({u, items, stop, number, unit.strips, unit.ranges, strips, edges});
+                items = stop;
+                edges += unit.ranges + 1;
+            }
+            strips += unit.strips;
         }
-        return {Kind::wait, 0, 0};
+        list_tasks(items, pace.lag);
+        edges_.resize(static_cast<std::size_t>(edges));
+        progress_ = std::make_unique<std::atomic<std::int64_t>[]>(static_cast<std::size_t>(strips));
+        left_ = std::make_unique<Left[]>(batches_.size());
+        for (std::size_t b = 0; b < batches_.size(); ++b) {
+            left_[b].items = batches_[b].end - batches_[b].first;
+            left_[b].ranges = batches_[b].ranges;
+        }
     }
 
-    void done(const Task &task) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (task.kind == Kind::row) --unfinished_[task.batch];
-        if (task.kind != Kind::keys || ++added_ < ranges_[batch_]) return;
-        ++batch_;
-        range_ = added_ = 0;
+    // One thread's part: note(item) leaves an item's notes, add(batch, range) adds a batch's, and starts_of(item) are
+    // Notes::starts. room: for as many numbers as units have strips, and one more, which no other thread uses; note and
+    // add may use it too.
+    template <class Note, class StartsOf, class Add>
+    void work(const Team &team, const Note &note, const StartsOf &starts_of, const Add &add, std::int64_t *room) {
+        for (std::int64_t task; (task = team.take(taken_)) < tasks_;) {
+            const auto after = [](std::int64_t t, const Segment &segment) { return t < segment.task; };
+            const Segment &found = *(std::upper_bound(segments_.begin(), segments_.end(), task, after) - 1);
+            const std::int64_t index = task - found.task;
+            if (found.adds) add_range(team, found.first, index, add);
+            else note_item(team, found.first + index, note, starts_of, room);
+        }
     }
 
 private:
-    std::int64_t size() const { return static_cast<std::int64_t>(ranges_.size()); }
+    struct Segment {  // of the list: items from `first` on, or the ranges of batch `first`
+        std::int64_t task, first;
+        bool adds;
+    };
+    struct Left {  // of a batch: what is to be done, and whether its keys are divided
+        std::atomic<std::int64_t> items, ranges;
+        std::atomic<bool> divided;
+    };
 
-    std::mutex mutex_;
-    const std::int64_t rows_, batch_rows_, noted_;
-    const std::vector<std::int64_t> ranges_;
-    std::vector<std::int64_t> unfinished_;  // rows of each batch
-    std::int64_t row_ = 0;                  // the next one
-    std::int64_t batch_ = 0;                // whose keys are next, from range_ on; added_ of its ranges are done
-    std::int64_t range_ = 0, added_ = 0;
+    void list_tasks(std::int64_t items, std::int64_t lag) {
+        std::int64_t item = 0;
+        for (std::size_t b = 0; b < batches_.size(); ++b) {
+            const std::int64_t due = std::min(batches_[b].end + lag, items);
+            if (item < due) {
+                segments_.push_back({tasks_, item, false});
+                tasks_ += due - item;
+                item = due;
+            }
+            segments_.push_back({tasks_, static_cast<std::int64_t>(b), true});
+            tasks_ += batches_[b].ranges;
+        }
+    }
+
+    std::int64_t batch_of(std::int64_t item) const {
+        const auto after = [](std::int64_t i, const Batch &batch) { return i < batch.first; };
+        return std::upper_bound(batches_.begin(), batches_.end(), item, after) - batches_.begin() - 1;
+    }
+
+    template <class Note, class StartsOf>
+    void note_item(const Team &team, std::int64_t item, const Note &note, const StartsOf &starts_of,
+                   std::int64_t *room) {
+        if (item >= slots_) {  // what its slot last held has been added
+            const std::atomic<std::int64_t> &ranges = left_[batch_of(item - slots_)].ranges;
+            if (!team.wait_until([&] { return ranges.load(std::memory_order_acquire) == 0; })) return;
+        }
+        note(item);
+        const std::int64_t b = batch_of(item);
+        if (left_[b].items.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        divide(batches_[b], starts_of, room);
+        left_[b].divided.store(true, std::memory_order_release);
+    }
+
+    // Range r ends at the first strip before which r + 1 shares of all keys lie.
+    template <class StartsOf>
+    void divide(const Batch &batch, const StartsOf &starts_of, std::int64_t *before) {
+        std::fill_n(before, batch.strips + 1, 0);
+        for (std::int64_t i = batch.first; i < batch.end; ++i) {
+            const std::int32_t *const starts = starts_of(i);
+            for (std::int64_t strip = 0; strip <= batch.strips; ++strip) before[strip] += starts[strip];
+        }
+        const std::int64_t keys = before[batch.strips], items = batch.end - batch.first;
+        const std::int64_t share = std::max(keys / batch.ranges + 1, least_keys_ * items);
+        std::int64_t *const edges = &edges_[batch.first_edge], strip = 0;
+        for (std::int64_t range = 0; range < batch.ranges; ++range) {
+            while (strip < batch.strips && before[strip] < range * share) ++strip;
+            edges[range] = strip;
+        }
+        edges[batch.ranges] = batch.strips;
+    }
+
+    template <class Add> void add_range(const Team &team, std::int64_t b, std::int64_t index, const Add &add) {
+        const Batch &batch = batches_[b];
+        if (!team.wait_until([&] { return left_[b].divided.load(std::memory_order_acquire); })) return;
+        const std::int64_t *const edges = &edges_[batch.first_edge + index];
+        const KeyRange range = {edges[0], edges[1]};
+        std::atomic<std::int64_t> *const progress = &progress_[batch.first_strip];
+        for (std::int64_t strip = range.first; strip < range.end; ++strip) {
+            const auto added = [&] { return progress[strip].load(std::memory_order_acquire) == batch.number; };
+            if (!team.wait_until(added)) return;
+        }
+        if (range.first < range.end) add(batch, range);
+        for (std::int64_t strip = range.first; strip < range.end; ++strip) {
+            progress[strip].store(batch.number + 1, std::memory_order_release);
+        }
+        left_[b].ranges.fetch_sub(1, std::memory_order_acq_rel);
+    }
+
+    const std::int64_t slots_, least_keys_;
+    std::vector<Batch> batches_;
+    std::vector<Segment> segments_;
+    std::vector<std::int64_t> edges_;  // strips at which ranges begin, of each batch one more than it has ranges
+    std::int64_t tasks_ = 0;
+    std::atomic<std::int64_t> taken_ = 0;
+    std::unique_ptr<Left[]> left_;
+    std::unique_ptr<std::atomic<std::int64_t>[]> progress_;  // [strip of all units], batches that are added
 };
 
 }  // namespace fusion

@@ -30,7 +30,7 @@ struct Single {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(FUSION_BRAIN_PRODUCTS)
 // Two neighbouring bfloat16 per word; products and sums in float32.
 struct Pair {
     using Word = std::uint32_t;
@@ -39,11 +39,9 @@ struct Pair {
     static constexpr bool fused = true;
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return dot(sum, all(a), b); }
-    static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
-    }
+    static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return dot_brains(sum, a, b); }
     static FUSION_INLINE void store_elements(Word *row, std::int64_t at, Floats low, Floats high) {
-        store(row + at / 2, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+        store(row + at / 2, brains_of(low, high));
     }
     static FUSION_INLINE float get(const Word *row, std::int64_t at) {
         const std::uint32_t bits = (row[at / 2] >> (at % 2 * 16)) << 16;
@@ -52,9 +50,7 @@ struct Pair {
         return out;
     }
     // a * b - product, exactly: what rounding the product left.
-    static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) {
-        return (Floats)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
-    }
+    static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) { return fused_difference(a, b, product); }
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words join(const Floats (&rows)[2]) {
         const Both both = joined(rows[0], rows[1]);
@@ -72,33 +68,39 @@ struct Pair {
         to[0] = interleaved<0, 2 * lanes>((Both)low, (Both)high, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>((Both)low, (Both)high, Lanes{});
     }
-    // The same with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8 i + 4.
+    // The same of as many columns as a panel has; change() what was loaded. No loop: to the compiler whoever inlines it
+    // would be larger, and it would inline less elsewhere.
+    template <int Column = 0, class T, class Change>
+    static FUSION_INLINE void interleave_panel(const T *one, const T *two, Word *to, Change change) {
+        Words both[2];
+        interleave(change(load<Words>(one + Column)), change(load<Words>(two + Column)), both);
+        store(to + Column, both[0]);
+        store(to + Column + lanes, both[1]);
+        if constexpr (Column + 2 * lanes < panel) interleave_panel<Column + 2 * lanes>(one, two, to, change);
+    }
+    // As interleave() with one instruction for each word: words 4 i ... 4 i + 3 are of columns from 8 i on, or (High) 8
+    // i + 4.
     template <bool High> static FUSION_INLINE Words unpack(Words low, Words high) {
-        return (Words)(High ? _mm512_unpackhi_epi16((__m512i)low, (__m512i)high)
-                            : _mm512_unpacklo_epi16((__m512i)low, (__m512i)high));
+        return unpack_halves<High>(low, high);
     }
     // To an error of 2e-7 beside that of the result's last bit; exact at 1.
     static FUSION_INLINE Floats log2(Floats x) {
-        const __m512 m = _mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_nan);
-        const __m512 exponent = _mm512_getexp_ps((__m512)x);
-        const __mmask16 below = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.0f), _CMP_LT_OQ);
-        const Floats whole = (Floats)_mm512_mask_add_ps(exponent, below, exponent, _mm512_set1_ps(1.0f));
-        const Floats s = ((Floats)m - 1.0f) / ((Floats)m + 1.0f), t = s * s;  // log(m) = 2 artanh(s)
-        return whole + s * (2 * log2_e * (1.0f + t * (1.0f / 3 + t * (0.2f + t * (1.0f / 7)))));
+        Floats exponent;
+        const Floats m = mantissa_of(x, exponent);
+        const Floats s = (m - 1.0f) / (m + 1.0f), t = s * s;  // log(m) = 2 artanh(s)
+        return exponent + s * (2 * log2_e * (1.0f + t * (1.0f / 3 + t * (0.2f + t * (1.0f / 7)))));
     }
     // 2^x to a relative error of 9e-5, where rounding to bfloat16 leaves 2e-3; exact at 0.
     static FUSION_INLINE Floats power(Floats x) {
-        const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const Floats r = fraction_of(x);
         const Floats p = ((7.706704199e-2f * r + 2.276449912e-1f) * r + 6.951167864e-1f) * r + 1.0f;
-        return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+        return scaled_by_power(p, x);
     }
 
 private:
     typedef std::uint16_t Both __attribute__((vector_size(lanes * 4)));
 
-    static FUSION_INLINE Both joined(Floats low, Floats high) {
-        return (Both)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    }
+    static FUSION_INLINE Both joined(Floats low, Floats high) { return (Both)brains_of(low, high); }
     template <int From, int Apart, int... I>
     static FUSION_INLINE Words interleaved(Both a, Both b, std::integer_sequence<int, I...>) {
         return (Words)__builtin_shufflevector(a, b, (From + I / 2 + I % 2 * Apart)...);

@@ -10,6 +10,16 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Dot products that the instruction set has besides multiply-adds: of pairs of bfloat16, and of bytes.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define FUSION_BRAIN_PRODUCTS
+#endif
+#if defined(__AVX512VNNI__) || (defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD))
+#define FUSION_BYTE_PRODUCTS
 #endif
 
 #define FUSION_INLINE inline __attribute__((always_inline))
@@ -45,8 +55,8 @@ struct Brain {  // bfloat16
 
 constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f, least_weight = 1.17549435e-38f;
 
-template <class T> FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
-template <class T> FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }
+template <class T> constexpr FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr FUSION_INLINE T most(T a, T b) { return a < b ? b : a; }
 
 template <class V> FUSION_INLINE V load(const void *from) {  // unaligned
     V out;

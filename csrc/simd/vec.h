@@ -8,6 +8,11 @@
 #else
 #include "simd/vec_portable.h"  // IWYU pragma: export
 #endif
+#if defined(__AVX512BF16__)
+#include "simd/brain_avx512.h"  // IWYU pragma: export
+#elif defined(FUSION_BRAIN_PRODUCTS)
+#include "simd/brain_neon.h"  // IWYU pragma: export
+#endif
 
 namespace fusion {
 namespace {
@@ -46,16 +51,14 @@ FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) 
 
 FUSION_INLINE Floats to_floats(Brain, Halves x) { return floats_of(widen(x) << 16); }
 
+#if !defined(FUSION_BRAIN_PRODUCTS)
 FUSION_INLINE Halves from_floats(Brain, Floats x) {
-#if defined(__AVX512BF16__)
-    return (Halves)_mm512_cvtneps_pbh((__m512)x);
-#else
     const Words bits = bits_of(x);
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
     const Words quiet = bits >> 16 | 0x40;
     return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
-#endif
 }
+#endif
 
 // The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.
 FUSION_INLINE Floats load_floats(const float *from, std::int64_t n) {
@@ -89,10 +92,8 @@ template <class T> FUSION_INLINE void store_both(T *to, Floats low, Floats high)
     store_floats(to, low, lanes);
     store_floats(to + lanes, high, lanes);
 }
-#if defined(__AVX512BF16__)
-FUSION_INLINE void store_both(Brain *to, Floats low, Floats high) {
-    store(to, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-}
+#if defined(FUSION_BRAIN_PRODUCTS)
+FUSION_INLINE void store_both(Brain *to, Floats low, Floats high) { store(to, brains_of(low, high)); }
 #endif
 
 // n elements times a factor; `from` is filled up to whole vectors.

@@ -1,4 +1,5 @@
 // SSE, AVX2 and NEON: the same functions as vec_avx512.h, in vector types alone but for an instruction here and there.
+// NEON takes and rounds denormal float16 whatever FZ says (plan/denormals.h), as F16C does.
 
 #pragma once
 
@@ -68,6 +69,8 @@ FUSION_INLINE Floats root(Floats x) {
     return (Floats)_mm256_sqrt_ps((__m256)x);
 #elif defined(__SSE__)
     return (Floats)_mm_sqrt_ps((__m128)x);
+#elif defined(__aarch64__)
+    return (Floats)vsqrtq_f32((float32x4_t)x);
 #else
     for (int i = 0; i < lanes; ++i) x[i] = __builtin_sqrtf(x[i]);
     return x;
@@ -96,6 +99,8 @@ FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); 
 FUSION_INLINE Floats to_floats(Half, Halves x) {
 #if defined(__F16C__)
     return (Floats)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16((float16x4_t)x);
 #else
     const Words wide = widen(x);
     const Words magnitude = (wide & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
@@ -106,7 +111,7 @@ FUSION_INLINE Floats to_floats(Half, Halves x) {
 #endif
 }
 
-#if !defined(__F16C__)
+#if !defined(__F16C__) && !defined(__aarch64__)
 FUSION_INLINE std::uint16_t half_of(float value) {
     std::uint32_t x, out;
     std::memcpy(&x, &value, 4);
@@ -132,6 +137,8 @@ FUSION_INLINE std::uint16_t half_of(float value) {
 FUSION_INLINE Halves from_floats(Half, Floats x) {
 #if defined(__F16C__)
     return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    return (Halves)vcvt_f16_f32((float32x4_t)x);
 #else
     Halves out;
     for (int i = 0; i < lanes; ++i) out[i] = half_of(x[i]);

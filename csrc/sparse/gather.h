@@ -127,10 +127,7 @@ FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, type
         auto *const words = to + column * deep + at * width;
         if constexpr (Format::depth == 2) {
             if (column + panel <= n && two) {
-                Words pair[2];
-                Format::interleave(load<Words>(one + column), load<Words>(two + column), pair);
-                store(words, pair[0]);
-                store(words + lanes, pair[1]);
+                Format::interleave_panel(one + column, two + column, words, [](Words x) { return x; });
                 continue;
             }
         }

@@ -3,14 +3,16 @@
 //   S = k q^T, dP = v dout^T                                           [key][head]
 //   P = exp(S - max) / sum, dS = P * (dP - D)                          from the saved max, sum and out
 //   dq += dS^T k                                                       [head][column], this thread's own
-//   dk += scale * dS q, dv += P dout                                   straight into the keys' rows of sums
+//   dk += scale * dS q, dv += P dout                                   to the keys' rows of sums, from notes
 //
-// Rows of sums are shared by all rows of a sequence: whose turn it is to add to which keys is settled before each
-// chunk, so that a key's sum is formed in the order of rows. The indexer's gradient has dq and dk alone and other
-// weights in between. Start reading at select_gradient().
+// Rows of sums are shared by all rows of a sequence. A row notes P and dS, and when rows have come together, what they
+// noted of a range of keys is added row after row: a key's sum is formed in the order of rows whoever forms it, and
+// the sums of a range stay near one core. Start reading at select_gradient() and add_gradient(). The indexer's
+// gradient, which has dq and dk alone and other weights in between: sparse/index_gradient.h.
 
 #pragma once
 
+#include "sparse/notes.h"
 #include "sparse/stream.h"
 
 namespace fusion {
@@ -23,16 +25,16 @@ template <class Format> struct GradientScratch {
     std::uint64_t *list, *spare;                   // (key, slot)
     std::int32_t *keys;
     std::uint32_t *histogram;
-    Word *q, *dout, *q_rows, *dout_rows;  // heads, as sparse/gather.h says
-    Word *rows, *value_rows, *across;     // keys: two blocks of them, one block, all of a chunk
-    Word *probs, *dscores;                // [key][head_words]
-    Word *dscore_heads;                   // [head][deep]
-    float *scores, *dprobs;               // [key][pitch]
-    float *dq;                            // [head][columns]
-    float *peak, *share, *delta, *ones;   // [head]; the indexer's share holds weights, its delta adds up dweights
-    float *given;                         // [key], the indexer's
-    float *nowhere;                       // a row of sums that nobody reads
-    float **sums;                         // [key]
+    Word *q, *dout, *q_rows;             // heads, as sparse/gather.h says; q_rows: the indexer's
+    Word *rows, *value_rows, *across;    // keys: two blocks of them, one block, all of a chunk
+    Word *dscores;                       // [key][head_words], the indexer's
+    Word *dscore_heads;                  // [head][deep]
+    float *scores, *dprobs;              // [key][pitch]
+    float *dq;                           // [head][columns]
+    float *peak, *share, *delta, *ones;  // [head]; the indexer's share holds weights, its delta adds up dweights
+    float *given;                        // [key], the indexer's
+    float *nowhere;                      // a row of sums that nobody reads
+    float **sums;                        // [key]
     std::size_t bytes;
 
     GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
@@ -44,13 +46,11 @@ template <class Format> struct GradientScratch {
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
         carver.take(dout, padded_heads * sizes.value_words);
-        carver.take(q_rows, padded_heads / Format::depth * sizes.columns);
-        carver.take(dout_rows, padded_heads / Format::depth * sizes.value_columns);
+        carver.take(q_rows, p.indexes ? padded_heads / Format::depth * sizes.columns : 0);
         carver.take(rows, 2 * block_rows * sizes.words);
         carver.take(value_rows, apart ? block_rows * sizes.value_words : 0);
         carver.take(across, deep * sizes.columns);
-        carver.take(probs, chunk * head_words);
-        carver.take(dscores, chunk * head_words);
+        carver.take(dscores, p.indexes ? (chunk + block_rows) * head_words : 0);
         carver.take(dscore_heads, rounded * deep);
         carver.take(scores, chunk * pitch);
         carver.take(dprobs, p.indexes ? 0 : chunk * pitch);
@@ -61,7 +61,7 @@ template <class Format> struct GradientScratch {
         carver.take(ones, rounded);
         carver.take(given, chunk);
         carver.take(nowhere, sizes.columns + sizes.value_columns);
-        carver.take(sums, chunk + 2 * block_rows);
+        carver.take(sums, p.indexes ? chunk + 2 * block_rows : 0);
         carver.take(list, listed);
         carver.take(spare, listed);
         carver.take(keys, listed + lanes);
@@ -85,7 +85,7 @@ template <class Format> struct SparseGradientWork {  // an item of the backward 
           s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch),
           values_in_keys(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
                          (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
-          streams(suits_stream<Format>(p) && (values_in_keys || p.indexes)) {}
+          streams(suits_stream<Format>(p) && values_in_keys) {}
 };
 
 // Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
@@ -96,23 +96,25 @@ template <class Format> std::int64_t sum_columns(const SparseProblem &p) {
 
 // --------------------------------------------------------------------------------------------------------------- heads
 
-template <class Format, class T> void load_heads(const SparseGradientWork<Format> &w) {
+template <class Format, class T>
+void load_heads(const SparseGradientWork<Format> &w, typename Format::Word *q_rows,
+                typename Format::Word *dout_rows = nullptr) {
     const auto &item = w.item;
     const auto &s = w.s;
     const std::int64_t heads = item.heads, deep = (heads + Format::depth - 1) / Format::depth;
     pack_item_heads<Format, T>(w.p, w.o, item, w.sizes, s.q);
     pack_across<Format>(row_of<const T>(w.o.q, item.seq, item.head0, item.row), w.o.q.stride_head[item.seq], heads,
-                        w.p.dim_qk, s.q_rows);
+                        w.p.dim_qk, q_rows);
     if (w.p.dim_rope) {
         pack_across<Format>(row_of<const T>(w.o.q_rope, item.seq, item.head0, item.row),
                             w.o.q_rope.stride_head[item.seq], heads, w.p.dim_rope,
-                            s.q_rows + w.sizes.main_columns * deep);
+                            q_rows + w.sizes.main_columns * deep);
     }
     if (w.p.indexes) return;
     const T *dout = row_of<const T>(w.o.dout, item.seq, item.head0, item.row);
     pack_heads<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, w.sizes.value_words, 0,
                        w.sizes.value_words, s.dout);
-    pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, s.dout_rows);
+    pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, dout_rows);
 }
 
 // The saved statistics; heads that are empty or not there have a share of 0, and delta 0.
@@ -153,24 +155,12 @@ struct SoftmaxWeights {
     }
 };
 
-// dS = dvalue * weight where the score is positive, and dweight += dvalue * score there.
-struct IndexerWeights {
-    const float *scores, *given, *weights;
-    float *dweights;
-    std::int64_t pitch;
-
-    FUSION_INLINE void operator()(std::int64_t key, std::int64_t h, Floats &, Floats &dscore) const {
-        const Floats score = load<Floats>(scores + key * pitch + h), dvalue = all(given[key]);
-        store(dweights + h, load<Floats>(dweights + h) + dvalue * larger(Floats{}, score));
-        dscore = score > Floats{} ? dvalue * load<Floats>(weights + h) : Floats{};
-    }
-};
-
-// Weights of a chunk in the forms that the products want; `padded` keys, of which `count` are there.
+// Weights of a chunk in the forms that the products want: s.dscore_heads, and probs and dscores, [key][head_words].
 template <class Format, bool Probs, class Weights>
-__attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std::int64_t count, std::int64_t padded,
-                                           const Weights weights) {
+__attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std::int64_t count, const Weights weights,
+                                           typename Format::Word *probs, typename Format::Word *dscores) {
     constexpr int depth = Format::depth;
+    const std::int64_t padded = round_up<std::int64_t>(count, lanes * depth);
     for (std::int64_t h = 0; h < s.pitch; h += 2 * lanes) {
         for (std::int64_t c = 0; c < padded; c += lanes * depth) {
             Words block[2][lanes];
@@ -183,8 +173,8 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
                     } else {
                         prob[0] = prob[1] = Floats{};
                     }
-                    if constexpr (Probs) Format::store_elements(s.probs + key * s.head_words, h, prob[0], prob[1]);
-                    Format::store_elements(s.dscores + key * s.head_words, h, dscore[0][e], dscore[1][e]);
+                    if constexpr (Probs) Format::store_elements(probs + key * s.head_words, h, prob[0], prob[1]);
+                    Format::store_elements(dscores + key * s.head_words, h, dscore[0][e], dscore[1][e]);
                 }
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) block[u][i] = Format::join(dscore[u]);
             }
@@ -197,56 +187,69 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------- sums
+// ------------------------------------------------------------------------------------------------------------- notes
 
-// Adds factor * A[M][depth] * B to rows of sums, wherever they lie; rows of the block after it are asked for.
-template <class Format, int M>
-__attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a, std::int64_t a_stride,
-                                                 const typename Format::Word *b, std::int64_t depth, float *const *sums,
-                                                 std::int64_t first, std::int64_t columns, float factor) {
-    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
-        constexpr int N = vectors();
-        RegisterTile<Format, M, N> tile;
-        const auto *rows = b + d * depth;
-        for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
-            for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
-                for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(sums[M + i] + first + d + j, 1);
-            }
-            rows = tile.add(depth * third / 3, depth * (third + 1) / 3, RowMajor<typename Format::Word>{a, a_stride},
-                            rows, N * lanes);
-        }
-        tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
-            float *const to = sums[i] + first + d + j * lanes;
-            store(to, load<Floats>(to) + sum * factor);
-        });
-    });
-}
+// A row of attention's notes.
+template <class Format> struct GradientNotes {
+    using Word = typename Format::Word;
+    std::int64_t q_words, dout_words, head_words;
+    std::int32_t *keys;        // ascending
+    Word *q_rows, *dout_rows;  // the row's heads
+    Word *probs, *dscores;     // [key][head_words]
+    std::size_t bytes;
 
-// Adds what keys [first, end) of a chunk give to the rows that s.sums names; first is a multiple of block_rows.
-template <class Format> void add_to_keys(const SparseGradientWork<Format> &w, std::int64_t first, std::int64_t end) {
+    GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
+                  std::int64_t longest, void *memory)
+        : q_words(s.padded_heads / Format::depth * sizes.columns),
+          dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
+        Carver carver(memory);
+        // Chunks are weighed whole; blocks of keys that begin anywhere are read whole.
+        const std::int64_t weighed = round_up<std::int64_t>(most_keys(p, longest), s.chunk) + block_rows;
+        carver.take(keys, most_keys(p, longest));
+        carver.take(q_rows, q_words);
+        carver.take(dout_rows, dout_words);
+        carver.take(probs, weighed * head_words);
+        carver.take(dscores, weighed * head_words);
+        bytes = carver.bytes();
+    }
+};
+
+// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
+template <class Format>
+void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+                  const KeyRange &range, const KeySums &table, void *scratch) {
+    const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const std::int64_t depth = (w.item.heads + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
-    const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
-    for (std::int64_t at = first; at < end; at += block_rows) {
-        const auto *dscores = s.dscores + at * s.head_words;
-        float *const *sums = s.sums + at;
-        add_block_to_sums<Format, block_rows>(dscores, s.head_words, s.q_rows, depth, sums, 0, main, scale);
-        if (w.p.dim_rope) {
-            add_block_to_sums<Format, block_rows>(dscores, s.head_words, s.q_rows + main * depth, depth, sums, main,
-                                                  w.sizes.columns - main, scale);
-        }
-        if (w.p.indexes) continue;
-        add_block_to_sums<Format, block_rows>(s.probs + at * s.head_words, s.head_words, s.dout_rows, depth, sums,
-                                              w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f);
+    const std::int64_t longest = job.sequences[item.seq].kv_len, main = w.sizes.main_columns, hw = s.head_words;
+    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    const auto scale = static_cast<float>(w.p.scale);
+    const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes.memory);
+    const NotedKeys noted(notes, range);
+    PrefetchQueue<2> queue;  // other cores may have written what is added next
+    const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
+    if (next) {
+        const GradientNotes<Format> other(w.p, w.sizes, s, longest, next->memory);
+        const NotedKeys there(*next, range);
+        queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
+        queue.add(other.dout_rows, other.dout_words * sizeof *other.dout_rows);
+        queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
+        queue.add(other.dscores + there.first * hw, there.count() * hw * sizeof *other.dscores);
+        queue.add(other.probs + there.first * hw, there.count() * hw * sizeof *other.probs);
+        queue.spread(noted.blocks() * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
     }
-}
-
-template <class Format> void add_keys(const SparseGradientWork<Format> &w, const Chunk &chunk, const KeySums &table) {
-    const std::int64_t pitch = sum_columns<Format>(w.p), padded = round_up<std::int64_t>(chunk.count, block_rows);
-    for (std::int64_t i = 0; i < padded + block_rows; ++i) {
-        w.s.sums[i] = i < chunk.count ? table.memory + chunk.keys[i] * pitch : w.s.nowhere;
-    }
-    add_to_keys(w, 0, chunk.count);
+    by_noted_blocks(
+        own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
+        [&](auto height, std::int64_t at, float *const *sums, float *const *after) __attribute__((always_inline)) {
+            constexpr int M = height();
+            const auto *dscores = own.dscores + at * hw;
+            add_block_to_sums<Format, M>(dscores, hw, own.q_rows, depth, sums, after, 0, main, scale, meanwhile);
+            if (w.p.dim_rope) {
+                add_block_to_sums<Format, M>(dscores, hw, own.q_rows + main * depth, depth, sums, after, main,
+                                             w.sizes.columns - main, scale, meanwhile);
+            }
+            add_block_to_sums<Format, M>(own.probs + at * hw, hw, own.dout_rows, depth, sums, after,
+                                         w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f, meanwhile);
+        });
 }
 
 // ----------------------------------------------------------------------------------------------------- from end to end
@@ -259,7 +262,6 @@ void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, Lis
     const bool apart = !w.values_in_keys;
     reader.score(chunk, s.q, s.scores, s.pitch, s.padded_heads, s.across,
                  [&](std::int64_t at, std::int64_t here, bool streamed) {
-                     if (w.p.indexes) return;
                      float *const dprobs = s.dprobs + at * s.pitch;
                      if (streamed)
                          return reader.stream.multiply_first(value_words, s.dout, dprobs, s.pitch, s.padded_heads);
@@ -272,19 +274,6 @@ void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, Lis
                          apart ? s.value_rows : s.rows, apart ? value_words : w.sizes.words, s.dout, value_words,
                          value_words, dprobs, s.pitch, s.padded_heads, nullptr, reader.ahead);
                  });
-}
-
-template <class Format> void weigh_keys(const SparseGradientWork<Format> &w, const Chunk &chunk) {
-    const auto &s = w.s;
-    const std::int64_t padded = round_up<std::int64_t>(chunk.count, lanes * Format::depth);
-    if (w.p.indexes) {
-        weigh_chunk<Format, false>(s, chunk.count, padded,
-                                   IndexerWeights{s.scores, s.given, s.share, s.delta, s.pitch});
-        return;
-    }
-    const SoftmaxWeights weights = {
-        s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
-    weigh_chunk<Format, true>(s, chunk.count, padded, weights);
 }
 
 // Adds what a chunk's keys [0, count) give to dq.
@@ -348,48 +337,33 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
     return count;
 }
 
+// All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
-void select_gradient(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, float *dsink,
-                     void *scratch) {
+void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    std::uint64_t *sorted;
-    const std::int64_t count = sort_keys(w, sorted);
-    const std::int64_t rounded = round_up<std::int64_t>(s.pitch, block_rows);
+    const std::int64_t kv_len = job.sequences[item.seq].kv_len;
+    const GradientNotes<Format> left(w.p, w.sizes, s, kv_len, notes.memory);
+    const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
+    find_strips(notes, s.keys, count, kv_len);
+    std::memcpy(left.keys, s.keys, count * sizeof *s.keys);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
-    if (!w.p.indexes) {
-        load_statistics<Format, T>(w, dsink);
-    } else {
-        load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-        std::memset(s.delta, 0, rounded * sizeof *s.delta);
-    }
-    if (count) load_heads<Format, T>(w);
+    load_statistics<Format, T>(w, dsink);
+    if (count) load_heads<Format, T>(w, left.q_rows, left.dout_rows);
     for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
-    const std::int64_t last = count ? s.keys[count - 1] : -1;
     const std::int64_t cost =
         s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
     ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.across, s.deep,
                                  w.p.dim_qk + w.p.dim_rope);
+    const SoftmaxWeights weights = {
+        s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
         multiply_chunk(w, chunk, reader);
-        if (w.p.indexes) {
-            const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
-            for (std::int64_t i = 0; i < chunk.count; ++i) {
-                s.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[at + i]), 1)[0];
-            }
-        }
-        weigh_keys(w, chunk);
-        const std::int64_t pitch = sum_columns<Format>(w.p);
-        for (std::int64_t i = 0; i < least<std::int64_t>(block_rows, chunk.count); ++i) {
-            prefetch(table.memory + chunk.keys[i] * pitch, pitch);
-        }
+        weigh_chunk<Format, true>(s, chunk.count, weights, left.probs + at * s.head_words,
+                                  left.dscores + at * s.head_words);
         add_dq(w, chunk.count, s.across, s.dq, reader.ahead);
-        if (!turn.wait(turn.state, turn.item, chunk.keys[0], chunk.keys[chunk.count - 1])) return;
-        add_keys(w, chunk, table);
-        if (chunk.left > chunk.count) turn.done(turn.state, turn.item, chunk.keys[chunk.count], last);
     }
-    turn.done(turn.state, turn.item, last + 1, last);
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 

@@ -3,7 +3,8 @@
 // A score tile [heads][keys] stays in registers until its ReLU-weighted sum over heads. Rows meet keys in chunks; each
 // keeps candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later
 // loses a tie, so what is not larger than the smallest of these need not be kept. The choice is exact: it does not
-// depend on chunks. Start reading at index_rows().
+// depend on chunks. Keys that many rows meet are packed for all of them before; those that few rows meet are packed a
+// chunk at a time, by who meets them, and never leave a cache. Start reading at index_rows().
 
 #pragma once
 
@@ -25,6 +26,7 @@ struct IndexSizes {
 template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
     Word *q;               // [row][head][word]
+    Word *keys;            // [panel][word][key], a chunk's where they are not packed before
     float *weights;        // [row][head]
     float *scores;         // [index_chunk + lanes]
     std::int32_t *ranks;   // [row][capacity + lanes], of candidates: scores as integers in the same order
@@ -40,6 +42,7 @@ template <class Format> struct IndexScratch {
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
         Carver carver(memory);
         carver.take(q, rows * sizes.heads * Sizes<Format>(p).words);
+        carver.take(keys, (index_chunk + panel) * Sizes<Format>(p).words);
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
@@ -63,23 +66,25 @@ template <class Format> struct IndexWork {
     const std::int64_t words;
     const IndexSizes sizes;
     const IndexScratch<Format> s;
-    const typename Format::Word *keys;  // [panel][word][key]
+    const typename Format::Word *packed;  // [panel][word][key], or null
 
-    IndexWork(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed, void *scratch)
+    IndexWork(const SparseJob &job_, std::int64_t seq_, std::int64_t rows, const char *packed_, void *scratch)
         : job(job_), p(*job.problem), seq(seq_), words(Sizes<Format>(p).words), sizes(p), s(p, sizes, rows, scratch),
-          keys(reinterpret_cast<const typename Format::Word *>(packed)) {}
+          packed(reinterpret_cast<const typename Format::Word *>(packed_)) {}
 };
 
 template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
     return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * Sizes<Format>(p).words * 4, 64);
 }
 
+// Panels [first, end) of a sequence's keys; keys behind its last one are zeros.
 template <class Format, class T>
-void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
+void pack_keys(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end,
+               typename Format::Word *to) {
     const SparseProblem &p = *job.problem;
     const std::int64_t words = Sizes<Format>(p).words, there = job.sequences[seq].kv_len;
     for (std::int64_t j = first * panel; j < end * panel; j += lanes) {
-        auto *const to = reinterpret_cast<typename Format::Word *>(packed) + j / panel * panel * words + j % panel;
+        auto *const own = to + (j / panel - first) * panel * words + j % panel;
         const T *rows[lanes];
         for (int i = 0; i < lanes; ++i) rows[i] = j + i < there ? row_of<T>(job.operands->k, seq, 0, j + i) : nullptr;
         for (std::int64_t d = 0; d < words; d += lanes) {
@@ -88,9 +93,23 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
                 rows[i] ? load_words<Format>(rows[i], d, p.dim_qk) : Words{};
             transpose(block);
             for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
-                store(to + (d + i) * panel, block[i]);
+                store(own + (d + i) * panel, block[i]);
         }
     }
+}
+
+template <class Format, class T>
+void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed) {
+    auto *const keys = reinterpret_cast<typename Format::Word *>(packed);
+    pack_keys<Format, T>(job, seq, first, end, keys + first * panel * Sizes<Format>(*job.problem).words);
+}
+
+// Keys [first, end) in panels: those that are packed, or a chunk of them, now; first is a multiple of the panel.
+template <class Format, class T>
+const typename Format::Word *keys_of(const IndexWork<Format> &w, std::int64_t first, std::int64_t end) {
+    if (w.packed) return w.packed + first * w.words;
+    pack_keys<Format, T>(w.job, w.seq, first / panel, (end + panel - 1) / panel, w.s.keys);
+    return w.s.keys;
 }
 
 constexpr std::int32_t nothing = -0x7f800001;  // the rank of -inf, which counts as not seen
@@ -131,19 +150,32 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     }
 }
 
-// Scores of keys [first, end) against the row in a slot; first is a multiple of the panel, and whole panels are
-// written.
-template <class Format>
-void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+// Scores of `count` packed keys against the row in a slot; whole panels are written. meanwhile(j): before the panel of
+// key j.
+template <class Format, class Meanwhile>
+void score_keys(const IndexWork<Format> &w, std::int64_t slot, const typename Format::Word *keys, std::int64_t count,
+                float *scores, Meanwhile meanwhile) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
     const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
-    for (std::int64_t j = first; j < end; j += panel, scores += panel) {
+    for (std::int64_t j = 0; j < count; j += panel, scores += panel) {
+        meanwhile(j);
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            add_index_scores<Format, height()>(q + h * w.words, w.words, w.keys + j * w.words, weights + h,
+            add_index_scores<Format, height()>(q + h * w.words, w.words, keys + j * w.words, weights + h,
                                                w.p.heads_q - h, scores);
         });
     }
+}
+
+// Asks for the keys from `later` on that are to be packed, a panel at a time, while a row meets others: packing reads
+// faster than memory gives.
+template <class Format, class T> auto asks_for_keys(const IndexWork<Format> &w, bool first_row, std::int64_t later) {
+    return [&w, asks = first_row && !w.packed, later](std::int64_t j) {
+        const std::int64_t from = later + j, end = least(from + panel, w.job.sequences[w.seq].kv_len);
+        for (std::int64_t i = from; asks && i < end; ++i) {
+            prefetch<2>(row_of<T>(w.job.operands->k, w.seq, 0, i), w.p.dim_qk);
+        }
+    };
 }
 
 // ----------------------------------------------------------------------------------------------------------- choosing
@@ -316,12 +348,16 @@ FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, s
         last = most(last, end_key(lengths, row));
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
+        const std::int64_t origin = most(at, first_key(lengths, row0)) / panel * panel;  // the first row's is the least
+        if (origin >= least(at + index_chunk, last)) continue;
+        const auto *keys = keys_of<Format, T>(w, origin, least(at + index_chunk, last));
         for (std::int64_t row = row0; row < row1; ++row) {
             const std::int64_t first = most(at, first_key(lengths, row));
             const std::int64_t end = least(at + index_chunk, end_key(lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
-            score_keys(w, row - row0, begin, end, w.s.scores);
+            score_keys(w, row - row0, keys + (begin - origin) * w.words, end - begin, w.s.scores,
+                       asks_for_keys<Format, T>(w, row == row0, begin + index_chunk));
             use(row - row0, first, end, w.s.scores + (first - begin));
         }
     }
@@ -352,11 +388,15 @@ void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::
 }
 
 template <class Format, class T>
-void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row, std::int64_t first, std::int64_t end,
-                  const char *packed, float *scores, void *scratch) {
+void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,
+                  std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
+                  void *scratch) {
     const IndexWork<Format> w(job, seq, 1, packed, scratch);
-    load_index_row<Format, T>(w, row, 0);
-    score_keys(w, 0, first, end, scores + first);
+    const auto *keys = keys_of<Format, T>(w, first, end);
+    for (std::int64_t row = row0; row < row1; ++row, scores += pitch) {
+        load_index_row<Format, T>(w, row, 0);
+        score_keys(w, 0, keys, end - first, scores + first, asks_for_keys<Format, T>(w, row == row0, later));
+    }
 }
 
 template <class Format, class T>

@@ -2,16 +2,14 @@
 //
 //   p = sum_h exp(s_h - max_h) / sum_h / N        from the attention's saved statistics, s = scale * q k^T
 //   S = k q^T, I = sum_h w_h * max(0, S_h)        of the indexer, [key][head]
-//   dI = y - p, dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
-//   dq += dS^T k, dk += dS q                      by sparse/gradient.h, in the order of items
+//   dI = y - p, and gradients from it             by sparse/index_gradient.h
 //
-// Here: what both forms share, and the one with lists. An item is a row; the indexer's keys are laid across for dq
-// while they are scored, and one key head of the attention is met by all its query heads at once. Start reading at
-// list_loss(). Without lists: sparse/loss_tiles.h.
+// Here: what both forms share, and the one with lists. An item is a row; one key head of the attention is met by all
+// its query heads at once. Start reading at list_loss(). Without lists: sparse/loss_tiles.h.
 
 #pragma once
 
-#include "sparse/loss_notes.h"
+#include "sparse/index_gradient.h"
 
 namespace fusion {
 namespace {
@@ -135,34 +133,25 @@ __attribute__((noinline)) inline double kl_divergence(float *scores, const float
 
 // ---------------------------------------------------------------------------------------------------------- with lists
 
-template <class Format> struct ListScratch {
+template <class Format> struct ListScratch {  // of the attention, beside that of the indexer
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
-    std::int64_t pitch;             // of the attention's scores
-    Word *q, *rows;                 // of one key head's query heads; of two blocks of keys, of either
+    std::int64_t pitch;             // of scores
+    Word *q, *rows;                 // of one key head's query heads; of two blocks of keys
     float *scores, *shift, *share;  // [key][pitch], [head]
-    float *products;                // [key][pitch of the gradient], of the whole list
-    Word *across;                   // the indexer's keys, of the whole list, chunk by chunk
     float *target;                  // [key], of the whole list
-    Word *dscores;                  // of a chunk, [key / depth][pitch of the gradient]
     std::size_t bytes;
 
-    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t index_pitch,
-                std::int64_t longest, void *memory)
+    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest, void *memory)
         : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
-        const Sizes<Format> sizes(attention), own(index);
-        const std::int64_t listed = most_keys(index, longest);
+        const Sizes<Format> sizes(attention);
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
-        carver.take(rows, 2 * block_rows * most(sizes.words, own.words));
+        carver.take(rows, 2 * block_rows * sizes.words);
         carver.take(scores, round_up<std::int64_t>(chunk, lanes) * pitch);
         carver.take(shift, pitch);
         carver.take(share, pitch);
-        carver.take(products, (round_up<std::int64_t>(listed, block_rows) + lanes) * index_pitch);
-        carver.take(across,
-                    round_up<std::int64_t>(listed, GradientScratch<Format>::chunk) / Format::depth * own.columns);
-        carver.take(target, listed + lanes);
-        carver.take(dscores, GradientScratch<Format>::deep * index_pitch);
+        carver.take(target, most_keys(index, longest) + lanes);
         bytes = carver.bytes();
     }
 };
@@ -215,97 +204,26 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     }
 }
 
-// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to
-// dweights.
-template <class Format>
-__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count,
-                                          std::int64_t pitch, const float *weights, float *dweights,
-                                          std::uint8_t *positive, typename Format::Word *dscores) {
-    using Bits =
-        std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
-    for (std::int64_t h = 0; h < pitch; h += 2 * lanes) {
-        const Floats weight[2] = {load<Floats>(weights + h), load<Floats>(weights + h + lanes)};
-        Floats sum[2] = {load<Floats>(dweights + h), load<Floats>(dweights + h + lanes)};
-        for (std::int64_t i = 0; i < count; i += Format::depth) {
-            Floats rows[2][Format::depth] = {};
-            FUSION_UNROLL for (int e = 0; e < Format::depth; ++e) {
-                if (i + e >= count) break;
-                const Floats dvalue = all(given[i + e]);
-                Floats dscore[2];
-                std::uint32_t bits = 0;
-                FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                    const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
-                    sum[u] += dvalue * larger(Floats{}, score);
-                    bits |= mask_of(score > Floats{}) << u * lanes;
-                }
-                spread_weights(bits, dvalue, weight, dscore);
-                FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];
-                store(positive + ((i + e) * pitch + h) / 8, static_cast<Bits>(bits));
-            }
-            FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::join(rows[u]));
-            }
-        }
-        store(dweights + h, sum[0]);
-        store(dweights + h + lanes, sum[1]);
-    }
-}
-
-// From dI to dq and dweights, chunk by chunk.
-template <class Format, class T>
-void descend_list(const SparseGradientWork<Format> &w, const ListScratch<Format> &list, const ListNotes<Format> &left,
-                  std::int64_t count) {
-    const auto &s = w.s;
-    const std::int64_t columns = w.sizes.columns;
-    Idle idle;
-    for (std::int64_t at = 0; at < count; at += s.chunk) {
-        const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
-                           depth = (here + Format::depth - 1) / Format::depth;
-        weigh_list<Format>(list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
-                           left.positive + at * s.pitch / 8, list.dscores);
-        const auto *across = list.across + at / Format::depth * columns;
-        in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(list.dscores + h, s.pitch, across,
-                                                                                  s.deep, depth, s.dq + h * columns,
-                                                                                  columns, columns, s.ones + h, idle);
-        });
-    }
-}
-
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
-void list_loss(const SparseJob &job, const SparseItem &item, void *notes, double *loss, void *scratch) {
-    const SparseGradientWork<Format> w(job, item, scratch);
-    const auto &s = w.s;
-    const std::int64_t longest = job.sequences[item.seq].kv_len;
-    const ListScratch<Format> list(*job.attention, w.p, s.pitch, longest, static_cast<char *>(scratch) + s.bytes);
-    const ListNotes<Format> left(w.p, s, longest, notes);
-    const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
-    std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
-    std::memset(s.delta, 0, rounded * sizeof *s.delta);
-    for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
+void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *scratch) {
+    const IndexListWork<Format> work(job, item, notes, scratch);
+    const auto &w = work.gradient;
+    const ListScratch<Format> s(*job.attention, w.p, job.sequences[item.seq].kv_len,
+                                static_cast<char *>(scratch) + work.bytes());
+    float *const given = work.left.given;
+    const std::int64_t count = order_keys(w);
+    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
     *loss = 0.0;
-    left.divide(s.keys, count, longest);
     if (count) {
         const SparseJob attention = {job.attention, job.attended, job.sequences};
-        list_target<Format, T>(attention, item, list, s.keys, count);
-        load_heads<Format, T>(w);
-        load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-        ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, suits_stream<Format>(w.p), list.chunk,
-                                     s.padded_heads * w.sizes.words, list.rows, nullptr, s.deep, w.p.dim_qk);
-        for (std::int64_t at = 0; at < count; at += s.chunk) {
-            auto *const across = list.across + at / Format::depth * w.sizes.columns;
-            reader.stream.lay(across);
-            reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
-                         list.products + at * s.pitch, s.pitch, s.padded_heads, across, [](auto...) {});
-        }
-        weigh_scores(list.products, s.pitch, item.heads, s.share, count, left.given);
+        list_target<Format, T>(attention, item, s, w.s.keys, count);
+        score_list<Format, T>(work, count);
+        weigh_scores(work.list.products, w.s.pitch, item.heads, w.s.share, count, given);
         const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
-        *loss = kl_divergence(left.given, list.target, count, likelihood_of(left.given, count, share));
-        std::memcpy(left.q_rows, s.q_rows, left.q_words * sizeof *s.q_rows);
+        *loss = kl_divergence(given, s.target, count, likelihood_of(given, count, share));
     }
-    descend_list<Format, T>(w, list, left, count);
-    store_head_gradients<Format, T>(w, s.dq, s.delta);
+    descend_list<Format, T>(work, count);
 }
 
 }  // namespace

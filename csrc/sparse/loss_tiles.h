@@ -176,6 +176,19 @@ __attribute__((noinline)) void add_nonfinite_keys_to_dq(const SparseGradientWork
     }
 }
 
+// dS = dvalue * weight where the score is positive, and dweight += dvalue * score there.
+struct IndexerWeights {
+    const float *scores, *given, *weights;
+    float *dweights;
+    std::int64_t pitch;
+
+    FUSION_INLINE void operator()(std::int64_t key, std::int64_t h, Floats &, Floats &dscore) const {
+        const Floats score = load<Floats>(scores + key * pitch + h), dvalue = all(given[key]);
+        store(dweights + h, load<Floats>(dweights + h) + dvalue * larger(Floats{}, score));
+        dscore = score > Floats{} ? dvalue * load<Floats>(weights + h) : Floats{};
+    }
+};
+
 // As weigh_scores(), with heads added in the order in which sparse/indexer.h adds them: the largest score is then the
 // statistics' own to the last bit, where a difference would scale every y of the row.
 inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
@@ -211,7 +224,7 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     const std::int64_t words = w.sizes.words, start = first / block_rows * block_rows;
     float *const dq = t.dq + r * t.heads * t.columns;
     Idle idle;
-    load_heads<Format, T>(w);
+    load_heads<Format, T>(w, s.q_rows);
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
     for (std::int64_t at = start; at < end; at += block_rows) {
         by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words,
@@ -223,14 +236,18 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     const Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
                        t.head_share[r], false);
     const double loss = kl_divergence(s.given + first, target + first, end - first, y);
-    weigh_chunk<Format, false>(s, end, round_up<std::int64_t>(end, lanes * Format::depth),
-                               IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch});
+    weigh_chunk<Format, false>(s, end, IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch},
+                               nullptr, s.dscores);
     add_dq(w, end, s.across, dq, idle);
     add_nonfinite_keys_to_dq<Format, T>(w, block, first, end, t.nonfinite, dq);
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
     }
-    add_to_keys(w, start, end);
+    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    for (std::int64_t at = start; at < end; at += block_rows) {
+        add_block_to_sums<Format, block_rows>(s.dscores + at * s.head_words, s.head_words, s.q_rows, depth, s.sums + at,
+                                              s.sums + at + block_rows, 0, w.sizes.columns, 1.0f, idle);
+    }
     return loss;
 }
 
@@ -282,20 +299,6 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
         const SparseGradientWork<Format> own(job, row, scratch);
         store_head_gradients<Format, T>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
     }
-}
-
-// -------------------------------------------------------------------------------------------------- from end to end
-
-template <class Format>
-std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
-    if (!index.select_count) return gradient.bytes + TileScratch<Format>(attention, index, nullptr).bytes;
-    return gradient.bytes + ListScratch<Format>(attention, index, gradient.pitch, longest, nullptr).bytes;
-}
-
-template <class Format> std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t longest) {
-    const GradientScratch<Format> gradient(index, Sizes<Format>(index), index.heads_q, longest, nullptr);
-    return ListNotes<Format>(index, gradient, longest, nullptr).bytes;
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
 """The native CPU core: which instruction-set variants it holds, and proof that each of them runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, overload
+
+from torch import Tensor
 
 class _CpuFeatures(TypedDict):
     built: list[str]
     chosen: str
+    features: list[str]
     runnable: list[str]
 
 class _Probe(TypedDict):
@@ -13,12 +16,26 @@ class _Probe(TypedDict):
     lanes: int
     checksum: float
     checksum_bf16: float
+    checksum_int8: int
 
 def cpu_features() -> _CpuFeatures: ...
 def variant_probe(variant: str, *, within: Sequence[str] | None = None) -> _Probe: ...
 def poison_scratch(on: bool) -> None: ...
 
 TILE_ROWS: int
+
+class Signature:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        kinds: str,
+        watched: tuple[bool, ...],
+        types: tuple[Any, ...],
+        integers: tuple[Any, ...],
+    ) -> None: ...
+    def read(
+        self, args: Mapping[str, Any], strict: bool, grad: bool, /
+    ) -> tuple[Any, tuple[bytes, ...] | None, bool]: ...
 
 class ForwardPlan:
     def __init__(
@@ -31,7 +48,18 @@ class ForwardPlan:
     def lay(self, operands: tuple[Any, ...]) -> LaidForward: ...
 
 class LaidForward:
-    def run(self, threads: int, q: int, k: int, v: int, out: int, max: int, sum: int, /) -> int: ...
+    def run(
+        self,
+        threads: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: None,
+        out: Tensor,
+        max: Tensor | None,
+        sum: Tensor | None,
+        /,
+    ) -> int: ...
 
 class BackwardPlan:
     def __init__(self, problem: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None) -> None: ...
@@ -49,6 +77,21 @@ class DecodePlan:
     @property
     def variant(self) -> str: ...
     def run(self, threads: int, operands: tuple[Any, ...]) -> int: ...
+    def lay(self, operands: tuple[Any, ...]) -> LaidDecode: ...
+
+class LaidDecode:
+    def run(
+        self,
+        threads: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor | None,
+        out: Tensor,
+        max: Tensor | None,
+        sum: Tensor | None,
+        /,
+    ) -> int: ...
 
 class SparsePlan:
     @overload

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ Stage = Literal["dense", "warmup", "sparse"]
 
 Lengths = Sequence[int] | Tensor | None
 Rope = tuple[Tensor, Tensor] | None
+
+if TYPE_CHECKING:
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
+    def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
+        """Says what a layer's call takes and returns; nn.Module says (*args, **kwargs) -> Any."""
 
 
 def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -158,17 +165,10 @@ class LightningIndexer(nn.Module):
                 indices, _ = lightning_indexer(q, k, weights, self.top_k, **_rows(x, lengths))
         return Index(q, k, weights, indices)
 
-    if TYPE_CHECKING:  # forward() again: what nn.Module says of its call is (*args, **kwargs) -> Any
+    if TYPE_CHECKING:
 
-        def __call__(
-            self,
-            x: Tensor,
-            query: Tensor | None = None,
-            *,
-            rope: Rope = None,
-            lengths: Lengths = None,
-            choose: bool = True,
-        ) -> Index: ...
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class SparseAttention(nn.Module):
@@ -260,20 +260,8 @@ class SparseAttention(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(
-            self,
-            x: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor | None = None,
-            *,
-            query: Tensor | None = None,
-            q_rope: Tensor | None = None,
-            k_rope: Tensor | None = None,
-            scale: float | None = None,
-            index_rope: Rope = None,
-            lengths: Lengths = None,
-        ) -> tuple[Tensor, Tensor]: ...
+        @called_as(attend)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class SparseSelfAttention(SparseAttention):
@@ -336,9 +324,8 @@ class SparseSelfAttention(SparseAttention):
 
     if TYPE_CHECKING:
 
-        def __call__(  # type: ignore[override]  # projections take other arguments than what they make
-            self, x: Tensor, *, rope: Rope = None, index_rope: Rope = None, lengths: Lengths = None
-        ) -> tuple[Tensor, Tensor]: ...
+        @called_as(forward)  # Projections take other arguments than what they make.
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that attention reads: q [..., heads, head_dim], k and v [..., kv_heads, head_dim]."""
@@ -433,9 +420,8 @@ class SparseLatentAttention(SparseAttention):
 
     if TYPE_CHECKING:
 
-        def __call__(  # type: ignore[override]
-            self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None
-        ) -> tuple[Tensor, Tensor]: ...
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.native_dense import converted, gradients, native
+from support.witness import Call, Results, alone, make
 from torch.nn.functional import scaled_dot_product_attention
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.testing import compare
-from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 LENGTHS = [(37, 37), (280, 300), (0, 4), (1, 600), (5, 0), (270, 3)]
@@ -32,96 +34,35 @@ CASES = {
 }
 
 
-def extents(lengths: list[tuple[int, int]]) -> Extents:
+def made(problem: Problem) -> Call:
     """Causal from the first key, with a window that leaves rows far behind the last key nothing to see."""
-    q_len, kv_len = np.array(lengths, np.int64).reshape(-1, 2).T
-    zero = np.zeros_like(q_len)
-    return Extents(q_len, kv_len, zero - 200, zero + 1, zero, zero)
+    q_len, kv_len = zip(*LENGTHS, strict=True)
+    return converted(make(problem, q_len, kv_len, Band.window(200, 0, "start")), problem.torch_dtype)
 
 
-def rows_of(values: list[torch.Tensor], layout: str, dtype: torch.dtype) -> RowView:
-    """One [length, heads, dim] tensor per sequence as packed tokens or as padded heads, surrounded by NaN."""
-    heads, dim = values[0].shape[1:]
-    count, longest = len(values), max(len(value) for value in values)
-    if layout == "packed":
-        memory = torch.cat([torch.cat(values), torch.full((1, heads, dim), math.nan)]).to(dtype)
-        starts = np.cumsum([0] + [len(value) for value in values[:-1]]) * heads * dim
-        return RowView((memory,), starts.astype(np.int64), heads * dim, np.full(count, dim, np.int64), dim)
-    # An odd offset and a gap behind each row: the memory's alignment must not matter either.
-    stride, offset = dim + 3, 5
-    size = heads * (longest + 2) * stride
-    flat = torch.full((count * size + offset,), math.nan, dtype=dtype)
-    address = np.arange(count, dtype=np.int64) * size + offset
-    view = RowView((flat,), address, stride, np.full(count, (longest + 2) * stride, np.int64), dim)
-    for b, value in enumerate(values):
-        view.sequence(b, heads, len(value)).copy_(value.transpose(0, 1))
-    return view
-
-
-def run(problem: Problem, lengths: list[tuple[int, int]], layout: str, first: int = 0) -> list[torch.Tensor]:
-    """Every output of forward and backward, sequence by sequence; sequence b's values depend on first + b alone."""
-    e = extents(lengths)
-    p, dtype = problem, problem.torch_dtype
-
-    def made(salt: int, heads: int, dim: int, axis: int, of: torch.dtype, poison: bool = False) -> RowView:
-        values = []
-        for b, pair in enumerate(lengths):
-            generator = torch.Generator().manual_seed(1000 * salt + first + b)
-            value = torch.randn(pair[axis], heads, dim, generator=generator)
-            values.append(torch.full_like(value, math.nan) if poison else value)
-        return rows_of(values, layout, of)
-
-    def stat() -> RowView:
-        return made(0, p.heads_q, 1, 0, torch.float32, True)
-
-    rope = p.dim_rope > 0
-    operands = Operands(
-        q=made(1, p.heads_q, p.dim_qk, 0, dtype),
-        k=made(2, p.heads_kv, p.dim_qk, 1, dtype),
-        v=made(3, p.heads_kv, p.dim_v, 1, dtype),
-        out=made(0, p.heads_q, p.dim_v, 0, dtype, True),
-        stats=Stats(stat(), stat()),
-        q_rope=made(4, p.heads_q, p.dim_rope, 0, dtype) if rope else None,
-        k_rope=made(5, p.heads_kv, p.dim_rope, 1, dtype) if rope else None,
-        slopes=torch.linspace(0.1, 0.4, p.heads_q).repeat(len(e), 1),
-        seed=7,
-        offset=3,
-        sink=torch.linspace(-1, 1, p.heads_q) if p.has_sink else None,
-    )
-    grads = Grads(
-        dout=made(6, p.heads_q, p.dim_v, 0, dtype),
-        dq=made(0, p.heads_q, p.dim_qk, 0, dtype, True),
-        dk=made(0, p.heads_kv, p.dim_qk, 1, dtype, True),
-        dv=made(0, p.heads_kv, p.dim_v, 1, dtype, True),
-        dq_rope=made(0, p.heads_q, p.dim_rope, 0, dtype, True) if rope else None,
-        dk_rope=made(0, p.heads_kv, p.dim_rope, 1, dtype, True) if rope else None,
-    )
-    cpu.attention_forward(p, e, cpu.schedule(p, e, "attention_forward"), operands)
-    cpu.attention_backward(p, e, cpu.schedule(p, e, "attention_backward"), operands, grads)
-    by_row = [operands.out, operands.stats.max, operands.stats.sum, grads.dq, grads.dq_rope]
-    views = [(v, p.heads_q, 0) for v in by_row] + [(v, p.heads_kv, 1) for v in (grads.dk, grads.dk_rope, grads.dv)]
-    return [
-        view.sequence(b, heads, pair[axis]).float()
-        for b, pair in enumerate(lengths)
-        for view, heads, axis in views
-        if view is not None
-    ]
+def run(call: Call, packed: bool = True, threads: int = 1) -> Results:
+    """Every output of forward and backward."""
+    saved = native(call, packed=packed, threads=threads)
+    return saved | gradients(call, saved, packed=packed, threads=threads)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
-    packed = run(CASES[name], LENGTHS, "packed")
-    assert not any(value.isnan().any() for value in packed)
-    same_bits(packed, run(CASES[name], LENGTHS, "padded"))
-    same_bits(packed, run(CASES[name], LENGTHS, "packed"))
+    call = made(CASES[name])
+    packed = run(call)
+    assert not any(value.isnan().any() for values in packed.values() for value in values)
+    same_bits(packed, run(call, packed=False))
+    same_bits(packed, run(call))
 
 
 def test_neighbours_do_not_matter() -> None:
     # Without drawn dropout, whose streams count sequences by definition.
-    problem = dataclasses.replace(RICH, dropout="none", keep_prob=1.0)
-    together = run(problem, LENGTHS, "packed")
-    alone = [value for b, pair in enumerate(LENGTHS) for value in run(problem, [pair], "padded", first=b)]
-    same_bits(together, alone)
+    call = made(dataclasses.replace(RICH, dropout="none", keep_prob=1.0))
+    together = run(call)
+    del together["dsink"]  # one for all
+    for b in range(len(LENGTHS)):
+        own = run(alone(call, b), packed=False)
+        same_bits({n: own[n] for n in together}, {n: values[b : b + 1] for n, values in together.items()})
 
 
 @pytest.mark.parametrize("heads", [1, 6, 7])
@@ -129,13 +70,10 @@ def test_threads_share_short_sequences(heads: int) -> None:
     # So many that a thread takes several heads of a sequence at a time, or every single one of a prime number.
     lengths = [40 + n % 5 for n in range(70)]
     q, k, v = (torch.randn(sum(lengths), heads, 16) for _ in range(3))
-    usual, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
-    finally:
-        torch.set_num_threads(usual)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
     same_bits(found[1:], [found[0]] * 2)
 
     def by_torch(dtype: torch.dtype) -> torch.Tensor:
@@ -146,18 +84,12 @@ def test_threads_share_short_sequences(heads: int) -> None:
 
 
 def test_threads_do_not_matter() -> None:
-    usual = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = run(RICH, LENGTHS, "packed")
-        torch.set_num_threads(2)
-        same_bits(one, run(RICH, LENGTHS, "packed"))
-    finally:
-        torch.set_num_threads(usual)
+    call = made(RICH)
+    same_bits(run(call), run(call, threads=2))
 
 
 def test_an_empty_batch_runs() -> None:
-    e = extents([])
+    e = Extents(*[np.zeros(0, np.int64)] * 6)
     none = RowView((torch.empty(0),), e.q_len, 1, e.q_len, 1)
     operands = Operands(none, none, none, none, Stats(none, none), sink=torch.zeros(4))
     dsink = torch.full((4,), math.nan)
@@ -183,18 +115,11 @@ def test_a_call_that_asks_for_no_statistics_gives_the_same_rows(empty_rows: str)
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_blocked_keys_reach_no_row_and_seen_ones_do(value: float) -> None:
-    problem, e = Problem(1, 1, 4, 4, has_blocked=True), extents([(6, 6)])
-    e = dataclasses.replace(e, lo=e.lo - INFINITE, hi=e.hi + INFINITE)
-    blocked = torch.zeros(6, 6, dtype=torch.bool)
-    blocked[:4, 2] = True
-    axis = np.zeros(1, np.int64)
-    v, zeros = torch.ones(6, 1, 4), torch.zeros(6, 1, 4)
-    v[2] = value
-    q, k, values, out_rows = (rows_of([t], "packed", torch.float32) for t in (zeros, zeros, v, v))
-    stats = Stats(*(rows_of([zeros[..., :1]], "packed", torch.float32) for _ in range(2)))
-    operands = Operands(q, k, values, out_rows, stats, blocked=MatrixView(blocked, axis, axis, axis + 6, 1))
-    cpu.attention_forward(problem, e, cpu.schedule(problem, e, "attention_forward"), operands)
-    out = out_rows.sequence(0, 1, 6)[0]
+    call = converted(make(Problem(1, 1, 4, 4, has_blocked=True), (6,), (6,)), torch.float32)
+    call.q[0].zero_()
+    call.v[0].fill_(1.0)[0, 2] = value
+    call.blocked[0].zero_()[0, :4, 2] = True
+    out = native(call)["out"][0][0]
     assert torch.equal(out[:4], torch.ones(4, 4))
     assert torch.equal(out[4:].nan_to_num(nan=5.0), torch.full((2, 4), value).nan_to_num(nan=5.0))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.compiled import compiled
 from support.two_phase import handles_of
 from torch.utils.checkpoint import checkpoint
 
@@ -189,11 +190,10 @@ def test_a_bias_has_its_gradient_and_no_warning() -> None:
     assert bias.grad is not None
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_dropped_gradient_is_told_in_a_trace() -> None:
-    torch._dynamo.reset()
-    graph = torch.compile(lambda s: fa.attention(Q, Q, Q, alibi_slopes=s), fullgraph=True, backend="aot_eager")
+    graph, _ = compiled(lambda s: fa.attention(Q, Q, Q, alibi_slopes=s))
     assert any("alibi_slopes" in text for text in warned(lambda: graph(SLOPES)))
-    torch._dynamo.reset()
 
 
 def own(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

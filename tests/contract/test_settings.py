@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.compiled import compiled
 from support.two_phase import handles_of
 from torch.utils.checkpoint import checkpoint
 
@@ -125,18 +126,9 @@ def test_it_decorates() -> None:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """What a call returns or raises in a thread of its own."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(call)
+    return done.exception() or done.result()
 
 
 def test_a_block_is_its_threads_and_install_the_process() -> None:
@@ -231,24 +223,19 @@ def test_a_backward_runs_where_its_forward_ran() -> None:
 # -------------------------------------------------------------------------------------------------------------- traces
 
 
-@pytest.fixture
-def compiled() -> Iterator[Callable[..., Any]]:
-    torch._dynamo.reset()
-    yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch._dynamo.reset()
-
-
-def test_a_graph_is_strict_where_it_runs(compiled: Callable[..., Any]) -> None:
-    graph, query = compiled(three_rows), rows(1, 3, 64)
+@pytest.mark.usefixtures("fresh")
+def test_a_graph_is_strict_where_it_runs() -> None:
+    graph, query = compiled(three_rows)[0], rows(1, 3, 64)
     graph(query)
     with npu.strict(), pytest.raises(fa.ContractError, match="expected S1 == 1"):
         graph(query)
     graph(query)
 
 
-def test_a_graph_stays_as_strict_as_it_was_traced(compiled: Callable[..., Any]) -> None:
+@pytest.mark.usefixtures("fresh")
+def test_a_graph_stays_as_strict_as_it_was_traced() -> None:
     """Lengths are a graph's inputs: what is wrong with them turns out when it runs."""
-    graph = compiled(lambda q, n: fa.attention(q, q, q, layout="TND", q_len=n))
+    graph, _ = compiled(lambda q, n: fa.attention(q, q, q, layout="TND", q_len=n))
     q = rows(8, 2, 8, dtype=torch.float32)
     with npu.strict():
         graph(q, torch.tensor([3, 5]))
@@ -256,35 +243,34 @@ def test_a_graph_stays_as_strict_as_it_was_traced(compiled: Callable[..., Any]) 
         graph(q, torch.tensor([3, 4]))
 
 
-def test_a_trace_says_at_once_what_is_beyond_the_chip(compiled: Callable[..., Any]) -> None:
+@pytest.mark.usefixtures("fresh")
+def test_a_trace_says_at_once_what_is_beyond_the_chip() -> None:
     with npu.strict(), pytest.raises(Exception, match="expected S1 == 1"):
-        compiled(three_rows)(rows(1, 3, 64))
+        compiled(three_rows)[0](rows(1, 3, 64))
 
 
-def test_a_graph_keeps_its_back_end_and_takes_one_where_it_runs(compiled: Callable[..., Any]) -> None:
-    graph = compiled(lambda q: fa.attention(q, q, q))
+@pytest.mark.usefixtures("fresh")
+def test_a_graph_keeps_its_back_end_and_takes_one_where_it_runs() -> None:
+    graph, _ = compiled(lambda q: fa.attention(q, q, q))
     query = rows(1, 40, 2, 64, dtype=torch.float32)
     usual = graph(query)
     with fa.use_backend("golden"):
         exact = graph(query)
     assert torch.equal(exact, fa.attention(query, query, query, backend="golden"))
     assert torch.equal(usual, graph(query))
-    torch._dynamo.reset()
-    kept = compiled(lambda q: fa.attention(q, q, q))
+    kept, _ = compiled(lambda q: fa.attention(q, q, q))
     with fa.use_backend("golden"):
         kept(query)
     assert torch.equal(kept(query), exact)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_block_inside_a_compiled_function_counts() -> None:
-    torch._dynamo.reset()
-
     def layer(q: torch.Tensor) -> torch.Tensor:
         with fa.use_backend("golden"):
             return fa.attention(q, q, q)
 
     assert torch.compile(layer, backend="aot_eager")(DOUBLE).dtype == torch.float64
-    torch._dynamo.reset()
 
 
 def test_nothing_warns_of_a_strict_call_that_is_right() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from clauses.training import TRIANGLE
 from support.two_phase import Args, call, outputs_of
 
 from fusion_attention import acl, npu
@@ -13,7 +14,6 @@ from fusion_attention.ops import RECORDS
 pytestmark = pytest.mark.usefixtures("runtime")
 GRAD = RECORDS["npu_fusion_attention_grad_v2"]
 Q_ENDS, KV_ENDS = [5, 5, 12, 40], [9, 12, 12, 45]  # rows without keys, keys without rows
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
 OTHER = {"": "TND", "TND": ""}
 
 
@@ -21,9 +21,10 @@ def removed(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.5
 
 
+CAUSAL: Args = {"atten_mask": TRIANGLE, "sparse_mode": 3}
 MODES: dict[str, Args] = {
     "full": {},
-    "causal": {"atten_mask": TRIANGLE, "sparse_mode": 3},
+    "causal": CAUSAL,
     "causal from the upper left": {"atten_mask": TRIANGLE, "sparse_mode": 2},
     "window": {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tokens": 6, "next_tokens": 1},
     "mask": {"atten_mask": removed(28, 33), "sparse_mode": 1},
@@ -31,12 +32,7 @@ MODES: dict[str, Args] = {
     "mask of each head": {"atten_mask": removed(4, 4, 28, 33), "sparse_mode": 1},
     "mask of all tokens": {"atten_mask": removed(40, 45), "sparse_mode": 1},
     "sink": {"sink": torch.linspace(-1, 2, 4)},
-    "rope": {
-        "atten_mask": TRIANGLE,
-        "sparse_mode": 3,
-        "query_rope": torch.randn(40, 4, 8),
-        "key_rope": torch.randn(45, 2, 8),
-    },
+    "rope": {**CAUSAL, "query_rope": torch.randn(40, 4, 8), "key_rope": torch.randn(45, 2, 8)},
 }
 
 
@@ -44,21 +40,10 @@ def made(
     heads: int = 4, groups: int = 2, q_ends: list[int] = Q_ENDS, kv_ends: list[int] = KV_ENDS, **more: Any
 ) -> Args:
     generator = torch.Generator().manual_seed(5)
-    q, k, v = (
-        torch.randn(*shape, generator=generator)
-        for shape in ((q_ends[-1], heads, 16), (kv_ends[-1], groups, 16), (kv_ends[-1], groups, 16))
-    )
+    shapes = {"query": (q_ends[-1], heads), **dict.fromkeys(("key", "value"), (kv_ends[-1], groups))}
+    tensors = {name: torch.randn(*shape, 16, generator=generator) for name, shape in shapes.items()}
     lengths = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": kv_ends}
-    return {
-        "query": q,
-        "key": k,
-        "value": v,
-        "head_num": heads,
-        "input_layout": "TND",
-        **lengths,
-        "scale": 0.25,
-        **more,
-    }
+    return {**tensors, "head_num": heads, "input_layout": "TND", **lengths, "scale": 0.25, **more}
 
 
 def saved(args: Args, layout: str) -> Args:
@@ -140,8 +125,8 @@ def test_what_content_does_not_show_is_not_said() -> None:
     assert not any(verdict(biased, layout) for layout in OTHER)
 
 
-@pytest.mark.parametrize("layout", ["", "same_as_input"])
-def test_the_two_phase_face_asks_in_its_second_phase(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "other"), [("", "same_as_input"), ("same_as_input", "")])
+def test_the_two_phase_face_asks_in_its_second_phase(layout: str, other: str) -> None:
     op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
     told = {"": "TND", "same_as_input": ""}[layout]
     args = {
@@ -155,10 +140,7 @@ def test_the_two_phase_face_asks_in_its_second_phase(layout: str) -> None:
     for name, copy in copies.items():
         assert torch.equal(copy.view(torch.uint8), before[name].view(torch.uint8)), name  # type: ignore[union-attr]
     assert call(op, args, before) == (0, 0)
-    assert call(op, args | {"softmax_layout": {"": "same_as_input", "same_as_input": ""}[layout]}, before, True) == (
-        0,
-        0,
-    )
+    assert call(op, args | {"softmax_layout": other}, before, True) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -171,21 +171,18 @@ def packed() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def selected() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    leaves = [rows(2, 5, heads, 8, seed=heads).requires_grad_() for heads in (4, 1)] + [
-        rows(2, 5, 1, 8).requires_grad_()
-    ]
+    leaves = trained((2, 5, 4, 8), (2, 5, 1, 8), (2, 5, 1, 8))
     lists = torch.tensor([0, 2, 1, -1], dtype=torch.int32).expand(2, 5, 1, 4)
     out = fa.sparse_attention(*leaves, lists, sink=rows(4))
     assert isinstance(out, torch.Tensor)
     return out, leaves
 
 
+INDEXER = ((2, 5, 3, 8), (2, 5, 1, 8), (2, 5, 3))
+
+
 def indexed() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    leaves = [
-        rows(2, 5, 3, 8).requires_grad_(),
-        rows(2, 5, 1, 8, seed=1).requires_grad_(),
-        rows(2, 5, 3).requires_grad_(),
-    ]
+    leaves = trained(*INDEXER)
     _, values = fa.lightning_indexer(*leaves, 4)
     return values, leaves
 
@@ -193,11 +190,7 @@ def indexed() -> tuple[torch.Tensor, list[torch.Tensor]]:
 def divergence() -> tuple[torch.Tensor, list[torch.Tensor]]:
     q, k, lists = rows(2, 5, 4, 8), rows(2, 5, 1, 8, seed=1), torch.arange(4, dtype=torch.int32).expand(2, 5, 1, 4)
     _, lse = fa.sparse_attention(q, k, k, lists, return_lse=True)
-    leaves = [
-        rows(2, 5, 3, 8).requires_grad_(),
-        rows(2, 5, 1, 8, seed=1).requires_grad_(),
-        rows(2, 5, 3).requires_grad_(),
-    ]
+    leaves = trained(*INDEXER)
     return fa.indexer_loss(q, k, lse, *leaves, lists), leaves
 
 

@@ -198,16 +198,10 @@ def test_a_decorated_function_and_a_failing_call(tmp_path: Path) -> None:
     assert len(recorder.files) == 2
 
 
-def test_around_an_installed_torch_npu(tmp_path: Path) -> None:
-    npu.install()
-    try:
-        import torch_npu
-
-        with fa.capture(tmp_path) as recorded:
-            q = rows(1, 4, 4, 8).npu()
-            torch_npu.npu_fusion_attention(q, q, q, 4, "BSND")
-    finally:
-        npu.uninstall()
+def test_around_an_installed_torch_npu(tmp_path: Path, torch_npu: Any) -> None:
+    with fa.capture(tmp_path) as recorded:
+        q = rows(1, 4, 4, 8).npu()
+        torch_npu.npu_fusion_attention(q, q, q, 4, "BSND")
     assert len(recorded.files) == 1
     assert fa.replay(recorded.files[0]).worst == 0.0
 

@@ -8,7 +8,6 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,6 @@ from support.surroundings import modes, surroundings
 
 import fusion_attention as fa
 from fusion_attention import npu
-
-
-@pytest.fixture
-def installed() -> Iterator[Any]:
-    npu.install()
-    import torch_npu
-
-    yield torch_npu
-    npu.uninstall()
 
 
 def test_uninstall_restores_everything() -> None:
@@ -59,26 +49,24 @@ def test_modes_entered_later_survive() -> None:
     assert not modes()
 
 
-def test_the_module_can_be_found(installed: Any) -> None:
+def test_the_module_can_be_found(torch_npu: Any) -> None:
     spec = importlib.util.find_spec("torch_npu")
     assert spec is not None
     assert spec.name == "torch_npu"
     assert importlib.util.find_spec("torch_npu.npu") is not None
     for name in ("torch_npu", "torch-npu"):
-        assert importlib.metadata.version(name) == installed.__version__
+        assert importlib.metadata.version(name) == torch_npu.__version__
     assert importlib.metadata.packages_distributions()["torch_npu"] == ["torch_npu"]
-    import torch_npu.npu
-
-    assert torch_npu.npu is torch.npu  # type: ignore[attr-defined]
-    assert installed.__version__.split("+")[0] == torch.__version__.split("+")[0]
+    assert importlib.import_module("torch_npu.npu") is torch_npu.npu is torch.npu  # type: ignore[attr-defined]
+    assert torch_npu.__version__.split("+")[0] == torch.__version__.split("+")[0]
     for name in npu.__all__:
         if name.startswith("npu_"):
-            assert getattr(installed, name) is getattr(npu, name)
+            assert getattr(torch_npu, name) is getattr(npu, name)
             assert getattr(torch.npu, name) is getattr(npu, name)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("text", ["npu", "npu:0"])
-def test_device_strings(installed: Any, text: str, tmp_path: Path) -> None:
+def test_device_strings(torch_npu: Any, text: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, device=text)
     torch.save(x, tmp_path / "x.pt")
     layer = torch.nn.Linear(3, 3, device=text).to(text).npu()
@@ -100,7 +88,7 @@ def test_device_strings(installed: Any, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["npu:1", "npu:9"])
-def test_a_device_that_is_not_there(installed: Any, text: str) -> None:
+def test_a_device_that_is_not_there(torch_npu: Any, text: str) -> None:
     for use in (
         lambda: torch.zeros(1, device=text),
         lambda: torch.zeros(1).npu(text),
@@ -110,7 +98,7 @@ def test_a_device_that_is_not_there(installed: Any, text: str) -> None:
             use()
 
 
-def test_torch_npu_runtime(installed: Any) -> None:
+def test_torch_npu_runtime(torch_npu: Any) -> None:
     device = torch.npu  # type: ignore[attr-defined]
     assert device.is_available()
     assert (device.device_count(), device.current_device()) == (1, 0)
@@ -145,12 +133,12 @@ def test_torch_npu_runtime(installed: Any) -> None:
     assert device.is_bf16_supported()
 
 
-def test_attention_under_the_mode(installed: Any) -> None:
+def test_attention_under_the_mode(torch_npu: Any) -> None:
     """Same bits, gradients too, and torch.compile(fullgraph=True) passes through the mode."""
     q = torch.randn(1, 6, 2, 16, device="npu").requires_grad_()
 
     def call(q: torch.Tensor) -> torch.Tensor:
-        return installed.npu_fusion_attention(q, q.to("npu"), q, 2, "BSND", scale=0.25)[0]
+        return torch_npu.npu_fusion_attention(q, q.to("npu"), q, 2, "BSND", scale=0.25)[0]
 
     out = call(q)
     (gradient,) = torch.autograd.grad(out.sum(), q)

@@ -4,7 +4,6 @@ import importlib
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,11 @@ from fusion_attention import npu
 from fusion_attention.npu import inference
 from fusion_attention.npu.modules import made
 
+pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
     *("npu", "npu.utils", "npu.amp", "npu.amp.autocast_mode", "npu.amp.grad_scaler", "npu.streams", "npu.memory"),
     *("npu.random", "testing", "testing.testcase", "testing.common_utils"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def torch_npu() -> Iterator[Any]:
-    npu.install()
-    yield importlib.import_module("torch_npu")
-    npu.uninstall()
 
 
 @pytest.mark.parametrize("name", MODULES)

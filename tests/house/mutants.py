@@ -39,7 +39,7 @@ SECONDS = 300.0  # on a busy machine; a quiet core needs a tenth
 FIRST_ON_THE_PATH = "import sys\nfrom importlib.machinery import PathFinder\nsys.meta_path.insert(0, PathFinder)\n"
 # As CMakeLists.txt compiles the core, for the instruction set that runs everywhere; optimised just enough to be quick.
 CORE = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno"]
-CORE += ["-fno-trapping-math", '-DFUSION_VARIANT_NAME="base"', "-DFUSION_VARIANT_ENTRY=fusion_variant_base"]
+CORE += ["-fno-trapping-math", "-DFUSION_VARIANT_ENTRY=fusion_variant_base"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,14 @@ def misfit(mutant: Mutant, text: str) -> str | None:
     """Why a mutation cannot be made in a source's text."""
     found = text.count(mutant.old)
     return None if found == 1 else f"{mutant.name}: {mutant.file} has its text {found} times, not once: {mutant.old!r}"
+
+
+def stale(built: Path) -> bool:
+    """Whether an object is missing, or older than a source that it was made of: the compiler listed them beside it."""
+    if not built.exists():
+        return True
+    sources = built.with_suffix(".d").read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
+    return any(Path(source).stat().st_mtime_ns > built.stat().st_mtime_ns for source in sources)
 
 
 class Copy:
@@ -126,9 +134,8 @@ class Copy:
         objects = []
         for source in sources:
             objects.append(folder / f"{source.parent.name}-{source.stem}.o")
-            # Mutations are in the headers of variant.cpp; its other half is as slow, and nothing here runs it.
-            if source.stem == "variant" or not objects[-1].exists():
-                built = self.run([*CORE, f"-I{csrc}", "-c", source, "-o", objects[-1]])
+            if stale(objects[-1]):
+                built = self.run([*CORE, f"-I{csrc}", "-MMD", "-c", source, "-o", objects[-1]])
                 seconds += built.seconds
                 if built.code:
                     return Run(built.code + 1000, built.text, seconds)

@@ -379,7 +379,7 @@ def test_the_tolerances_themselves(line: str, found: bool) -> None:
 
 FEATURES = _native.cpu_features()
 BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
-LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512bf16": 16}
+LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512vnni": 16, "v4+avx512bf16": 16, "asimddp": 4, "asimddp+bf16": 4}
 
 
 def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
@@ -393,9 +393,9 @@ def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
 def test_every_runnable_variant_computes_the_same(variant: str) -> None:
     i = np.arange(1003)
     x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
-    expected = float(x @ y)
-    found = _native.variant_probe(variant)
-    assert found == {"variant": variant, "lanes": LANES[variant], "checksum": expected, "checksum_bf16": expected}
+    expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
+    checksums = {"checksum": expected, "checksum_bf16": expected, "checksum_int8": bytes_expected}
+    assert _native.variant_probe(variant) == {"variant": variant, "lanes": LANES[variant], **checksums}
 
 
 def test_an_unknown_variant_is_refused() -> None:

@@ -1,23 +1,19 @@
-// The native core without Python: every instruction-set variant that runs here, forward, backward and, where nothing is
-// dropped, decode, on tiny calls in all dtypes, against naive loops in double. For machines that the Python suite does
-// not reach (make test-aarch64).
+// The native core without Python: every instruction-set variant that runs here, on tiny calls in all dtypes, against
+// naive loops in double. For machines that the Python suite does not reach (make test-aarch64). Prints the worst share
+// of what is allowed.
 //
-// Allowed for every element: what the roundings of the operand dtype, and float32 sums of so many terms, can make of
-// the sum of its absolute terms. Prints the worst share of that.
+// Here: forward, backward and, where nothing is dropped, decode. decode_test.cpp: caches of integers; sparse_test.cpp:
+// selected keys, the indexer, its loss. An argument names the variant that must be chosen here, which is then
+// tested alone.
 
 #include "plan/arena.h"
 #include "plan/backward.h"
 #include "plan/decode.h"
 #include "dispatch.h"
 #include "plan/forward.h"
-#include "naive.h"
-
-#include <cstdio>
+#include "core_test.h"
 
 namespace check {
-
-int test_teams();  // team_test.cpp; how many failures
-
 namespace {
 
 constexpr Long everything = Long{1} << 40;
@@ -133,17 +129,6 @@ Call make(const Case &from, Dtype dtype) {
     return c;
 }
 
-fusion::Operands operands_of(Call &c) {
-    fusion::Operands o;
-    o.q = c.q.view(), o.k = c.k.view(), o.v = c.v.view(), o.q_rope = c.q_rope.view(), o.k_rope = c.k_rope.view();
-    o.out = c.out.view(), o.max = c.max.view(), o.sum = c.sum.view();
-    o.bias = c.bias_at.view(c.bias.data(), c.problem.dtype);
-    o.blocked = c.blocked_at.view(c.blocked.data(), Dtype::float32);
-    o.drop_bits = c.bits_at.view(c.bits.data(), Dtype::float32);
-    o.slopes = c.slopes.data(), o.sink = c.sink.data(), o.seed = c.seed, o.offset = c.offset;
-    return o;
-}
-
 std::vector<fusion::Tile> tiles_of(const Call &c) {
     std::vector<fusion::Tile> out;
     for (std::size_t b = 0; b < c.sequences.size(); ++b) {
@@ -161,13 +146,6 @@ std::vector<fusion::Tile> tiles_of(const Call &c) {
 void run_forward(Call &c, const fusion::Variant &variant, int threads) {
     c.out.poison(), c.max.poison(), c.sum.poison();
     fusion::ForwardPlan(variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), threads);
-}
-
-fusion::Cache cache_of(RowMemory &m, Dtype dtype) {
-    fusion::Cache c;
-    c.base = static_cast<const char *>(m.elements.data()), c.item = kind_of(dtype).bytes;
-    c.address = m.address.data(), c.stride_head = m.stride_head.data(), c.stride_token = m.stride_token;
-    return c;
 }
 
 void run_decode(Call &c, const fusion::Variant &variant, int threads) {
@@ -198,136 +176,127 @@ Found run_backward(Call &c, const fusion::Variant &variant, int threads) {
     return f;
 }
 
-int failures = 0;
-
-void fail(const char *variant, const char *name, Dtype dtype, const std::string &what) {
-    if (++failures > 20) return;
-    std::printf("FAILED %s, %s, dtype %d: %s\n", variant, name, static_cast<int>(dtype), what.c_str());
-}
-
 // Judges one case in one dtype; the naive results are computed once for all variants.
-class Judge {
+class DenseTest {
 public:
-    Judge(const Case &from, Dtype dtype)
-        : name_(from.name), call_(make(from, dtype)), want_(forward(call_, largest_)) {}
+    DenseTest(Report &report, const Case &from, Dtype dtype)
+        : call_(make(from, dtype)), want_(forward(call_, largest_)),
+          judge_(report, from.name, dtype, most_terms(call_)) {}
 
-    void run(const fusion::Variant &variant) {
-        variant_ = variant.name, stage_ = "";
-        rounds_weights_ = variant.as_pairs.attend != nullptr;
-        run_forward(call_, variant, 1);
-        const std::vector<unsigned char> alone = call_.out.elements.bytes();
-        for (int threads : {3, 8}) {
-            run_forward(call_, variant, threads);
-            if (alone != call_.out.elements.bytes()) report("out", "other bits with several threads");
+    void run(const fusion::Built &built, bool own_dense) {
+        const bool rounds_weights = built.variant->as_pairs.attend != nullptr;
+        if (own_dense) {
+            judge_.begin(built.name, "", rounds_weights);
+            test_forward(*built.variant);
+            test_gradients(*built.variant);
         }
-        compare("out", call_.out, want_, largest_);
-        compare("max", call_.max, want_, largest_);
-        compare("sum", call_.sum, want_, largest_);
-        judge_gradients(variant);
-        if (call_.problem.dropout == Dropout::none) judge_decode(variant);
+        if (call_.problem.dropout != Dropout::none) return;
+        judge_.begin(built.name, "decode, ", rounds_weights);
+        test_decode(*built.variant);
     }
 
-    double worst() const { return worst_; }
-
 private:
-    void judge_gradients(const fusion::Variant &variant) {
+    void test_forward(const fusion::Variant &variant) {
+        run_forward(call_, variant, 1);
+        const Elements alone = call_.out.elements;
+        for (int threads : {3, 8}) {
+            run_forward(call_, variant, threads);
+            judge_.require_same("out", alone, call_.out.elements);
+        }
+        compare_outputs();
+    }
+
+    void test_gradients(const fusion::Variant &variant) {
         double largest = 0;
         const Results gradients = backward(call_, largest);
         const Found f = run_backward(call_, variant, 1);
         for (int threads : {3, 8}) {
             const Found other = run_backward(call_, variant, threads);
-            if (other.dq.elements.bytes() != f.dq.elements.bytes() ||
-                other.dk.elements.bytes() != f.dk.elements.bytes())
-                report("dq, dk", "other bits with several threads");
+            judge_.require_same("dq", f.dq.elements, other.dq.elements);
+            judge_.require_same("dk", f.dk.elements, other.dk.elements);
         }
         const std::pair<const char *, const RowMemory *> rows[] = {
             {"dq", &f.dq}, {"dk", &f.dk}, {"dv", &f.dv}, {"dq_rope", &f.dq_rope}, {"dk_rope", &f.dk_rope}};
-        for (const auto &[name, memory] : rows) compare(name, *memory, gradients, largest);
-        compare("dbias", f.dbias, gradients, largest);
-        if (call_.problem.has_sink) compare("dsink", f.dsink, gradients, largest);
+        for (const auto &[name, memory] : rows) judge_.compare(name, *memory, gradients.at(name), largest, true);
+        judge_.compare("dbias", f.dbias, gradients.at("dbias"), largest);
+        if (call_.problem.has_sink) judge_.compare("dsink", f.dsink, gradients.at("dsink"), largest);
     }
 
-    void judge_decode(const fusion::Variant &variant) {
-        stage_ = "decode, ";
+    void test_decode(const fusion::Variant &variant) {
         run_decode(call_, variant, 1);
-        const std::vector<unsigned char> alone = call_.out.elements.bytes();
+        const Elements alone = call_.out.elements;
         for (int threads : {3, 8}) {
             run_decode(call_, variant, threads);
-            if (alone != call_.out.elements.bytes()) report("out", "other bits with several threads");
+            judge_.require_same("out", alone, call_.out.elements);
         }
-        for (const auto &[name, memory] : {std::pair{"out", &call_.out}, {"max", &call_.max}, {"sum", &call_.sum}}) {
-            compare(name, *memory, want_, largest_);
-        }
+        compare_outputs();
     }
 
-    void report(const char *what, const std::string &why) {
-        fail(variant_, name_, call_.problem.dtype, std::string(stage_) + what + ": " + why);
+    void compare_outputs() {
+        judge_.compare("out", call_.out, want_.at("out"), largest_, true);
+        judge_.compare("max", call_.max, want_.at("max"), largest_, false, true);
+        judge_.compare("sum", call_.sum, want_.at("sum"), largest_, false);
     }
 
-    // float32 sums of n terms err like sqrt(n); an error of a score is one of the exponential's relative error.
-    void judge(const char *what, double got, double want, double size, double largest, bool stored_low) {
-        const Dtype dtype = call_.problem.dtype;
-        const bool low = dtype != Dtype::float32;
-        Long terms = call_.problem.dim_qk + call_.problem.dim_rope;
-        for (const fusion::Sequence &s : call_.sequences) terms = std::max({terms, s.q_len, s.kv_len});
-        double relative = 2 * unit(Dtype::float32) * std::sqrt(static_cast<double>(terms)) * (1 + largest);
-        if (dtype == Dtype::bfloat16 && rounds_weights_) relative += unit(dtype);
-        if (low && stored_low) relative += unit(dtype);
-        const double least = stored_low && dtype == Dtype::float16 ? 0x1p-24 : 1e-30;  // below its normal numbers
-        const bool same = got == want, close = std::fabs(got - want) <= relative * size + least;
-        if (!same && !close) report(what, std::to_string(got) + ", expected " + std::to_string(want));
-        if (!same && close) worst_ = std::max(worst_, std::fabs(got - want) / (relative * size + least));
-    }
-
-    void compare(const char *what, const RowMemory &got, const Results &results, double largest) {
-        const Sums &want = results.at(what);
-        const bool is_max = !std::strcmp(what, "max"), low = &got != &call_.max && &got != &call_.sum;
-        Long at = 0;
-        got.each([&](Long b, Long h, Long t, Long d) {
-            judge(what, got.get(b, h, t, d), want.value[at], is_max ? 1 + largest : want.size[at], largest, low);
-            ++at;
-        });
-        const Long gaps = got.elements.count() - got.size();
-        if (got.elements.poisoned() != gaps) report(what, "memory beside the rows was written");
-    }
-
-    void compare(const char *what, const std::vector<float> &got, const Results &results, double largest) {
-        const Sums &want = results.at(what);
-        for (std::size_t i = 0; i < want.value.size(); ++i) {
-            judge(what, got[i], want.value[i], want.size[i], largest, false);
-        }
-    }
-
-    const char *name_, *variant_ = "", *stage_ = "";
-    bool rounds_weights_ = false;  // to bfloat16, for dot products of pairs
-    double largest_ = 0, worst_ = 0;
+    double largest_ = 0;
     Call call_;
     Results want_;
+    Judge judge_;
 };
 
+// Whether variant i has this part from none before it: some share theirs with a weaker one.
+template <class Part> bool is_first(const std::vector<fusion::Built> &all, std::size_t i, Part part) {
+    for (std::size_t before = 0; before < i; ++before) {
+        if (all[before].variant && part(all[before]) == part(all[i])) return false;
+    }
+    return true;
+}
+
+void test_dense(Report &report) {
+    const std::vector<fusion::Built> &all = fusion::built_variants();
+    for (const Case &one : cases) {
+        for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+            DenseTest test(report, one, dtype);
+            for (std::size_t i = 0; i < all.size(); ++i) {
+                if (!report.tests(all[i])) continue;
+                test.run(all[i], is_first(all, i, [](const auto &b) { return b.variant->as_float.attend; }));
+            }
+        }
+    }
+}
+
 }  // namespace
+
+std::vector<fusion::Built> with_own_sparse_part(const Report &report) {
+    std::vector<fusion::Built> out;
+    const std::vector<fusion::Built> &all = fusion::built_variants();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+        if (report.tests(all[i]) && is_first(all, i, [](const auto &b) { return b.sparse; })) out.push_back(all[i]);
+    }
+    return out;
+}
+
 }  // namespace check
 
-int main() {
+int main(int count, char **arguments) {
     using namespace check;
     fusion::poisons_leases = true;
+    Report report;
     int ran = 0;
     for (const fusion::Built &built : fusion::built_variants()) {
         std::printf("variant %s: %s\n", built.name, built.variant ? "runs here" : "not on this CPU");
         ran += built.variant != nullptr;
     }
-    for (const Case &one : cases) {
-        for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
-            Judge judge(one, dtype);
-            for (const fusion::Built &built : fusion::built_variants()) {
-                if (built.variant) judge.run(*built.variant);
-            }
-            const char *const names[] = {"float32", "float16", "bfloat16"};
-            std::printf("%-24s %-9s worst error / allowed %.2f\n", one.name, names[static_cast<int>(dtype)],
-                        judge.worst());
-        }
-    }
-    failures += test_teams();
-    std::printf("%d variants, %d failures\n", ran, failures);
-    return ran > 0 && failures == 0 ? 0 : 1;
+    std::printf("features:");
+    for (const std::string &name : fusion::cpu_features()) std::printf(" %s", name.c_str());
+    std::printf("\n");
+    const std::string chosen = fusion::chosen_variant().name;
+    if (count > 1) report.only = arguments[1];
+    if (count > 1 && chosen != report.only) report.fail("chosen: " + chosen + ", expected " + report.only);
+    test_dense(report);
+    test_quantised_decode(report);
+    test_sparse(report);
+    test_teams(report);
+    std::printf("%d variants run here, %d failures\n", ran, report.failures);
+    return ran > 0 && report.failures == 0 ? 0 : 1;
 }

@@ -24,14 +24,20 @@ struct Call {
     std::vector<float> slopes, sink;
     std::uint64_t seed = 0x123456789abcdef;
     std::uint32_t offset = 77;
-    RowMemory out, max, sum;  // what a forward saved
+    RowMemory out, max, sum;               // what a forward saved
+    std::vector<std::vector<Long>> lists;  // of selected keys, by list_at(); none: a row meets the keys of its band
 
+    std::size_t list_at(Long b, Long head_kv, Long row) const {
+        Long before = 0;
+        for (Long a = 0; a < b; ++a) before += sequences[a].q_len;
+        return static_cast<std::size_t>((before + row) * problem.heads_kv + head_kv);
+    }
     Long group() const { return problem.heads_q / problem.heads_kv; }
 };
 
 // Values of a tensor and the sizes of their sums, in the order of RowMemory::each or of memory.
 struct Sums {
-    std::vector<double> value, size;
+    std::vector<double> value, size, more;  // more: allowed besides, where there is any
     explicit Sums(Long count = 0) : value(count), size(count) {}
     void add(Long at, double x, double magnitude) {
         value[at] += x;
@@ -103,12 +109,17 @@ struct Seen {
 };
 inline std::vector<Seen> row_scores(const Call &c, Long b, Long head, Long row, double &largest) {
     std::vector<Seen> out;
-    for (Long key = 0; key < c.sequences[b].kv_len; ++key) {
-        if (!seen(c, b, head, row, key)) continue;
+    const auto meet = [&](Long key) {
+        if (!seen(c, b, head, row, key)) return;
         const Dot s = score(c, b, head, row, key);
-        if (s.value == -INFINITY) continue;
+        if (s.value == -INFINITY) return;
         out.push_back({key, s.value});
         largest = std::max(largest, s.size);
+    };
+    if (c.lists.empty()) {
+        for (Long key = 0; key < c.sequences[b].kv_len; ++key) meet(key);
+    } else {
+        for (Long key : c.lists[c.list_at(b, head / c.group(), row)]) meet(key);
     }
     return out;
 }

@@ -1,28 +1,22 @@
 // What core_test.cpp does not run: teams alone, runs that are given up, memory that is missing, and the plans of
 // selections, whose bits any number of threads leaves as they are. Numbers are judged by the Python suite.
 
-#include "dispatch.h"
+#include "core_test.h"
 #include "plan/arena.h"
 #include "plan/team.h"
 #include "selected.h"
-
-#include <cstdio>
 
 namespace check {
 namespace {
 
 constexpr int sizes[] = {1, 2, 3, 5, 8, 16, 64};
 
-int failures = 0;
-
-void expect(bool holds, const char *what, int threads) {
-    if (holds) return;
-    ++failures;
-    std::printf("FAILED team of %d: %s\n", threads, what);
+void expect(Report &report, bool holds, const char *what, int threads) {
+    if (!holds) report.fail("team of " + std::to_string(threads) + ": " + what);
 }
 
 // Three rounds of shares, barriers and waits; every thread sees what the others did before.
-void meet(int threads) {
+void meet(Report &report, int threads) {
     constexpr Long count = 1000;
     std::vector<int> done(count);
     std::atomic<Long> next = 0, sum = 0, chain = 0;
@@ -39,11 +33,12 @@ void meet(int threads) {
             chain.store(i + 1, std::memory_order_release);
         }
     });
-    expect(!wrong && sum == count * (count - 1) / 2 && done[0] == count - 1, "shares, barriers or waits", threads);
+    expect(report, !wrong && sum == count * (count - 1) / 2 && done[0] == count - 1, "shares, barriers or waits",
+           threads);
 }
 
 // Asked to stop, a team ends although pieces are left, others wait for what never comes, or stand at a barrier.
-void give_up(int threads) {
+void give_up(Report &report, int threads) {
     for (int where = 0; where < 3; ++where) {
         static std::atomic<bool> asked;
         asked = false;
@@ -61,34 +56,34 @@ void give_up(int threads) {
             interrupted = true;
         }
         fusion::asks_to_stop = nullptr;
-        expect(interrupted && asked, "did not give up", threads);
+        expect(report, interrupted && asked, "did not give up", threads);
     }
 }
 
-void lease() {
+void lease(Report &report) {
     constexpr std::size_t large = std::size_t{1} << 24, beyond = std::size_t{1} << 60;
     int threads = 16;
     {
         const fusion::Lease some = fusion::lease_for(threads, [&](int n) { return n > 3 ? beyond : large; });
     }
-    expect(threads == 2, "memory for so many", threads);
+    expect(report, threads == 2, "memory for so many", threads);
     bool refused = false;
     try {
         const fusion::Lease none = fusion::lease_for(threads, [&](int) { return beyond; });
     } catch (const std::bad_alloc &) {
         refused = true;
     }
-    expect(refused && threads == 1, "memory for nobody", threads);
+    expect(report, refused && threads == 1, "memory for nobody", threads);
     const auto address = [](std::size_t bytes) {
         return reinterpret_cast<std::uintptr_t>(fusion::Lease(bytes).data());
     };
     const std::uintptr_t kept = address(large);
-    expect(address(1) == kept && address(large) == kept, "a buffer is not kept", 1);
+    expect(report, address(1) == kept && address(large) == kept, "a buffer is not kept", 1);
     for (int i = 0; i < 70; ++i) address(1);
-    expect(address(1) != kept, "a buffer that nobody needs is kept", 1);
+    expect(report, address(1) != kept, "a buffer that nobody needs is kept", 1);
 }
 
-void same_bits(const fusion::Built &built) {
+void same_bits(Report &report, const fusion::Built &built) {
     for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {
         for (const Selected kind : {Selected::forward, Selected::backward, Selected::indexer,
                                     Selected::indexed_gradient, Selected::list_loss, Selected::tile_loss}) {
@@ -96,9 +91,9 @@ void same_bits(const fusion::Built &built) {
             const std::vector<unsigned char> want = call.run(*built.sparse, 1);
             for (const int threads : sizes) {
                 if (call.run(*built.sparse, threads) == want) continue;
-                ++failures;
-                std::printf("FAILED %s, selection %d, dtype %d: other bits with %d threads\n", built.name,
-                            static_cast<int>(kind), static_cast<int>(dtype), threads);
+                report.fail(std::string(built.name) + ", selection " + std::to_string(static_cast<int>(kind)) +
+                            ", dtype " + std::to_string(static_cast<int>(dtype)) + ": other bits with " +
+                            std::to_string(threads) + " threads");
             }
         }
     }
@@ -106,17 +101,13 @@ void same_bits(const fusion::Built &built) {
 
 }  // namespace
 
-int test_teams() {
-    lease();
+void test_teams(Report &report) {
+    lease(report);
     for (const int threads : sizes) {
-        meet(threads);
-        give_up(threads);
+        meet(report, threads);
+        give_up(report, threads);
     }
-    for (const fusion::Built &built : fusion::built_variants()) {
-        if (built.variant) same_bits(built);
-    }
-    std::printf("teams of 1 to 64 threads: %d failures\n", failures);
-    return failures;
+    for (const fusion::Built &built : with_own_sparse_part(report)) same_bits(report, built);
 }
 
 }  // namespace check

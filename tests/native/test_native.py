@@ -49,6 +49,25 @@ PLAIN = Problem(4, 2, 40, 24, scale=0.2)
 LONG = ((200, 0, 3, 97), (311, 4, 0, 97))
 
 
+# Units that belong to threads, of very different lengths; units that threads share; more of those than lie packed at a
+# time, of grouped heads.
+@pytest.mark.parametrize(
+    ("problem", "q_len", "kv_len"),
+    [
+        (Problem(3, 3, 64, 64, dtype="bfloat16", scale=0.1), (300, 16, 16, 40), (300, 16, 16, 40)),
+        (Problem(2, 2, 128, 128, scale=0.1), (200,), (1100,)),
+        (Problem(4, 2, 256, 256, scale=0.1), (40,) * 6, (2000,) * 6),
+    ],
+    ids=["own", "shared", "waves"],
+)
+def test_many_threads_do_not_change_a_bit(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> None:
+    band = Band.causal() if q_len == kv_len else None
+    call = converted(make(problem, q_len, kv_len, band), problem.torch_dtype)
+    want = native(call, threads=1)
+    for threads in (2, 3, 5, 8, 16, 64):
+        same_bits(native(call, threads=threads), want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> None:

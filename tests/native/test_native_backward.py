@@ -156,20 +156,50 @@ def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> No
     saved = native(call)
     want = gradients(call, saved, variant, packed=True, threads=1)
     assert not any(t.isnan().any() for t in want["dq"] + want["dk"] + want["dv"])
-    for packed, threads in ((False, 1), (True, 2), (False, 2), (True, 5)):
+    for packed, threads in ((False, 1), (True, 2), (False, 2), (True, 3), (True, 5), (True, 8), (True, 16), (True, 64)):
         same_bits(gradients(call, saved, variant, packed, threads), want)
 
 
 @pytest.mark.parametrize(
-    ("axes", "shared"), [("hij", False), ("hij", True), ("ij", True), ("hj", False), ("hi", False)]
+    ("axes", "shared"),
+    [("hij", False), ("hij", True), ("ij", True), ("hj", False), ("j", True), ("hi", False), ("i", True), ("", True)],
 )
 def test_every_form_of_dbias_is_the_same_for_any_threads(axes: str, shared: bool) -> None:
     problem = Problem(6, 3, 16, 16, dtype="float32", scale=0.25, bias="matrix", bias_scaled=True)
-    call = converted(make(problem, (400, 400), (300, 300), Band.causal(), axes, shared), torch.float32)
+    call = converted(make(problem, (400, 400, 400), (300, 300, 300), Band.causal(), axes, shared), torch.float32)
     saved = native(call)
     want = gradients(call, saved, threads=1, shared=True)
-    for _ in range(3):
-        same_bits(gradients(call, saved, threads=3, shared=True), want)
+    for threads in (2, 3, 3, 3, 5, 8, 16, 64):
+        same_bits(gradients(call, saved, threads=threads, shared=True), want)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_of_a_table_is_the_same_for_any_threads(shared: bool) -> None:
+    # Rows a thousand apart add to the same elements; sequences of other lengths to some of a shared table's.
+    problem = Problem(4, 2, 8, 8, dtype="float32", scale=0.3, bias="table")
+    call = converted(make(problem, (1300, 1300), (1300, 1300), Band.causal(), "hij", shared), torch.float32)
+    saved = native(call)
+    want = gradients(call, saved, threads=1, shared=True)
+    for threads in (2, 3, 5, 16):
+        same_bits(gradients(call, saved, threads=threads, shared=True), want)
+
+
+def test_sequences_that_share_a_bias_may_differ_in_length() -> None:
+    # A tile that an earlier sequence does not reach comes after the one that reaches it, or waits for nobody.
+    q_len, kv_len = [700, 100, 700, 390], [600, 300, 0, 600]
+    q, dout = (torch.randn(sum(q_len), 2, 16) for _ in range(2))
+    k, v = (torch.randn(sum(kv_len), 1, 16) for _ in range(2))
+    bias = torch.randn(1, 1, 700, 600, requires_grad=True)
+
+    def found(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        band = fa.Band.window(250, 10)
+        out = fa.attention(q, k, v, bias=bias, layout="TND", q_len=q_len, kv_len=kv_len, band=band)
+        return torch.autograd.grad(out, bias, dout)[0]
+
+    want = found(1)
+    for threads in (2, 3, 5, 16):
+        same_bits(found(threads), want)
 
 
 BANDS = {

@@ -15,15 +15,17 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
-from support.native_dense import VARIANTS, converted, judge, results, spoil
-from support.witness import Results, forward, load, make
+from support.native_dense import DECODE_VARIANTS as VARIANTS
+from support.native_dense import converted, judge, spoil
+from support.witness import alone, forward, load, make, results
 
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.waist.kv import RowView
+from fusion_attention.backends.cpu.native import Floats
+from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Problem
+from fusion_attention.waist.problem import Extents, Problem
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -73,10 +75,6 @@ def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
-def bits(found: Results) -> list[torch.Tensor]:
-    return [t for name in ("out", "max", "sum") for t in found[name]]
-
-
 BASES = [
     Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09),
     Problem(8, 2, 96, 64, dtype="float16", scale=0.1, has_sink=True),
@@ -91,18 +89,25 @@ BASES = [
 def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Problem) -> None:
     q_len, kv_len = (1, 1, 0, 2), (1300, 77, 5, 520)
     case = plain_case(problem, q_len, kv_len)
-    want = bits(native(case, variant, threads=1))
-    same_bits(bits(native(case, variant, threads=2)), want)
+    want = native(case, variant, threads=1)
+    same_bits(native(case, variant, threads=2), want)
     for size in (16, 128, 512):
         paged = replace(case, problem=replace(problem, page_size=size), form="pages")
-        got = bits(native(paged, variant, threads=3))
-        same_bits(got, want, f"pages of {size}")
+        same_bits(native(paged, variant, threads=3), want, f"pages of {size}")
     for b in (0, 3):
-        single = {name: [t] for name in ("q", "k", "v", "blocked") if (ts := getattr(case.call, name)) for t in [ts[b]]}
-        extents = Extents(*(getattr(case.call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
-        own = Case(replace(case.call, extents=extents, **single), problem, *stored, "rows", 1)
-        same_bits(bits(native(own, variant)), want[b :: len(q_len)])
+        own = Case(alone(case.call, b), problem, *stored, "rows", 1)
+        same_bits(native(own, variant), {name: [found[b]] for name, found in want.items()})
+
+
+@pytest.mark.parametrize("problem", BASES, ids=str)
+def test_many_threads_share_the_leaves_of_a_sequence(problem: Problem) -> None:
+    case = plain_case(problem, (1, 2), (9000, 600))  # three runs of leaves, two leaves
+    scored = (case.k.scale or case.k.numbers)[0].view(-1)
+    scored[-1] = math.inf  # some of the last run is computed again with care
+    want = native(case, None, threads=1)
+    for threads in (2, 3, 5, 8, 16, 64):
+        same_bits(native(case, None, threads=threads), want, f"{threads} threads")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -136,7 +141,8 @@ def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not()
 
 # ------------------------------------------------------------------------------- rows of a group that are met together
 
-EXACT = ("v4+avx512bf16",)  # variants that multiply integers as such: no order of sums changes a bit
+# Variants that multiply integers as such: no order of sums changes a bit.
+EXACT = ("v4+avx512vnni", "v4+avx512bf16", "asimddp", "asimddp+bf16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -227,7 +233,7 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
         for each in (plan, planning.plan(problem, fresh, device, backend)):
             operands = load(call, torch.bfloat16, torch.float32)
             each.run(operands)
-            found.append(bits(results(call, operands)))
+            found.append(results(call, operands))
         same_bits(*found, f"{lengths}")
 
 
@@ -275,3 +281,44 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change:
     with pytest.raises((TypeError, ValueError), match=message):
         cpu.attention_forward(problem, case.call.extents, schedule, replace(operands, **change))
     assert operands.out.sequence(0, 2, 1).isnan().all()
+
+
+def test_a_laid_decode_takes_what_it_was_laid_for() -> None:
+    for page in (0, 16):
+        problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=page)
+        case = plain_case(problem, (1,), (20,))
+        operands = case.operands()
+        schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
+        cpu.attention_forward(problem, case.call.extents, schedule, operands)
+        assert isinstance(schedule, decode.Schedule)
+        laid = decode.lay(schedule, problem, operands)
+        assert laid is not None
+        k, table = (
+            (operands.k.pool, operands.k.table) if isinstance(operands.k, PagedView) else (operands.k.keep[0], None)
+        )
+        v = operands.v.pool if isinstance(operands.v, PagedView) else operands.v.keep[0]
+        out, wanted = operands.out.keep[0], operands.out.keep[0].clone()
+        given: list[Any] = [operands.q.keep[0], k, v, table, out.fill_(torch.nan), None, None]
+        assert laid.run(1, *given) == 0
+        same_bits([out], [wanted])
+        out.fill_(torch.nan)
+        for change, message in (
+            ({3: None if page else torch.zeros(1, 2, dtype=torch.int32)}, "a table belongs to a cache of pages"),
+            ({0: 3}, "data_ptr"),
+        ):
+            with pytest.raises((ValueError, AttributeError), match=message):
+                laid.run(1, *[change.get(i, value) for i, value in enumerate(given)])
+        with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
+            laid.run(0, *given)
+        assert out.isnan().all()
+
+
+def test_a_decode_that_reads_more_is_not_laid() -> None:
+    problem = Problem(2, 1, 8, 8, dtype="bfloat16", has_sink=True)
+    case = plain_case(problem, (1,), (20,))
+    operands = case.operands()
+    schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
+    assert isinstance(schedule, decode.Schedule)
+    assert decode.lay(schedule, problem, operands) is None
+    with Floats() as floats, pytest.raises(ValueError, match="only q, k, v and a table of pages"):
+        schedule.decode.lay(decode._operands(problem, operands, floats))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, in_pages, run
+from support.selected import ordered
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer.call import IndexerBackward
@@ -69,16 +71,7 @@ def test_the_order_is_exact(seed: int) -> None:
     args, size = drawn(case), seed % 4 * 8
     given = in_pages(case, args, size) if size else args
     for variant in VARIANTS:
-        found = choose(given, variant, 1 + seed % 3, apart=seed % 2 == 1)
-        for b, rows in enumerate(case.q_len):
-            scores, (indices, values) = scores_of(case, args, b, torch.float64), (part(case, t, "q", b) for t in found)
-            for row in range(rows):
-                order = torch.sort(scores[row, : case.seen(b, row)], descending=True, stable=True)
-                n = min(case.top_k, len(order.values))
-                assert indices[row, 0, :n].tolist() == order.indices[:n].tolist(), (variant, b, row)
-                assert values[row, 0, :n].tolist() == order.values[:n].to(values.dtype).tolist()
-                assert (indices[row, 0, n:] == -1).all()
-                assert (values[row, 0, n:] == -math.inf).all()
+        ordered(case, args, *choose(given, variant, 1 + seed % 3, apart=seed % 2 == 1), variant)
 
 
 @pytest.mark.parametrize("seed", range(50, 62))
@@ -131,6 +124,22 @@ def test_threads_change_no_bit() -> None:
         for threads in (2, 3, 7):
             same_bits(choose(args, threads=threads), want)
             same_bits(gradients(args, want[0], threads=threads), dwant)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("keys", "size"), [(5, 0), (1100, 0), (1100, 16)])
+def test_few_rows_choose_as_many_do(keys: int, size: int, dtype: str) -> None:
+    """Their keys are packed a chunk at a time, by the thread that meets them."""
+    case = IndexerCase("TND", 0, dtype, (9,), (keys,), mode=0, heads=13, dim=33, top_k=130)
+    args = drawn(case)
+    for variant in VARIANTS:
+        indices, values = choose(args, variant, threads=1)
+        for rows, threads in ((1, 1), (1, 2), (3, 1), (4, 2), (4, 9)):
+            few = replace(case, q_len=(rows,))
+            some = {**drawn(few), **args, "query": args["query"][:rows], "weights": args["weights"][:rows]}
+            some["actual_seq_qlen"] = [rows]
+            given = in_pages(few, some, size) if size else some
+            same_bits(choose(given, variant, threads), (indices[:rows], values[:rows]))
 
 
 def test_scores_that_are_no_numbers_have_a_place() -> None:

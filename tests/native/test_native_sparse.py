@@ -135,9 +135,21 @@ def test_threads_and_layouts_change_no_bit(variant: str, dtype: str) -> None:
     saved = forward(args, variant, 1)
     want = backward(args, saved, variant, 1)
     assert not any(want[name].isnan().any() for name in ("dquery", "dvalue"))
-    for threads, apart in ((2, False), (3, True), (5, False)):
+    for threads, apart in ((2, False), (3, True), (5, False), (8, True), (16, False), (64, True)):
         same_bits(forward(args, variant, threads, apart), saved)
         same_bits(backward(args, saved, variant, threads, apart), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_that_a_list_repeats_are_added_in_one_order(dtype: str) -> None:
+    """Shared rows are keys' and values', so what a list adds twice is dk, dv, dk, dv or dk, dk, dv, dv."""
+    sizes = {"heads_q": 8, "dim_qk": 32, "dim_v": 32, "scale": 0.2, "count": 300}
+    case = SparseCase("TND", 0, dtype, (150,), (1500,), mode=0, shares_kv=True, lists="repeated", **sizes)
+    args = drawn(case)
+    saved = forward(args)
+    want = backward(args, saved, threads=1)
+    for threads in (2, 3, 7, 16, 64):  # other ranges of keys each
+        same_bits(backward(args, saved, threads=threads), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

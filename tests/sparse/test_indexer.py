@@ -2,24 +2,21 @@
 
 import math
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
+from support.selected import Args, backends, close, leaves_of, operands, ordered, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer import own as own_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
     IndexerCase,
     chosen,
-    indexer_arguments,
     indexer_gradients,
     keys_of,
     lowered_indexer,
@@ -29,7 +26,6 @@ from fusion_attention.testing.sparse import (
     scores_of,
 )
 
-Args = dict[str, Any]
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 
@@ -61,32 +57,14 @@ EXACT = [
 ]
 
 
-@cache
-def operands(case: IndexerCase) -> Args:
-    return indexer_arguments(case)
-
-
-def backends(case: IndexerCase) -> list[str]:
-    problem = lowered_indexer(operands(case)).problem
-    return ["golden"] + ([] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"])
-
-
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_the_order_is_exact(case: IndexerCase) -> None:
-    """Whole numbers add up alike everywhere: descending score, then ascending index, then -1 and -inf."""
+    """Whole numbers add up alike everywhere."""
     args = operands(case)
     for backend in backends(case):
         indices, values = chosen(lowered_indexer(args), backend)
         assert indices.dtype == torch.int32
-        for b, rows in enumerate(case.q_len):
-            scores = scores_of(case, args, b, torch.float64)
-            for row in range(rows):
-                found = sorted((-s, j) for j, s in enumerate(scores[row, : case.seen(b, row)].tolist()))[: case.top_k]
-                rest = case.top_k - len(found)
-                own = part(case, indices, "q", b)[row, 0].tolist()
-                assert own == [j for _, j in found] + [-1] * rest, (backend, b, row)
-                want = torch.tensor([-s for s, _ in found] + [-math.inf] * rest).to(values.dtype)
-                assert torch.equal(part(case, values, "q", b)[row, 0], want), (backend, b, row)
+        ordered(case, args, indices, values, backend)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -141,8 +119,7 @@ def test_gradients(case: IndexerCase) -> None:
     want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
     exact = plain_indexer_gradients(case, args, indices, torch.float64)
     measure = plain_indexer_gradients(case, args, indices)
-    for name, value in want.items():
-        torch.testing.assert_close(value, exact[name], rtol=1e-11, atol=1e-11)
+    close(want, exact)
     for backend in backends(case):
         got = indexer_gradients(call, dy, indices, backend)
         for name, value in got.items():
@@ -164,13 +141,9 @@ def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
             dy = part(case, args["dy"].double(), "q", b)[:, 0]
             total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
     got = indexer_gradients(promoted(lowered_indexer(args)), args["dy"].double(), indices, "golden")
-    want = (
-        torch.autograd.grad(total, list(leaves.values()))
-        if total.requires_grad
-        else [torch.zeros_like(t) for t in got.values()]
-    )
-    for (name, value), expected in zip(got.items(), want, strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    nothing = [torch.zeros_like(t) for t in got.values()]
+    want = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else nothing
+    close(got, dict(zip(got, want, strict=True)))
 
 
 def test_homogeneity() -> None:
@@ -206,11 +179,8 @@ def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def test_what_is_not_a_number() -> None:
-    q, k, w = (
-        torch.ones(1, 1, 1, 2),
-        torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2),
-        torch.ones(1, 1, 1),
-    )
+    q, w = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1)
+    k = torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2)
     k[0, 3] = torch.nan
     indices, values = fa.lightning_indexer(q, k, w, 3, backend="golden")
     assert indices.flatten().tolist() == [3, 1, 2]
@@ -228,11 +198,10 @@ def test_what_is_not_a_number() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
 def test_faces_have_the_same_bits(case: IndexerCase) -> None:
     args = operands(case)
-    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "weights")}
+    leaves = leaves_of(args, "query", "key", "weights")
     call = lowered_indexer(args)
     indices, values = chosen(call, "auto")
-    own = {p.shown: {**args, **leaves}[p.name] for p in own_indexer.RECORD.params if p.name in args}
-    own |= {"causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
+    own = shown(own_indexer.RECORD, case, {**args, **leaves})
     results = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
     for own_indices, own_values in results:
         same_bits(own_indices, indices, "indices")

@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
+from support.selected import Args, Results, backends, cloned, close, leaves_of, operands
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -23,7 +22,6 @@ from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import (
     LEAST,
     LossCase,
-    arguments,
     distributions,
     each_row,
     golden,
@@ -39,8 +37,6 @@ from fusion_attention.testing.sparse import indexer_gradients, keys_of, promoted
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.problem import IndexerProblem
 
-Args = dict[str, Any]
-Results = dict[str, torch.Tensor]
 PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 MLA = {"dim_qk": 32, "dim_rope": 8, "heads_q": 8, "heads": 4, "dim": 16}
@@ -65,27 +61,6 @@ CASES = [
     *(replace(PACKED, q_len=(0,), kv_len=(0,), count=count) for count in (0, 6)),
     *(LossCase(q_len=(40,), kv_len=(150,), count=count, lists="all", **MLA, **HALF) for count in (0, 64, 200)),
 ]
-
-
-@cache
-def operands(case: LossCase) -> Args:
-    return arguments(case)
-
-
-def backends(case: LossCase) -> list[str]:
-    """The back ends besides golden that compute a case."""
-    problem, device = lowered(case, operands(case)).problem, torch.device("cpu")
-    return [] if cpu.reasons_against(problem, device) else ["cpu"]
-
-
-def close(got: Results, want: Results) -> None:
-    """The same in float64; a loss is kept in float32."""
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        rtol = torch.finfo(torch.float32).eps if name == "loss" else 1e-11
-        torch.testing.assert_close(
-            got[name].double(), value.double(), rtol=rtol, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
@@ -139,7 +114,7 @@ def test_every_back_end_is_as_good_as_plain(case: LossCase) -> None:
 def judge(case: LossCase, args: Args) -> None:
     """Every back end by golden, measured by plain()."""
     want, measure = golden(case, args), plain(case, args)
-    for backend in backends(case):
+    for backend in backends(case)[1:]:
         got = run(lowered(case, args), backend)
         assert got.keys() == want.keys() == measure.keys()
         for name in want:
@@ -173,10 +148,6 @@ def run_own(args: Args, backend: str) -> Results:
     return run(own_loss.RECORD.lower(bind(own_loss.RECORD, args)), backend)  # type: ignore[misc]
 
 
-def both(case: LossCase) -> list[str]:
-    return ["golden", *backends(case)]
-
-
 @pytest.mark.parametrize("lists", ["random", "repeated", "short", "wild"])
 def test_it_is_the_gradient_of_chosen_scores(lists: str) -> None:
     """LightningIndexerGrad with dy = y - p."""
@@ -203,7 +174,7 @@ def test_it_is_the_gradient_of_chosen_scores(lists: str) -> None:
 
 def with_constant_head(case: LossCase) -> Args:
     """The last head of the indexer scores 1 for every key: its dweights is sum_j dI_j."""
-    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args = cloned(operands(case))
     args["key_index"][..., -1] = 1
     args["query_index"][..., -1, :] = 0
     args["query_index"][..., -1, -1] = 1
@@ -272,21 +243,18 @@ def test_the_order_of_a_list_does_not_matter() -> None:
 
 def test_keys_that_no_row_selects_may_be_anything() -> None:
     case = LossCase(count=2, mode=0, dim_rope=4)
-    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args = cloned(operands(case))
     args["sparse_indices"].remainder_(4)
-    for backend in both(case):
-        want = run(lowered(case, args), backend)
-        wild = {**args}
-        for name in ("key", "key_rope", "key_index"):
-            wild[name] = args[name].clone()
-            wild[name][:, 4:] = torch.nan
-        for name, tensor in run(lowered(case, wild), backend).items():
-            same_bits(tensor, want[name], name)
+    wild = cloned(args)
+    for name in ("key", "key_rope", "key_index"):
+        wild[name][:, 4:] = torch.nan
+    for backend in backends(case):
+        same_bits(run(lowered(case, wild), backend), run(lowered(case, args), backend))
 
 
 def test_rows_of_no_sequence_get_no_gradient() -> None:
     case = LossCase(q_len=(5, 2), kv_len=(3, 9), q_rest=1, kv_rest=2, count=4)
-    for backend in both(case):
+    for backend in backends(case):
         got = run(lowered(case, operands(case)), backend)
         assert not got["dquery_index"][1, 2:].any()
         assert not got["dweights"][:, 5:].any()
@@ -303,7 +271,7 @@ FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 def test_npu_has_the_same_bits(case: LossCase) -> None:
     args = operands(case)
     op = indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE
-    trained = {name: args[name].detach().requires_grad_() for name in DIFFERENTIABLE}
+    trained = leaves_of(args, *DIFFERENTIABLE)
     got = getattr(npu, op.name)(**by_name(op, {**args, **trained}))
     want = run(lowered(case, args), "auto")
     for name, tensor in zip(RESULTS, got, strict=True):
@@ -313,9 +281,9 @@ def test_npu_has_the_same_bits(case: LossCase) -> None:
 
 @pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
 def test_the_pythonic_face_scales_what_came_with_the_loss(case: LossCase) -> None:
-    backend = both(case)[-1]
+    backend = backends(case)[-1]
     args = own(case, operands(case))
-    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "query_index", "key_index", "weights")}
+    leaves = leaves_of(args, "query", "key", *DIFFERENTIABLE)
     want = run_own(args, backend)
     loss = fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend)
     assert loss.shape == ()

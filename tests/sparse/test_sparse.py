@@ -1,25 +1,21 @@
 """Sparse attention: golden against autograd, every back end against golden, and what must not change a result."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
+from support.selected import Args, backends, cloned, close, leaves_of, operands, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.backends import cpu
 from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
 from fusion_attention.testing import call_face, compare
 from fusion_attention.testing.sparse import (
     SparseCase,
-    arguments,
     compute,
     golden,
     in_float64,
@@ -31,7 +27,6 @@ from fusion_attention.testing.sparse import (
 )
 from fusion_attention.torch_ops.eager import run
 
-Args = dict[str, Any]
 PACKED = SparseCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 MLA = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True, "heads_q": 8}
 PAGED = {"page": 16, "kv_len": (33, 7)}
@@ -83,25 +78,6 @@ CASES = [
 ]
 
 
-@cache
-def operands(case: SparseCase) -> Args:
-    return arguments(case)
-
-
-def backends(case: SparseCase) -> list[str]:
-    """The back ends besides golden that compute a case."""
-    problem = lowered(operands(case)).problem
-    return [] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"]
-
-
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], size: float = 1e-12) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(
-            got[name].double(), value.double(), rtol=size, atol=size, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 # ------------------------------------------------------------------------------------------------- golden, back ends
 
 
@@ -109,13 +85,12 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], size: flo
 def test_golden_is_the_formula(case: SparseCase) -> None:
     """plain() in float64 gathers row by row; the multiplicity form never does."""
     args = operands(case)
-    close(golden(case, args), plain(case, args, torch.float64), 1e-11)
+    close(golden(case, args), plain(case, args, torch.float64))
 
 
 def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
     """out and gradients by torch.autograd, float64, row by row."""
-    names = ("query", "key", "value", "query_rope", "key_rope", "sinks")
-    leaves = {n: args[n].double().detach().requires_grad_() for n in names if args[n] is not None}
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves_of(args, *DIFFERENTIABLE).items()}
     given = {**args, **leaves}
     out = torch.zeros(args["dy"].shape, dtype=torch.float64)
     group, total = case.heads_q // case.heads_kv, torch.zeros((), dtype=torch.float64)
@@ -129,11 +104,8 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
                 v = k[:, : case.dim_v] if case.shares_kv else keys_of(case, given, "value", b)[at, kv]
                 s = k @ q
                 if case.dim_rope:
-                    s = (
-                        s
-                        + keys_of(case, given, "key_rope", b)[at, kv]
-                        @ part(case, given["query_rope"], "q", b)[row, head]
-                    )
+                    k_rope = keys_of(case, given, "key_rope", b)[at, kv]
+                    s = s + k_rope @ part(case, given["query_rope"], "q", b)[row, head]
                 s = s * case.scale
                 s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
                 if at:
@@ -153,7 +125,7 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
 def test_golden_against_autograd(case: SparseCase) -> None:
     args = operands(case)
     want, got = witness(case, args), golden(case, args)
-    close({name: got[name] for name in want}, want, 1e-11)
+    close({name: got[name] for name in want}, want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -164,7 +136,7 @@ def test_every_back_end_is_as_good_as_plain(case: SparseCase) -> None:
 def judge(case: SparseCase, args: Args) -> None:
     """Every back end by golden, measured by plain()."""
     want, measure = golden(case, args), plain(case, args)
-    for backend in backends(case):
+    for backend in backends(case)[1:]:
         got = compute(case, lowered(args), args["dy"], backend)
         assert got.keys() == want.keys() == measure.keys()
         for name in want:
@@ -181,10 +153,6 @@ def test_golden_writes_what_it_computes_rounded_once() -> None:
 # ----------------------------------------------------------------------------------------------------------- identities
 
 
-def both(case: SparseCase) -> Iterator[str]:
-    yield from ("golden", *backends(case))
-
-
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 def test_all_blocks_are_dense_attention(layout: str) -> None:
     case = SparseCase(layout=layout, lists="all", count=9, heads_q=6, heads_kv=2, dim_rope=4, sink=True)
@@ -199,7 +167,7 @@ def test_all_blocks_are_dense_attention(layout: str) -> None:
             compare(f"{what}: {name}", tensor, exact[name], measure[name], max(case.kv_len))
 
     judged("dense", *fa.attention(*own, **ropes, **dense, band=fa.Band.causal(), return_lse=True))
-    for backend in both(case):
+    for backend in backends(case):
         lists = args["sparse_indices"]
         judged(backend, *fa.sparse_attention(*own, lists, **ropes, **dense, return_lse=True, backend=backend))
 
@@ -214,7 +182,7 @@ def test_the_order_of_a_list_does_not_matter() -> None:
     case = SparseCase(lists="all", count=9, mode=0, heads_kv=2, dtype="float32")
     args = operands(case)
     mixed = {**args, "sparse_indices": args["sparse_indices"][..., torch.randperm(9)]}
-    close(golden(case, mixed), golden(case, args), 1e-11)
+    close(golden(case, mixed), golden(case, args))
     judge(case, mixed)
 
 
@@ -249,11 +217,11 @@ def test_gradient_identities() -> None:
     moved = replace(call, tensors={**call.tensors, "key": call.tensors["key"] + torch.randn(case.dim_qk).double()})
     shifted = compute(case, moved, args["dy"].double(), "golden")
     names = ("out", "dquery", "dvalue")
-    close({name: shifted[name] for name in names}, {name: got[name] for name in names}, 1e-11)
+    close({name: shifted[name] for name in names}, {name: got[name] for name in names})
     total = {n: (args[n] * got[f"d{n}"]).sum() for n in ("query", "key", "value", "query_rope", "key_rope")}
     left = {"value": total["value"], "scores": total["query"] + total["query_rope"]}
     right = {"value": (got["out"] * args["dy"]).sum(), "scores": total["key"] + total["key_rope"]}
-    close(left, right, 1e-11)
+    close(left, right)
     judge(case, args)
 
 
@@ -263,19 +231,19 @@ def test_shared_rows_get_both_gradients() -> None:
     apart, shared = {**args, "value": args["key"]}, {**args, "value": None}
     two, one = golden(case, apart), golden(case, shared)
     two["dkey"] += two.pop("dvalue")
-    close(two, one, 1e-11)
+    close(two, one)
     judge(case, apart)
     judge(replace(case, shares_kv=True), shared)
-    for backend in both(case):
+    for backend in backends(case):
         outs = [compute(case, lowered(given), args["dy"], backend)["out"] for given in (shared, apart)]
         same_bits(*outs, "out")
 
 
 def test_keys_that_no_row_selects_may_be_anything() -> None:
     case = SparseCase(lists="random", count=2, mode=0)
-    args = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in operands(case).items()}
+    args = cloned(operands(case))
     args["sparse_indices"].remainder_(4)
-    want = {backend: compute(case, lowered(args), args["dy"], backend) for backend in both(case)}
+    want = {backend: compute(case, lowered(args), args["dy"], backend) for backend in backends(case)}
     args["key"][:, 4:] = torch.nan
     args["value"][:, 4:] = torch.inf
     for backend, expected in want.items():
@@ -291,7 +259,7 @@ def test_statistics_may_span_more_than_the_list() -> None:
     want = run(SparseBackward(call, dy, *whole.values()), "golden")
     halves = [in_float64(lowered({**args, "sparse_indices": half})) for half in args["sparse_indices"].chunk(2, -1)]
     first, second = (run(SparseBackward(half, dy, *whole.values()), "golden") for half in halves)
-    close({name: first[name] + second[name] for name in want}, want, 1e-11)
+    close({name: first[name] + second[name] for name in want}, want)
 
 
 # --------------------------------------------------------------------------------------------------------------- faces
@@ -299,21 +267,10 @@ def test_statistics_may_span_more_than_the_list() -> None:
 FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 
 
-def leaves_of(args: Args) -> dict[str, torch.Tensor]:
-    names = ("query", "key", "value", "query_rope", "key_rope", "sinks")
-    return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
-
-
-def by_python(case: SparseCase, args: Args) -> Args:
-    """Arguments of sparse_attention()."""
-    given = {p.shown: args[p.name] for p in own.RECORD.params if p.name in args}
-    return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
-
-
 @pytest.mark.parametrize("case", [c for c in FACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
 def test_npu_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
-    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
     out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
     for name, got in (("out", out), ("max", max_), ("sum", sum_)):
         same_bits(got.detach(), want[name], name)
@@ -332,11 +289,10 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
 @pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
 def test_the_pythonic_face_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
-    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args)
-    out, lse = fa.sparse_attention(**by_python(case, {**args, **leaves}), return_lse=True)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
+    out, lse = fa.sparse_attention(**shown(own.RECORD, case, {**args, **leaves}), return_lse=True)
     same_bits(out.detach(), want["out"], "out")
-    grouped = want["max"] + want["sum"].log()
-    same_bits(lse.detach(), grouped.movedim(0, 1).flatten(1) if case.packed else grouped.mT.flatten(1, 2), "lse")
+    same_bits(lse.detach(), lse_of(case, want), "lse")
     if not case.page:
         for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
             same_bits(gradient, want[f"d{name}"], name)
@@ -382,13 +338,8 @@ BAD = [
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:40] for _, text in BAD])
 def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
-    args = {
-        "query": q,
-        "key": k,
-        "value": k,
-        "sparse_indices": torch.zeros(1, 1, 1, 2, dtype=torch.int32),
-        "scale_value": 0.5,
-    }
+    lists = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    args = {"query": q, "key": k, "value": k, "sparse_indices": lists, "scale_value": 0.5}
     if wrong.get("layout_kv"):
         wrong = {**wrong, "actual_seq_kvlen": [9]}
     with pytest.raises(fa.ContractError, match=f"npu_sparse_flash_attention: .*expected .*{text}"):

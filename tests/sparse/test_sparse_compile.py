@@ -71,32 +71,25 @@ def test_one_graph_for_all_lengths() -> None:
     assert len(made) == 1
 
 
-def test_gradients_by_name() -> None:
-    def backward(q: Any, k: Any, w: Any) -> Any:
-        lists = torch.arange(3).expand(2, 6, 1, 3)
-        out, *stats = npu.npu_sparse_flash_attention(q, k, k, lists, 0.3, return_softmax_lse=True)
-        grads = npu.npu_sparse_flash_attention_grad(q, k, k, lists, out, out, *stats, 0.3, 1)
-        return (*grads, *npu.npu_lightning_indexer_grad(q, k, torch.ones(2, 6, 3), lists[:, :, 0], w))
+def gradients(q: Any, k: Any, w: Any) -> Any:
+    lists = torch.arange(3).expand(2, 6, 1, 3)
+    out, *stats = npu.npu_sparse_flash_attention(q, k, k, lists, 0.3, return_softmax_lse=True)
+    grads = npu.npu_sparse_flash_attention_grad(q, k, k, lists, out, out, *stats, 0.3, 1)
+    return (*grads, *npu.npu_lightning_indexer_grad(q, k, torch.ones(2, 6, 3), lists[:, :, 0], w))
 
+
+def losses(q: Any, k: Any, w: Any) -> Any:
+    lists, stats = torch.arange(3).expand(2, 6, 1, 3), [torch.full((2, 1, 6, 4), n) for n in (3.0, 2.0)]
+    own = npu.npu_dense_lightning_indexer_softmax_lse(q, k, w)
+    dense = npu.npu_dense_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, *stats, *own, 0.3)
+    return *own, *dense, *npu.npu_sparse_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, lists, *stats, 0.3)
+
+
+@pytest.mark.parametrize("function", [gradients, losses], ids=lambda f: f.__name__)
+def test_by_name(function: Callable[..., Any]) -> None:
     leaves = [t.detach() for t in leaves_of(choose)]
-    fast, _ = compiled(backward)
-    same_bits(fast(*leaves), backward(*leaves))
-
-
-def test_losses_by_name() -> None:
-    def losses(q: Any, k: Any, w: Any) -> Any:
-        lists, top, total = (
-            torch.arange(3).expand(2, 6, 1, 3),
-            torch.full((2, 1, 6, 4), 3.0),
-            torch.full((2, 1, 6, 4), 2.0),
-        )
-        own = npu.npu_dense_lightning_indexer_softmax_lse(q, k, w)
-        dense = npu.npu_dense_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, top, total, *own, 0.3)
-        return *own, *dense, *npu.npu_sparse_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, lists, top, total, 0.3)
-
-    leaves = [t.detach() for t in leaves_of(choose)]
-    fast, _ = compiled(losses)
-    same_bits(fast(*leaves), losses(*leaves))
+    fast, _ = compiled(function)
+    same_bits(fast(*leaves), function(*leaves))
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.native_dense import converted, results
-from support.witness import Call, Results, load, make, poison, rows
+from support.native_dense import converted
+from support.witness import Call, Results, load, make, poison, results, rows
 
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
@@ -174,13 +174,18 @@ def draw_case(seed: int) -> Case:
     band = rng.choice([None, None, Band.causal(), Band.window(rng.randint(0, 300), rng.randint(-3, 3))])
     simple = replace(p, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", shares_kv=False)
     call = make(simple, q_len, kv_len, band, rng.choice(["hij", "hj", "j"]), False, rng.choice(["hij", "j"]), seed=seed)
+    return stored_case(call, p, ["rows", "list"], rng, seed)
+
+
+def stored_case(call: Call, p: Problem, forms: list[str], rng: random.Random, seed: int) -> Case:
+    """The call with its keys and values in a cache; without pages one of the forms."""
     call = converted(call, p.torch_dtype)
     k = store(call.k, p.kv_dtype, p.dequant_k, rng)
     v = store(call.v, p.kv_dtype, p.dequant_v, rng)
     if p.shares_kv:
         narrow = [t[..., : p.dim_v] for t in k.scale], [t[..., : p.dim_v] for t in k.offset]
         v = Stored([t[..., : p.dim_v] for t in k.numbers], *narrow)  # the same memory
-    form = "pages" if p.page_size else rng.choice(["rows", "list"])
+    form = "pages" if p.page_size else rng.choice(forms)
     return Case(replace(call, k=k.meaning(), v=v.meaning()), p, k, v, form, seed)
 
 
@@ -212,11 +217,6 @@ def narrowed(case: Case) -> Call:
 
 
 def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0) -> Case:
-    rng = random.Random(seed)
     torch.manual_seed(seed)
     simple = replace(problem, page_size=0, kv_dtype="", dequant_k="none", dequant_v="none", out_quant="none")
-    call = converted(make(simple, q_len, kv_len, seed=seed), problem.torch_dtype)
-    k = store(call.k, problem.kv_dtype, problem.dequant_k, rng)
-    v = store(call.v, problem.kv_dtype, problem.dequant_v, rng)
-    form = "pages" if problem.page_size else "list"
-    return Case(replace(call, k=k.meaning(), v=v.meaning()), problem, k, v, form, seed)
+    return stored_case(make(simple, q_len, kv_len, seed=seed), problem, ["list"], random.Random(seed), seed)

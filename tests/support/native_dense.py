@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from support.witness import Call, Results, load, make, read, room, rows
+from support.witness import INPUTS, Call, Results, backward, load, make, results
 from support.witness import run as specified
 
 from fusion_attention import _native
@@ -22,11 +23,12 @@ from fusion_attention.testing import compare
 from fusion_attention.waist import bias, dropout
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
-VARIANTS = _native.cpu_features()["runnable"]
+DECODE_VARIANTS = _native.cpu_features()["runnable"]
+# The others are another one's with a decode of their own.
+VARIANTS = [name for name in DECODE_VARIANTS if name not in ("v4+avx512vnni", "asimddp")]
 AXES = ["hij", "ij", "hj", "hi", "i", "j", "h", ""]
-INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 
 
 def draw_problem(rng: random.Random) -> Problem:
@@ -90,20 +92,11 @@ def spoil(call: Call, seed: int) -> None:
             tensor[tuple(rng.randrange(n) for n in tensor.shape)] = value
 
 
-def results(call: Call, operands: Operands) -> Results:
-    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
-    return {name: [t.clone() for t in read(view, call.q)] for name, view in views.items()}
-
-
 def native(call: Call, variant: str | None = None, packed: bool = True, threads: int = 2) -> Results:
-    dtype = call.problem.torch_dtype
-    operands = load(call, dtype, torch.float32)
-    if not packed:
-        operands = replace(operands, q=rows(call.q, False), k=rows(call.k), v=rows(call.v, False))
+    p, operands = call.problem, load(call, call.problem.torch_dtype, torch.float32, packed)
     torch.set_num_threads(threads)
-    cpu.attention_forward(
-        call.problem, call.extents, cpu.schedule(call.problem, call.extents, "attention_forward", variant), operands
-    )
+    plan = cpu.schedule(p, call.extents, "attention_forward", variant)
+    cpu.attention_forward(p, call.extents, plan, operands)
     return results(call, operands)
 
 
@@ -224,29 +217,11 @@ def gradients(
     shared: bool = False,
     owned: bool = False,
 ) -> Results:
-    """From what a forward saved; shared: dbias is one buffer, as it lies in memory; owned: it is written."""
-    p, dtype = call.problem, call.problem.torch_dtype
-    views = {name: rows([t.to(torch.float32) for t in saved[name]]) for name in ("max", "sum")}
-    operands = replace(load(call, dtype), out=rows([t.to(dtype) for t in saved["out"]]), stats=Stats(**views))
-    if not packed:
-        operands = replace(operands, q=rows(call.q, False), k=rows(call.k), v=rows(call.v, False))
-    inputs = {name: getattr(call, name) for name in INPUTS if getattr(call, name)}
-    found = {f"d{name}": room(like, like[0].shape[2], dtype) for name, like in inputs.items()}
-    dbias = operands.bias
-    if dbias is not None:
-        ones = torch.ones_like(dbias.keep, dtype=torch.float32)
-        dbias = replace(dbias, keep=torch.full_like(dbias.keep, math.nan) if owned else ones)
-    dsink = None if call.sink is None else torch.full_like(call.sink, math.nan)
-    dout = rows([t.to(dtype) for t in call.dout], packed=not packed)
-    grads = Grads(dout, dbias=dbias, dsink=dsink, owns_dbias=owned, **found)
+    """From what a forward saved; shared and owned: as backward()."""
     torch.set_num_threads(threads)
-    plan = cpu.schedule(p, call.extents, "attention_backward", variant)
-    cpu.attention_backward(p, call.extents, plan, operands, grads)
-    results = {name: [t.clone() for t in read(view, inputs[name[1:]])] for name, view in found.items()}
-    if dbias is not None:
-        views_of = [dbias.sequence(b, *t.shape) - (0 if owned else 1) for b, t in enumerate(call.bias)]
-        results["dbias"] = [dbias.keep] if shared else views_of
-    return results if dsink is None else results | {"dsink": [dsink]}
+    plan = cpu.schedule(call.problem, call.extents, "attention_backward", variant)
+    compute = partial(cpu.attention_backward, call.problem, call.extents, plan)
+    return backward(call, saved, compute, call.problem.torch_dtype, torch.float32, packed, shared, owned)
 
 
 def wanted(call: Call, saved: Results) -> Results:

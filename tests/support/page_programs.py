@@ -33,35 +33,26 @@ def check(ret: int) -> None:
     assert ret == acl.ACL_SUCCESS, (ret, acl.get_recent_err_msg())
 
 
-def start(device_id: int) -> acl.Stream:
-    """Init: aclInit, aclrtSetDevice, aclrtCreateStream."""
-    check(acl.init(None))
-    check(acl.rt.set_device(device_id))
-    stream, ret = acl.rt.create_stream()
-    check(ret)
-    return stream
-
-
-def start_with_context(device_id: int) -> tuple[acl.Context, acl.Stream]:
-    """Init where a context is made too."""
-    check(acl.init(None))
-    check(acl.rt.set_device(device_id))
-    context, ret = acl.rt.create_context(device_id)
-    check(ret)
-    check(acl.rt.set_context(context))
-    stream, ret = acl.rt.create_stream()
-    check(ret)
-    return context, stream
-
-
 class Device:
     """What a program made of its host data, by the names of its variables: addresses, tensors and their bytes."""
 
-    def __init__(self, given: Given) -> None:
-        self.given = given
+    def __init__(self, given: Given, device_id: int = 0, with_context: bool = False) -> None:
+        """Init: aclInit, aclrtSetDevice, a context where one is made too, aclrtCreateStream."""
+        self.given, self.id = given, device_id
         self.address: dict[str, int] = {}
         self.tensor: dict[str, acl.Tensor | None] = {}
         self.bytes: dict[str, int] = {}
+        self.shape: dict[str, list[int]] = {}
+        self.context: acl.Context | None = None
+        self.workspace = 0
+        check(acl.init(None))
+        check(acl.rt.set_device(device_id))
+        if with_context:
+            self.context, ret = acl.rt.create_context(device_id)
+            check(ret)
+            check(acl.rt.set_context(self.context))
+        self.stream, ret = acl.rt.create_stream()
+        check(ret)
 
     def create(self, name: str, host_data: np.ndarray, shape: list[int], dtype: int) -> str:
         """CreateAclTensor: aclrtMalloc, aclrtMemcpy, contiguous strides, aclCreateTensor; the text of its refusal."""
@@ -79,7 +70,7 @@ class Device:
             strides[i] = shape[i + 1] * strides[i + 1]
         # As printed, whether there is a tensor is not looked at.
         self.tensor[name] = acl.create_tensor(shape, dtype, strides, 0, acl.ACL_FORMAT_ND, shape, address)
-        self.address[name], self.bytes[name] = address, size
+        self.address[name], self.bytes[name], self.shape[name] = address, size, shape
         return "" if self.tensor[name] is not None else acl.get_recent_err_msg()
 
     def create_all(self, *rows: tuple[str, np.ndarray, list[int], int]) -> None:
@@ -102,39 +93,38 @@ class Device:
         for name in names.split():
             check(acl.rt.free(self.address[name]))
 
-
-def print_out_result(shape: list[int], address: int, dtype: type = np.float32) -> np.ndarray:
-    """PrintOutResult: what it copies to the host to print, one number per element."""
-    result = np.zeros(math.prod(shape), dtype)
-    check(acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST))
-    return result
-
-
-def run(operator: str, args: tuple[Any, ...], device: Device, outputs: str, stream: acl.Stream) -> int:
-    """Both phases and the wait; the address of the workspace, 0 where none is needed."""
-    phase_1: Callable[..., Any] = getattr(aclnn, operator + "GetWorkspaceSize")
-    ret, size, executor = phase_1(*args)
-    check(ret)
-    workspace = 0
-    if size > 0:
-        workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+    def run(self, operator: str, args: tuple[Any, ...], outputs: str) -> None:
+        """Both phases and the wait."""
+        phase_1: Callable[..., Any] = getattr(aclnn, operator + "GetWorkspaceSize")
+        ret, size, executor = phase_1(*args)
         check(ret)
-    for name in outputs.split():
-        check(acl.rt.memset(device.address[name], device.bytes[name], FILL, device.bytes[name]))
-    check(getattr(aclnn, operator)(workspace or None, size, executor, stream))
-    check(acl.rt.synchronize_stream(stream))
-    return workspace
+        if size > 0:
+            self.workspace, ret = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)
+            check(ret)
+        for name in outputs.split():
+            check(acl.rt.memset(self.address[name], self.bytes[name], FILL, self.bytes[name]))
+        check(getattr(aclnn, operator)(self.workspace or None, size, executor, self.stream))
+        check(acl.rt.synchronize_stream(self.stream))
 
+    def print_out(self, outputs: str, dtype: type = np.float32) -> Printed:
+        """PrintOutResult of outputs: what it copies to the host to print, one number per element."""
+        printed = {name: np.zeros(math.prod(self.shape[name]), dtype) for name in outputs.split()}
+        for name, result in printed.items():
+            ret = acl.rt.memcpy(result, result.nbytes, self.address[name], result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
+            check(ret)
+        return printed
 
-def end(workspace: int, stream: acl.Stream, device_id: int, context: acl.Context | None = None) -> None:
-    """The end of step 7."""
-    if workspace:
-        check(acl.rt.free(workspace))
-    check(acl.rt.destroy_stream(stream))
-    if context is not None:
-        check(acl.rt.destroy_context(context))
-    check(acl.rt.reset_device(device_id))
-    check(acl.finalize())
+    def end(self, names: str = "") -> None:
+        """Steps 6 and 7 where they destroy and free the same names, and the end of step 7."""
+        self.destroy(names)
+        self.free(names)
+        if self.workspace:
+            check(acl.rt.free(self.workspace))
+        check(acl.rt.destroy_stream(self.stream))
+        if self.context is not None:
+            check(acl.rt.destroy_context(self.context))
+        check(acl.rt.reset_device(self.id))
+        check(acl.finalize())
 
 
 def floats(count: int, value: float) -> np.ndarray:
@@ -150,7 +140,7 @@ def shorts(shape: list[int], value: int) -> np.ndarray:
 
 def unpadding_score_grad_v3(given: Given) -> Printed:
     """What it prints of each output: floats, whose first half is all of a bfloat16 tensor."""
-    stream, device = start(0), Device(given)
+    device, outputs = Device(given), "dq dqRope dk dkRope dv"
     head, rope, statistics, bf16 = [256, 1, 128], [256, 1, 64], [256, 1, 8], acl.ACL_BF16
     device.create_all(
         ("q", floats(32768, 1), head, bf16),
@@ -179,13 +169,9 @@ def unpadding_score_grad_v3(given: Given) -> Printed:
         *(prefix, q_ends, kv_ends, q_start, kv_start, scale, keep_prob, pre, following, heads, layout),
         *(inner_precise, sparse_mode, pse_type, *device["dq dqRope dk dkRope dv -"]),
     )
-    workspace = run("aclnnFlashAttentionUnpaddingScoreGradV3", args, device, "dq dqRope dk dkRope dv", stream)
-    shapes = {"dq": head, "dqRope": rope, "dk": head, "dkRope": rope, "dv": head}
-    printed = {name: print_out_result(shape, device.address[name]) for name, shape in shapes.items()}
-    names = "q qRope k kRope v dx attenmask softmaxMax softmaxSum attentionIn dq dqRope dk dkRope dv"
-    device.destroy(names)
-    device.free(names)
-    end(workspace, stream, 0)
+    device.run("aclnnFlashAttentionUnpaddingScoreGradV3", args, outputs)
+    printed = device.print_out(outputs)
+    device.end("q qRope k kRope v dx attenmask softmaxMax softmaxSum attentionIn dq dqRope dk dkRope dv")
     return printed
 
 
@@ -194,7 +180,7 @@ def unpadding_score_grad_v3(given: Given) -> Printed:
 
 def score_v2(given: Given) -> Printed:
     """The outputs; as printed, the first one would be read as floats, twice the bytes that it has."""
-    stream, device = start(0), Device(given)
+    device = Device(given)
     rows, statistics = [256, 1, 128], [1, 1, 256, 8]
     device.create_all(
         ("q", shorts(rows, 1), rows, acl.ACL_FLOAT16),
@@ -212,21 +198,14 @@ def score_v2(given: Given) -> Printed:
         *(*device["q k v - - - attenmask"], prefix, q_start, kv_start, scale, keep_prob, pre, following, heads),
         *(layout, inner_precise, sparse_mode, pse_type, *device["softmaxMax softmaxSum - attentionOut"]),
     )
-    workspace = run("aclnnFlashAttentionScoreV2", args, device, "softmaxMax softmaxSum attentionOut", stream)
+    device.run("aclnnFlashAttentionScoreV2", args, "softmaxMax softmaxSum attentionOut")
     # The program prints the failure and goes on.
     result, address = np.zeros(32768, np.float32), device.address["attentionOut"]
     ret = acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
     assert (ret, result.any()) == (107000, False)
     assert acl.get_recent_err_msg() == "131072 bytes asked at byte 0 of an allocation of 65536"
-    printed = {
-        "attentionOut": print_out_result(rows, address, np.int16),
-        "softmaxMax": print_out_result(statistics, device.address["softmaxMax"]),
-        "softmaxSum": print_out_result(statistics, device.address["softmaxSum"]),
-    }
-    names = "q k v attenmask attentionOut softmaxMax softmaxSum"
-    device.destroy(names)
-    device.free(names)
-    end(workspace, stream, 0)
+    printed = device.print_out("attentionOut", np.int16) | device.print_out("softmaxMax softmaxSum")
+    device.end("q k v attenmask attentionOut softmaxMax softmaxSum")
     return printed
 
 
@@ -235,7 +214,7 @@ def score_v2(given: Given) -> Printed:
 
 def incre_flash_attention_v4(given: Given) -> Printed:
     """The output; as printed it would be read as doubles, four times the bytes that it has."""
-    stream, device = start(0), Device(given)
+    device = Device(given)
     rows, keys, half = [1, 2, 1, 16], [1, 2, 16, 16], acl.ACL_FLOAT16
     # Floats, read as float16: twice the bytes that the tensors have.
     device.create_all(("query", floats(32, 1), rows, half), ("key", floats(512, 1), keys, half))
@@ -253,17 +232,17 @@ def incre_flash_attention_v4(given: Given) -> Printed:
         *(*device["query"], key_list, value_list, None, *device["atten"], lengths, *scales),
         *(heads, scale, layout, kv_heads, block_size, inner_precise, *device["out"]),
     )
-    workspace = run("aclnnIncreFlashAttentionV4", args, device, "out", stream)
+    device.run("aclnnIncreFlashAttentionV4", args, "out")
     # Twice the bytes of the output's buffer: the program returns here. The rest is what it would do then.
     result = np.zeros(32)
     ret = acl.rt.memcpy(result, result.nbytes, device.address["out"], 32 * 8, acl.ACL_MEMCPY_DEVICE_TO_HOST)
     assert (ret, result.any()) == (107000, False)
     assert acl.get_recent_err_msg() == "256 bytes asked at byte 0 of an allocation of 128"
-    printed = {"out": print_out_result(rows, device.address["out"], np.float16)}
+    printed = device.print_out("out", np.float16)
     device.destroy("query key value atten out")
     check(acl.destroy_int_array(lengths))
     device.free("query key value atten out")
-    end(workspace, stream, 0)
+    device.end()
     return printed
 
 
@@ -272,7 +251,7 @@ def incre_flash_attention_v4(given: Given) -> Printed:
 
 def sparse_flash_attention_grad(given: Given) -> Printed:
     """The outputs, as the shorts that it copies."""
-    (context, stream), device = start_with_context(0), Device(given)
+    device, outputs = Device(given, with_context=True), "dq dk dv dqRope dkRope"
     q, k, q_rope, k_rope = [1, 16, 512], [2048, 1, 512], [1, 16, 64], [2048, 1, 64]
     half, statistics = acl.ACL_FLOAT16, [1, 1, 16]
     device.create_all(
@@ -300,9 +279,8 @@ def sparse_flash_attention_grad(given: Given) -> Printed:
         *device["q k v sparseIndices dOut out softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope"],
         *(scale, block_size, layout, sparse_mode, pre, following, deterministic, *device["dq dk dv dqRope dkRope"]),
     )
-    workspace = run("aclnnSparseFlashAttentionGrad", args, device, "dq dk dv dqRope dkRope", stream)
-    shapes = {"dq": q, "dk": k, "dv": k, "dqRope": q_rope, "dkRope": k_rope}
-    printed = {name: print_out_result(shape, device.address[name], np.int16) for name, shape in shapes.items()}
+    device.run("aclnnSparseFlashAttentionGrad", args, outputs)
+    printed = device.print_out(outputs, np.int16)
     device.destroy("q k v sparseIndices out dOut softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope")
     device.destroy("dq dk dv dqRope dkRope")
     device.free("q k v sparseIndices softmaxMax softmaxSum out dOut")
@@ -310,7 +288,7 @@ def sparse_flash_attention_grad(given: Given) -> Printed:
     # their memory is never freed, nor that of the two lengths. finalize() takes it back.
     assert [acl.rt.free(0) for _ in ("qRope", "kRope")] == [100000, 100000]
     device.free("dq dk dv dqRope dkRope")
-    end(workspace, stream, 0, context)
+    device.end()
     return printed
 
 
@@ -360,8 +338,7 @@ def indexer_grad_kl_loss_refused(
     shapes: Mapping[str, list[int]], indices: type = np.int16, numbers: type = np.int16
 ) -> tuple[dict[str, str], int, str]:
     """As printed up to the end of phase 1, where it returns: (tensors that are null, and why), its code, its text."""
-    start_with_context(3)
-    device = Device({})
+    device = Device({}, 3, with_context=True)
     nulls = loss_tensors(device, shapes, indices, numbers)
     ret, _, _ = getattr(aclnn, LOSS + "GetWorkspaceSize")(*loss_args(device))
     return nulls, ret, acl.get_recent_err_msg()
@@ -369,15 +346,10 @@ def indexer_grad_kl_loss_refused(
 
 def indexer_grad_kl_loss(given: Given) -> Printed:
     """The outputs, with the shapes and the types of host data that the page's tables ask for."""
-    (context, stream), device = start_with_context(3), Device(given)
+    device = Device(given, 3, with_context=True)
     assert not loss_tensors(device, CORRECTED, np.int32, np.float32)
-    workspace = run(LOSS, loss_args(device), device, "dQIndex dKIndex dWeight loss", stream)
+    device.run(LOSS, loss_args(device), "dQIndex dKIndex dWeight loss")
     # As printed, all outputs would be read as floats, three of them twice the bytes that they have.
-    shapes = {"dQIndex": [4, 32, 128], "dKIndex": [8, 1, 128], "dWeight": CORRECTED["weight"]}
-    printed = {name: print_out_result(shape, device.address[name], np.int16) for name, shape in shapes.items()}
-    printed["loss"] = print_out_result([1], device.address["loss"])
-    names = "q k qIndex kIndex qRope kRope weight sparseIndices softmaxMax softmaxSum dQIndex dKIndex dWeight loss"
-    device.destroy(names)
-    device.free(names)
-    end(workspace, stream, 3, context)
+    printed = device.print_out("dQIndex dKIndex dWeight", np.int16) | device.print_out("loss")
+    device.end("q k qIndex kIndex qRope kRope weight sparseIndices softmaxMax softmaxSum dQIndex dKIndex dWeight loss")
     return printed

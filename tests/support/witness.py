@@ -3,7 +3,9 @@
 All memory is hostile: sequences lie strided and offset in buffers full of NaN, results are poisoned before each call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ from fusion_attention.backends import golden
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem, Stats
 
 Tensors = list[torch.Tensor]
 Results = dict[str, Tensors]
 INF = float("inf")
+INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 
 # ------------------------------------------------------------------------------------------- from tensors to operands
 
@@ -87,12 +90,14 @@ def bits(keep: Tensors) -> MatrixView:
     return MatrixView(torch.from_numpy(np.packbits(loose, bitorder="little")), address, strides[:, 0], strides[:, 1], 1)
 
 
-def load(call: Call, dtype: torch.dtype = torch.float64, stats: torch.dtype = torch.float64) -> Operands:
-    """The operands, with poisoned room for out and statistics (of any dtypes)."""
+def load(
+    call: Call, dtype: torch.dtype = torch.float64, stats: torch.dtype = torch.float64, packed: bool = True
+) -> Operands:
+    """The operands, with poisoned room for out and statistics (of any dtypes); packed: q and v are, and k is not."""
     return Operands(
-        q=rows(call.q),
-        k=rows(call.k, packed=False),
-        v=rows(call.v),
+        q=rows(call.q, packed),
+        k=rows(call.k, not packed),
+        v=rows(call.v, packed),
         out=room(call.q, call.problem.dim_v, dtype),
         stats=Stats(room(call.q, 1, stats), room(call.q, 1, stats)),
         q_rope=rows(call.q_rope, packed=False) if call.q_rope else None,
@@ -111,31 +116,57 @@ def read(view: RowView, like: Tensors) -> Tensors:
     return [view.sequence(b, *t.shape[:2]) for b, t in enumerate(like)]
 
 
+def results(call: Call, operands: Operands) -> Results:
+    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
+    return {name: [t.clone() for t in read(view, call.q)] for name, view in views.items()}
+
+
 def forward(call: Call) -> Results:
     operands = load(call)
     golden.attention_forward(call.problem, call.extents, None, operands)
-    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
-    return {name: read(view, call.q) for name, view in views.items()}
+    return results(call, operands)
+
+
+def backward(
+    call: Call,
+    saved: Results,
+    compute: Callable[[Operands, Grads], None],
+    dtype: torch.dtype = torch.float64,
+    stats: torch.dtype = torch.float64,
+    packed: bool = True,
+    shared: bool = False,
+    owned: bool = False,
+) -> Results:
+    """The gradients computed from what a forward saved (of any dtypes).
+
+    Args:
+        packed: as load().
+        shared: dbias is one buffer, as it lies in memory.
+        owned: dbias is written; else it is added to what was there.
+    """
+    lanes = {name: rows([t.to(stats) for t in saved[name]]) for name in ("max", "sum")}
+    out = rows([t.to(dtype) for t in saved["out"]])
+    operands = replace(load(call, dtype, packed=packed), out=out, stats=Stats(**lanes))
+    inputs = {n: getattr(call, n) for n in INPUTS if getattr(call, n)}
+    views = {f"d{n}": room(like, like[0].shape[2], dtype) for n, like in inputs.items()}
+    dbias = operands.bias
+    if dbias is not None:
+        ones = torch.ones_like(dbias.keep, dtype=stats)
+        dbias = replace(dbias, keep=torch.full_like(dbias.keep, torch.nan) if owned else ones)
+    dsink = None if call.sink is None else torch.full_like(call.sink, torch.nan)
+    dout = rows([t.to(dtype) for t in call.dout], packed=not packed)
+    compute(operands, Grads(dout, dbias=dbias, dsink=dsink, owns_dbias=owned, **views))
+    found = {f"d{n}": [t.clone() for t in read(views[f"d{n}"], like)] for n, like in inputs.items()}
+    if dbias is not None:
+        each = [dbias.sequence(b, *t.shape) - (0 if owned else 1) for b, t in enumerate(call.bias)]
+        found["dbias"] = [dbias.keep] if shared else each
+    return found if dsink is None else found | {"dsink": [dsink]}
 
 
 def run(call: Call, saved: Results | None = None) -> Results:
     """Forward, then backward from the statistics and out that forward saved, or from those given."""
     saved = saved or forward(call)
-    operands = load(call)
-    operands = replace(operands, out=rows(saved["out"]), stats=Stats(rows(saved["max"]), rows(saved["sum"])))
-    inputs = {n: getattr(call, n) for n in ("q", "k", "v", "q_rope", "k_rope") if getattr(call, n)}
-    views = {f"d{n}": room(like, like[0].shape[2]) for n, like in inputs.items()}
-    ones = None if operands.bias is None else torch.ones_like(operands.bias.keep)
-    dbias = None if ones is None else replace(operands.bias, keep=ones)
-    dsink = None if call.sink is None else torch.full_like(call.sink, torch.nan)
-    grads = Grads(rows(call.dout, packed=False), dbias=dbias, dsink=dsink, **views)
-    golden.attention_backward(call.problem, call.extents, None, operands, grads)
-    results = saved | {f"d{n}": read(views[f"d{n}"], like) for n, like in inputs.items()}
-    if dbias is not None:  # added to what was there
-        results["dbias"] = [dbias.sequence(b, *t.shape) - 1 for b, t in enumerate(call.bias)]
-    if dsink is not None:
-        results["dsink"] = [dsink]
-    return results
+    return saved | backward(call, saved, partial(golden.attention_backward, call.problem, call.extents, None))
 
 
 def make(
@@ -180,6 +211,14 @@ def make(
     if p.has_sink:
         call.sink = torch.randn(p.heads_q, generator=generator, dtype=torch.float64)
     return call
+
+
+def alone(call: Call, b: int) -> Call:
+    """Sequence b of a call, as a call of its own."""
+    tensors = {n: getattr(call, n)[b : b + 1] for n in (*INPUTS, "bias", "blocked", "keep", "dout")}
+    slopes = None if call.slopes is None else call.slopes[b : b + 1]
+    extents = Extents(*(getattr(call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
+    return replace(call, extents=extents, slopes=slopes, **tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------- witnesses
@@ -249,7 +288,7 @@ def plain(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 
 def witness(call: Call) -> Results:
     """Everything that run() returns, by autograd."""
-    names = [n for n in ("q", "k", "v", "q_rope", "k_rope", "bias") if getattr(call, n)]
+    names = [n for n in (*INPUTS, "bias") if getattr(call, n)]
     leaves = {id(t): t.clone().requires_grad_() for n in names for t in getattr(call, n)}
     sink = None if call.sink is None else call.sink.clone().requires_grad_()
     results: Results = {"out": [], "max": [], "sum": []}

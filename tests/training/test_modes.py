@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from clauses.training import PREFIX_TRIANGLE, TRIANGLE
 
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_grad
 from fusion_attention.ops.shared.sparse_modes import mode_band
@@ -15,11 +16,6 @@ FLT_MAX = torch.finfo(torch.float32).max
 UNLIMITED = 2**31 - 1
 Lengths = list[tuple[int, int]]
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
-
-TRIANGLE = torch.ones(2048, 2048, dtype=torch.uint8).triu(1)
-RECTANGLE = torch.zeros(1024, 2048, dtype=torch.uint8)
-RECTANGLE[:, 1024:] = 1
-PREFIX_TRIANGLE = torch.cat((TRIANGLE, RECTANGLE))
 
 
 def window(j: int, diagonal: int, pre: int, nxt: int) -> bool:
@@ -32,43 +28,33 @@ def window(j: int, diagonal: int, pre: int, nxt: int) -> bool:
 def prefix_is_legal(prefix: list[int] | None, items: Lengths) -> bool:
     if prefix is None or len(prefix) != len(items):
         return False
-    for n, (rows, keys) in zip(prefix, items, strict=True):
-        if rows > keys:
-            if not 0 <= n <= keys:
-                return False
-        elif not keys - rows <= n <= keys:
-            return False
-    return True
+    return all(max(0, keys - rows) <= n <= keys for n, (rows, keys) in zip(prefix, items, strict=True))
 
 
 def literal(mode: int, pre: int, nxt: int, prefix: list[int] | None, items: Lengths) -> list[np.ndarray]:
     """Per item the matrix of what the mode leaves, before a full mask is asked; CANN's page in loops."""
     with_rows = [b for b in range(len(items)) if items[b][0] > 0]
     result = []
-    for b in range(len(items)):
-        rows, keys = items[b]
+    for b, (rows, keys) in enumerate(items):
         seen = np.zeros((rows, keys), bool)
-        for i in range(rows):
-            for j in range(keys):
-                right_down = i + keys - rows
-                if mode == 0:
-                    seen[i, j] = window(j, i, pre, nxt)
-                elif mode == 1:
-                    seen[i, j] = True
-                elif mode == 2:
-                    seen[i, j] = j <= i
-                elif mode == 3:
-                    seen[i, j] = j <= right_down
-                elif mode == 4:
-                    seen[i, j] = window(j, right_down, pre, nxt)
-                elif mode == 5 and not prefix_is_legal(prefix, items):
-                    seen[i, j] = True
-                elif mode in (5, 6):
-                    seen[i, j] = j <= right_down or j < prefix[b]
-                elif mode == 7:
-                    seen[i, j] = j <= right_down + (nxt if b == with_rows[-1] else 0)
-                else:
-                    seen[i, j] = j <= right_down + nxt if b == with_rows[0] else j <= i
+        for i, j in np.ndindex(rows, keys):
+            right_down = i + keys - rows
+            if mode == 0:
+                seen[i, j] = window(j, i, pre, nxt)
+            elif mode == 1 or (mode == 5 and not prefix_is_legal(prefix, items)):
+                seen[i, j] = True
+            elif mode == 2:
+                seen[i, j] = j <= i
+            elif mode == 3:
+                seen[i, j] = j <= right_down
+            elif mode == 4:
+                seen[i, j] = window(j, right_down, pre, nxt)
+            elif mode in (5, 6):
+                seen[i, j] = j <= right_down or j < prefix[b]
+            elif mode == 7:
+                seen[i, j] = j <= right_down + (nxt if b == with_rows[-1] else 0)
+            else:
+                seen[i, j] = j <= right_down + nxt if b == with_rows[0] else j <= i
         result.append(seen)
     return result
 
@@ -177,17 +163,6 @@ def random_mask(*shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.4
 
 
-def is_legal(mode: int, pre: int, nxt: int, rows: int, keys: int) -> bool:
-    """The windows that a padded call takes: some block of keys is visible."""
-    shift = keys - rows if mode == 4 else 0
-    left, right = pre - shift, nxt + shift
-    if left < 0 and right < 0:
-        return False
-    if left < 0:
-        return right >= -left and -left < keys
-    return right >= 0 or (left >= -right and -right < rows)
-
-
 SIZES = [(4, 4), (3, 6), (6, 3)]
 
 
@@ -201,7 +176,8 @@ def test_padded_calls(mode: int, rows: int, keys: int) -> None:
         shapes = [(rows, keys), (1, 1, rows, keys), (2, 1, rows, keys), (2, HEADS, rows, keys)]
         masks = [random_mask(*shape) for shape in (shapes[2:] if mode == 5 else shapes)]
     if mode in (0, 4):
-        legal = [w for w in WINDOWS if is_legal(mode, *w, rows, keys)]
+        # The windows that a padded call takes: some key is visible.
+        legal = [w for w in WINDOWS if literal(mode, *w, None, items)[0].any()]
         assert len(legal) >= 4
         for (pre, nxt), mask in product(legal, masks):
             check("BSND", items, mode, mask, pre_tockens=pre, next_tockens=nxt)
@@ -233,17 +209,13 @@ def test_packed_calls(mode: int, items: Lengths) -> None:
 def test_the_cut_batches_of_the_page() -> None:
     """One packed batch on two cards sees, row by row, what the whole batch sees: CANN's examples of modes 7 and 8."""
     # Mode 3 cut in the query direction: the front card in mode 7, the rear card in mode 3.
-    whole = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
-    front = probe("TND", [(3, 3), (2, 6)], TRIANGLE, sparse_mode=7, pre_tockens=6, next_tockens=-2)
-    rear = probe("TND", [(2, 6), (5, 5), (4, 4)], TRIANGLE, sparse_mode=3)
-    assert np.array_equal(front[0][0], whole[0])
-    assert np.array_equal(np.concatenate((front[1][0], rear[0][0])), whole[1])
-    assert np.array_equal(rear[1][0], whole[2])
-    assert np.array_equal(rear[2][0], whole[3])
+    whole_3 = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
+    front_7 = probe("TND", [(3, 3), (2, 6)], TRIANGLE, sparse_mode=7, pre_tockens=6, next_tockens=-2)
+    rear_3 = probe("TND", [(2, 6), (5, 5), (4, 4)], TRIANGLE, sparse_mode=3)
     # Mode 2 cut: the front card in mode 2, the rear card in mode 8.
-    whole = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
-    front = probe("TND", [(3, 3), (2, 4)], TRIANGLE, sparse_mode=2)
-    rear = probe("TND", [(3, 4), (5, 5), (4, 4)], TRIANGLE, sparse_mode=8, pre_tockens=4, next_tockens=1)
-    assert np.array_equal(np.concatenate((front[1][0], rear[0][0])), whole[1])
-    assert np.array_equal(rear[1][0], whole[2])
-    assert np.array_equal(rear[2][0], whole[3])
+    whole_2 = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
+    front_2 = probe("TND", [(3, 3), (2, 4)], TRIANGLE, sparse_mode=2)
+    rear_8 = probe("TND", [(3, 4), (5, 5), (4, 4)], TRIANGLE, sparse_mode=8, pre_tockens=4, next_tockens=1)
+    for whole, front, rear in ((whole_3, front_7, rear_3), (whole_2, front_2, rear_8)):
+        joined = [front[0][0], np.concatenate((front[1][0], rear[0][0])), rear[1][0], rear[2][0]]
+        assert all(np.array_equal(got, want) for got, want in zip(joined, whole, strict=True))

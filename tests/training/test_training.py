@@ -207,24 +207,20 @@ def test_a_sink_leaves_no_row_empty() -> None:
         assert not part(case, out, "q", 4, b)[empty].any()
 
 
-@pytest.mark.parametrize("prefix", [None, (1, 7), (3,), (2, 8)])
-def test_mode_5_without_a_legal_prefix_warns_and_is_mode_1(prefix: tuple[int, ...] | None) -> None:
-    args = operands(Case(sparse_mode=1, mask="batch"))
-    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
-    given = {**args, "sparse_mode": 5, "prefix": None if prefix is None else [*prefix]}
-    with pytest.warns(ContractWarning, match="prefix: expected per sequence a prefix between"):
-        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, given)
-    for one, other in zip(got[:3], want[:3], strict=True):
-        same_bits(one, other, "mode 5 as mode 1")
+MODE_1, OF_PREFIX = Case(sparse_mode=1, mask="batch"), "prefix: expected per sequence a prefix between"
+# (case, the mode that it is given, what that warns of): the results are those of the case.
+IGNORED = [
+    *((MODE_1, {"sparse_mode": 5, "prefix": prefix}, OF_PREFIX) for prefix in (None, [1, 7], [3], [2, 8])),
+    (PACKED, {"sparse_mode": 3}, "without atten_mask ignores sparse_mode"),
+]
 
 
-def test_a_mode_without_a_mask_warns_and_sees_everything() -> None:
-    args = operands(PACKED)
-    want = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
-    with pytest.warns(ContractWarning, match="without atten_mask ignores sparse_mode"):
-        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "sparse_mode": 3})
-    for one, other in zip(got[:3], want[:3], strict=True):
-        same_bits(one, other, "mode ignored")
+@pytest.mark.parametrize(("case", "mode", "text"), IGNORED, ids=lambda value: getattr(value, "id", str(value)))
+def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str, Any], text: str) -> None:
+    args, want = face(case)
+    with pytest.warns(ContractWarning, match=text):
+        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, **mode})
+    same_bits(got[:3], want[:3], "as without that mode")
 
 
 # -------------------------------------------------------------------------------------------------- the measure itself

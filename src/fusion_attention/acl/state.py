@@ -139,31 +139,6 @@ def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
     return number
 
 
-def _check_started(function: Callable[..., Any]) -> None:
-    if STATE.device is None:
-        raise Refusal(UNINITIALIZED, f"acl: {function.__name__}: called before acl.init() or after acl.finalize()")
-
-
-def _refused(error: Refusal) -> int:
-    note(error.text)
-    return error.code
-
-
-def coded(function: Callable[P, None]) -> Callable[P, int]:
-    """A call that returns its code, after acl.init()."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            _check_started(function)
-            function(*args, **kwargs)
-        except Refusal as error:
-            return _refused(error)
-        return SUCCESS
-
-    return call
-
-
 def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[T, int]]]:
     """A call that returns (value, code), after acl.init(); (nothing, code) where it fails."""
 
@@ -171,26 +146,26 @@ def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> tuple[T, int]:
             try:
-                _check_started(function)
+                if STATE.device is None:
+                    text = f"acl: {function.__name__}: called before acl.init() or after acl.finalize()"
+                    raise Refusal(UNINITIALIZED, text)
                 return function(*args, **kwargs), SUCCESS
             except Refusal as error:
-                return nothing, _refused(error)
+                note(error.text)
+                return nothing, error.code
 
         return call
 
     return decorate
 
 
+def coded(function: Callable[P, None]) -> Callable[P, int]:
+    """A call that returns its code, after acl.init()."""
+    both = valued()(function)
+    return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[1])
+
+
 def made(function: Callable[P, T]) -> Callable[P, T | None]:
     """A call that returns what it makes, after acl.init(); None where it fails."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            _check_started(function)
-            return function(*args, **kwargs)
-        except Refusal as error:
-            _refused(error)
-            return None
-
-    return call
+    both = valued()(function)
+    return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[0])

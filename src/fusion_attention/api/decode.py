@@ -164,8 +164,8 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
-    out, max_, sum_ = dispatch.results(record.RECORD, args, backend, reads=reads).values()
-    return (out, max_ + sum_.log()) if return_lse else out
+    found = dispatch.results(record.RECORD, args, backend, whole=return_lse, reads=reads)
+    return (found["out"], found["max"] + found["sum"].log()) if return_lse else found["out"]
 
 
 def _of_cache(

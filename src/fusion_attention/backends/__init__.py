@@ -62,8 +62,8 @@ class Backend(Protocol):
     def lay_forward(self, problem: Accepted, schedule: Any, operands: Operands, /) -> Callable[..., bool] | None:
         """attention_forward() for many calls whose views differ in memory alone; None where there is nothing to gain.
 
-        The function takes (q, k, v, out, max, sum), the last two None where nobody reads them. It is false where its
-        results are not complete: then attention_forward() has to run.
+        The function takes (q, k, v, table, out, max, sum): the table None of a cache without pages, the last two None
+        where nobody reads them. It is false where its results are not complete: then attention_forward() has to run.
         """
         ...
 

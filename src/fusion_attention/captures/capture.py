@@ -226,21 +226,17 @@ def _end(recorder: capture) -> None:
 def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """(module, attribute, what wraps it): everything that changes while calls are recorded."""
 
-    def forward(function: Any) -> Any:
-        def recorded(op: Op, args: dict[str, Any]) -> Any:
-            results = function(op, args)
-            recording.write(op, args, dict(zip(FORWARD, results, strict=True)), results[4], "auto")
-            return results
+    def training_of(names: tuple[str, ...]) -> Callable[[Any], Any]:
+        def wrap(function: Any) -> Any:
+            def recorded(op: Op, args: dict[str, Any]) -> Any:
+                results = function(op, args)
+                outputs = dict(zip(names, results, strict=True))
+                recording.write(op, args, outputs, outputs.get("seed", args.get("seed")), "auto")
+                return results
 
-        return recorded
+            return recorded
 
-    def backward(function: Any) -> Any:
-        def recorded(op: Op, args: dict[str, Any]) -> Any:
-            results = function(op, args)
-            recording.write(op, args, dict(zip(BACKWARD, results, strict=True)), args.get("seed"), "auto")
-            return results
-
-        return recorded
+        return wrap
 
     def own(function: Any) -> Any:
         def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
@@ -257,13 +253,15 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
 
     def lowered(function: Any) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
+            if op.again:
+                how["whole"] = True  # Statistics are recorded, asked for or not.
             results = function(op, args, backend, **how)
             recording.write(op, args, results, 0, backend)
             return results
 
         return recorded
 
-    wrappers = (forward, backward, own, lowered)
+    wrappers = (training_of(FORWARD), training_of(BACKWARD), own, lowered)
     places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
     foreign = sys.modules.get("torch_npu")
     if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:

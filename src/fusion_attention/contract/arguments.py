@@ -6,7 +6,7 @@ Refuses to know what any operator computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,19 +142,12 @@ def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
             raise ContractError([_loss(op, name, t) for name, t in named if t is not None and lost(t)])
 
 
-# Of one tensor of a call: its parameter's position, its place in a list or -1, bytes of an element, and its span().
-Span = tuple[int, int, int, int]
-
-
-def spans_of(given: Sequence[Any], positions: Sequence[int]) -> tuple[Span, ...]:
-    """The spans of the tensors and lists of tensors at some positions, as far as they have elements."""
-    bare = {at: isinstance(given[at], torch.Tensor) for at in positions}
-    found = ((at, -1 if bare[at] else i, t) for at in positions for i, t in enumerate(members(given[at])))
-    return tuple([(at, i, t.itemsize, span(t)) for at, i, t in found if t.numel()])
-
-
-def losses(op: Op, given: Sequence[Any], spans: Sequence[Span]) -> list[Failure]:
-    """The failures of all tensors that are lost()."""
-    held = ((op.params[at].shown, given[at], i) for at, i, _, _ in spans)
-    named = ((shown, t) if i < 0 else (f"{shown}[{i}]" if len(t) > 1 else shown, t[i]) for shown, t, i in held)
-    return [_loss(op.name, shown, t) for shown, t in named if lost(t)]
+def losses(op: Op, tensors: Mapping[str, Any]) -> list[Failure]:
+    """The failures of all tensors, and lists of tensors, by canonical name, that are lost()."""
+    shown = {op.by_name[name].shown: value for name, value in tensors.items()}
+    named = [
+        (f"{name}[{i}]" if type(value) is tuple and len(value) > 1 else name, t)
+        for name, value in shown.items()
+        for i, t in enumerate(members(value))
+    ]
+    return [_loss(op.name, name, t) for name, t in named if lost(t)]

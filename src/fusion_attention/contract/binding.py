@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import Span, array_of, intact, is_memory, losses, members, spans_of
-from fusion_attention.contract.expressions import evaluate, lazy, parse, scope
+from fusion_attention.contract.arguments import array_of, intact, is_memory, losses, members
+from fusion_attention.contract.expressions import evaluate, parse, scope
 from fusion_attention.contract.record import (
     Array,
-    Attr,
     ContractError,
     ContractWarning,
     Failure,
@@ -27,6 +26,7 @@ from fusion_attention.contract.record import (
     Tensor,
     Tensors,
 )
+from fusion_attention.contract.signatures import Reader, reader
 from fusion_attention.contract.stages import ask, first_stages
 from fusion_attention.settings import current
 
@@ -42,7 +42,7 @@ class Memo:
     Attributes:
         lowered: what the record's lowering made of names (Bound.once).
         run: how a forward call was laid on its outputs; templates: of a decoding call's results.
-        laid: by back end, a dense call's plan with its views.
+        laid: by back end, the plan of a dense or decoding call with its views; lays: False where it has none.
         two_phase: how the tensors of a two-phase call were found to lie.
     """
 
@@ -50,21 +50,34 @@ class Memo:
     run: Any = None
     templates: Any = None
     laid: dict[str, Any] = field(default_factory=dict)
+    lays: bool = True
     two_phase: dict[Any, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
 class Bound:
     """A checked call: every canonical name with its value.
 
     Attributes:
-        names: axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
-        memo: shared by all calls of one signature with the same arrays.
+        args: the arguments that were bound.
+        settled, memo: shared by all calls of one signature with the same arrays.
     """
 
-    op: Op
-    names: dict[str, Any]
-    memo: Memo
+    __slots__ = ("_names", "_tensors", "args", "memo", "op", "settled")
+
+    def __init__(self, op: Op, args: Mapping[str, Any], tensors: tuple[str, ...], settled: _Settled) -> None:
+        self.op, self.args, self.memo = op, args, settled.memo
+        self._tensors, self.settled = tensors, settled
+        self._names: dict[str, Any] | None = None
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
+
+        Put together by whoever asks first: a call that is known to the end asks for none.
+        """
+        if self._names is None:
+            self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self._tensors)}
+        return self._names
 
     def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
         """What a lowering makes of names that are no tensors: made by the first of the calls that share a memo."""
@@ -77,31 +90,38 @@ class Bound:
         return self.names[name]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Signature:
     """What is known of all calls of one signature: shapes, strides, dtypes, attributes, and which arrays came.
 
     Attributes:
-        names: those with one value for all of them; tensors: (name, position) of those given; spans: of their memory.
+        names: those with one value for all of them; tensors: the names of those given.
         rules: what may turn out otherwise when arrays change; reads: what may at every call; notes: found for all.
         settled: the last arrays with what they led to. Layers of a model share lengths, steps do not.
     """
 
     names: dict[str, Any]
-    tensors: tuple[tuple[str, int], ...]
-    spans: tuple[Span, ...]
+    tensors: tuple[str, ...]
     rules: list[Rule]
     reads: list[Rule]
     notes: list[Failure] = field(default_factory=list)
     settled: _Settled | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Settled:
-    arrays: tuple[bytes | None, ...]
+    """What follows from the arrays of a call.
+
+    Attributes:
+        names: all but tensors; within: what rules about them are evaluated in, made when one is asked again.
+        notes: warnings.
+    """
+
+    arrays: tuple[bytes, ...]
     names: dict[str, Any]
     notes: list[str]
     memo: Memo = field(default_factory=Memo)
+    within: dict[str, Any] | None = None
 
 
 def bind(
@@ -121,7 +141,7 @@ def bind(
 
     Args:
         op: the record.
-        args: values by canonical name; a missing name is as None.
+        args: values by canonical name; a missing name is as None. They are the call's: nobody changes them later.
         strict: limits and doubts are errors too; None: as settings say.
         check_content: rules that read tensor data on request are asked too; None: as settings say.
         reads: so are those that always do; False where the data may not be there yet.
@@ -133,65 +153,96 @@ def bind(
     asked = current()
     strict = asked.strict if strict is None else strict
     check_content = asked.check_content if check_content is None else check_content
-    given: list[Any] = list(map(args.get, op.by_name))
-    arrays = []
-    for at in op.positions[Tensors]:
-        given[at] = members(given[at])
-    for at in op.positions[Array]:
-        if given[at] is not None:
-            if memory and isinstance(given[at], torch.Tensor):
-                intact(op.name, (op.params[at].shown,), (given[at],))
-            given[at] = array = array_of(op, at, given[at])
-            arrays.append(array.tobytes() if isinstance(array, np.ndarray) else None)
-    content = tuple(arrays)
-    key, known = _find(op, given, strict)
-    known = known or _learn(op, given, strict)
-    for at, i, size, need in known.spans if memory else ():
-        t = given[at] if i < 0 else given[at][i]
-        if t.untyped_storage().nbytes() < t.storage_offset() * size + need:
-            raise ContractError(losses(op, given, known.spans))
-    tensors = {name: given[at] for name, at in known.tensors}
-    settled = known.settled
-    if settled is None or settled.arrays != content:
-        settled = _settle(op, known, given, tensors, content, reads)
-        _keep(op, key, known)
-        names = {**settled.names, **tensors}
+    read = op.reader or _with_reader(op)
+    key, content, held = read(args, strict, bool(op.watched) and torch.is_grad_enabled())
+    known: _Signature | None = op.signatures.get(key)
+    settled = None if known is None else known.settled
+    if known is None or settled is None or settled.arrays != content:
+        bound, settled = _anew(op, args, key, known, strict, reads, memory)
     else:
-        names = {**settled.names, **tensors}
-        if reads:
-            ask(op, known.reads, names)
-    if check_content and reads and not any(t.is_meta for name in tensors for t in members(tensors[name])):
-        ask(op, [r for r in op.asked if r.level == "content"], names)
+        if memory and not held:
+            raise ContractError(_losses(op, args, known.tensors))
+        bound = Bound(op, args, known.tensors, settled)
+        if reads and known.reads:
+            _ask_again(op, known, bound)
+    if check_content and reads and not any(t.is_meta for p in op.tensors() for t in members(bound[p.name]) or ()):
+        ask(op, [r for r in op.asked if r.level == "content"], bound.names)
     if settled.notes:
         level = outside()
         for note in settled.notes:
             warnings.warn(note, ContractWarning, stacklevel=level)
-    return Bound(op, names, settled.memo)
+    return bound
 
 
-def _find(op: Op, given: list[Any], strict: bool) -> tuple[Any, _Signature | None]:
-    """(key, signature); the key is None where a value cannot be part of one, and is most likely wrong."""
-    at = op.positions
-    attributes = [given[i] for i in at[Attr]]
-    key: list[Any] = [strict, *attributes, *map(type, attributes)]  # True == 1 == 1.0, but not all of them are legal.
-    try:
-        for i in at[Tensor]:
-            t = given[i]
-            key.append(t if t is None else (type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)))
-        key += [type(given[i]) for i in at[Array]]
-        if op.watched and torch.is_grad_enabled():
-            for i in op.watched:
-                t = given[i]
-                if type(t) is tuple:
-                    key += [one.requires_grad for one in t]
-                elif t is not None:
-                    key.append(t.requires_grad)
-        for i in at[Tensors]:
-            key.append(tuple((type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t)) for t in given[i] or ()))
-        found = tuple(key)
-        return found, op.signatures.get(found)
-    except Exception:  # No tensor, no strides (sparse, nested), no hash.
-        return None, None
+def _with_reader(op: Op) -> Reader:
+    """The reader of an operator that has none yet: its records may be read where no core is loaded."""
+    found = reader(op)
+    object.__setattr__(op, "reader", found)
+    return found
+
+
+def _anew(
+    op: Op, args: Mapping[str, Any], key: Any, known: _Signature | None, strict: bool, reads: bool, memory: bool
+) -> tuple[Bound, _Settled]:
+    """A call whose signature, or whose arrays, are not the last ones."""
+    given: list[Any] = list(map(args.get, op.names))
+    for at in op.positions[Tensors]:
+        given[at] = members(given[at])
+    content = []
+    for at in op.positions[Array]:
+        if given[at] is None:
+            continue
+        if memory and isinstance(given[at], torch.Tensor):
+            intact(op.name, (op.params[at].shown,), (given[at],))
+        given[at] = array = array_of(op, at, given[at])
+        if array is None:  # It came blank: the call is one without it.
+            return _blank(op, {**args, op.names[at]: None}, strict, reads, memory)
+        if isinstance(array, np.ndarray):
+            content.append(array.tobytes())
+        else:
+            key = known = None  # whatever it is, stages refuse it
+    known = known or _learn(op, given, strict)
+    if memory and (failures := _losses(op, args, known.tensors)):
+        raise ContractError(failures)
+    settled = known.settled
+    if settled is None or settled.arrays != tuple(content):
+        tensors = _tensors_of(op, args, known.tensors)
+        settled = _settle(op, known, given, tensors, tuple(content), reads)
+        _keep(op, key, known)
+        return Bound(op, args, known.tensors, settled), settled
+    bound = Bound(op, args, known.tensors, settled)
+    if reads:
+        ask(op, known.reads, bound.names)
+    return bound, settled
+
+
+def _ask_again(op: Op, known: _Signature, bound: Bound) -> None:
+    """Asks the rules that read tensor content; what is wrong ask() says."""
+    settled = bound.settled
+    if settled.within is None:
+        settled.within = scope(settled.names, op.functions)
+    within = {**settled.within, **_tensors_of(op, bound.args, known.tensors)}
+    for rule in known.reads:
+        if not rule.when or evaluate(rule.when, within):
+            outcome = evaluate(rule.check, within)
+            if isinstance(outcome, str) or not outcome:
+                ask(op, known.reads, bound.names)
+
+
+def _blank(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
+    """_anew() of a call that lacks what came blank, under its own key."""
+    key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
+    return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
+
+
+def _tensors_of(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The named tensors of a call, a list of them as a tuple."""
+    return {name: members(args[name]) if type(op.by_name[name]) is Tensors else args[name] for name in names}
+
+
+def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Failure]:
+    """The failures of all tensors whose storages no longer hold them."""
+    return losses(op, _tensors_of(op, args, names))
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
@@ -202,15 +253,15 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
         asked = [replace(r, level="limit") if r.level == "doubt" else r for r in asked]
     names = first_stages(op, given, asked)
     layout = str(names.get(op.layout_attr, ""))
-    tensors = tuple((p.name, i) for i, p in enumerate(op.params) if isinstance(p, Tensor) and names[p.name] is not None)
+    tensors = tuple(p.name for p in op.params if isinstance(p, Tensor) and names[p.name] is not None)
     rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
     kept = {name: value for name, value in names.items() if not is_memory(value)}
-    return _Signature(kept, tensors, spans_of(given, [at for _, at in tensors]), rules, [])
+    return _Signature(kept, tensors, rules, [])
 
 
 def _settle(
-    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes | None, ...], reads: bool
+    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
     """The stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}

@@ -227,7 +227,8 @@ class Op:
         lower: from a bound call (and, of what drops, seed and offset) to its waist.lowered.Lowered.
         results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
-            lower gives a Differentiable).
+            lower gives a Differentiable); again: the names of q, k, v and the table of pages of a forward without a
+            derivative that runs again over other memory (then lower gives a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
     """
@@ -249,6 +250,7 @@ class Op:
     results: tuple[str, ...] = ()
     fresh: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None
     trains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    again: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     prototypes: Mapping[str, Prototype] = field(default_factory=dict)
@@ -260,6 +262,7 @@ class Op:
     by_name: dict[str, Param] = field(init=False)
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
+    reader: Callable[..., Any] | None = field(init=False, default=None)  # of signatures; bind() makes it
     positions: dict[type, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,10 +3,9 @@
 Everything that runs ends in run_forward() and run_backward(), which write into given tensors. Refuses to know how a
 call was made.
 
-A second way beside eager.py, for two reasons. Dense calls are the small and frequent ones: where one signature comes
-again, _Laid runs it over memory alone, with no results by name, no Filled and no views (4 tokens: 24 us, not 38).
-And statistics stay as kernels write them from the forward to the backward: each face has a form of its own
-for them (lanes, finite numbers, their logarithm), so that a record's results are not what a derivative reads.
+A second way beside eager.py: statistics stay as kernels write them from the forward to the backward, while each face
+has a form of its own for them (lanes, finite numbers, their logarithm), so that a record's results are not what a
+derivative reads.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import intact, lazy
-from fusion_attention.memory import another, empty, template
+from fusion_attention.contract import Bound, intact, lazy
+from fusion_attention.memory import empty
 from fusion_attention.ops.training.call import (
     BIAS,
     EXTRAS,
@@ -25,13 +24,12 @@ from fusion_attention.ops.training.call import (
     fresh,
     grads_of,
     operands_of,
-    over,
     pattern,
 )
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
+from fusion_attention.torch_ops.laid import Laid
 from fusion_attention.torch_ops.refusals import constants, once
-from fusion_attention.waist.problem import Operands
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]
@@ -99,45 +97,27 @@ def run_backward(call: DenseCall, dout: torch.Tensor, saved: Tensors, gradients:
         gradients[_DBIAS].copy_(summed)
 
 
+def again(bound: Bound, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, stats: bool) -> Any:
+    """attention() of a bound call as the last one of its memo, which needs no lowering; None where it is not known yet,
+    or has a derivative."""
+    laid: Laid | None = bound.memo.laid.get(chosen(backend))
+    if laid is None or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v)):
+        return None
+    return laid.run(q, k, v, stats=stats)
+
+
 def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
-    laid: _Laid | None = None if call.memo is None else call.memo.laid.get(backend)
+    laid: Laid | None = None if call.memo is None else call.memo.laid.get(backend)
     if laid is not None:
         return laid.run(call.q, call.k, call.v, stats=stats)
     results = fresh(call)
     run_forward(call, results, backend)
     if call.memo is not None and len(call.extents) and call.covers("q"):
         views = operands_of(call, *results)
-        if (rows := pattern(call, views, results)) is not None:
-            call.memo.laid[backend] = _Laid(call, results, views, rows, backend)
+        if (rows := pattern(call, views)) is not None:
+            found = plan(call.problem, call.extents, call.q.device, backend)
+            call.memo.laid[backend] = Laid(found, views, rows, results)
     return results
-
-
-class _Laid:
-    """What the calls of one memo share: plan, views and the shapes of results. Holds no tensor of a caller."""
-
-    __slots__ = ("_core", "_plan", "_rows", "_templates")
-
-    def __init__(self, call: DenseCall, results: Tensors, views: Operands, rows: Operands, backend: str) -> None:
-        self._templates = [template(call.q, t.shape, t.dtype) for t in results]
-        self._plan = plan(call.problem, call.extents, call.q.device, backend)
-        self._rows = rows
-        self._core = self._plan.module.lay_forward(self._plan.problem, self._plan.schedule, views)
-
-    def run(self, *given: torch.Tensor, stats: bool) -> Results:
-        """(out, max, sum) of (q, k, v)."""
-        core = self._core  # another thread may forget it meanwhile
-        if core is not None:
-            out, max_, sum_ = self._results() if stats else (another(self._templates[0]), None, None)
-            if core(*given, out, max_, sum_):
-                return out, max_, sum_
-        self._core = None  # Rows that only the back end itself can complete come back with every call.
-        out, max_, sum_ = self._results()
-        self._plan.run(over(self._rows, (*given, out, max_, sum_)))
-        return out, max_, sum_
-
-    def _results(self) -> Results:
-        out, max_, sum_ = map(another, self._templates)
-        return out, max_, sum_
 
 
 class _Attention(torch.autograd.Function):

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from fusion_attention.memory import empty
-from fusion_attention.waist.problem import Extents
+from fusion_attention.waist.problem import Extents, Operands
 
 
 class Filled:
@@ -113,6 +113,15 @@ class Differentiable(Lowered, Protocol):
         run: Callable[[Lowered], dict[str, torch.Tensor]],
     ) -> dict[str, torch.Tensor]:
         """The gradients of its inputs, from its results and their gradients; `run` computes further calls."""
+        ...
+
+
+class Repeatable(Lowered, Protocol):
+    """A lowered forward that may read no more than q, k, v and a table of pages."""
+
+    def again(self) -> tuple[Operands, Operands, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+        """Its views, the same over no memory, and the fresh out, max and sum that they lie on; None where it reads
+        more, or something has to be cleared or copied beside it."""
         ...
 
 

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <random>
 
@@ -25,6 +24,7 @@ constexpr std::int64_t everything = std::int64_t{1} << 40;
 
 std::vector<Sequence> sequences_of(const std::vector<std::int64_t> &lengths, std::int64_t lo, std::int64_t hi) {
     std::vector<Sequence> found;
+    found.reserve(lengths.size());
     for (const std::int64_t n : lengths) found.push_back({n, n, lo, hi, 0, 0});
     return found;
 }
@@ -36,6 +36,7 @@ struct Dense {
     std::int64_t heads_q, heads_kv;
     std::vector<std::int64_t> lengths;
     std::int64_t lo = -everything, hi = everything;  // row i sees keys i + lo <= j < i + hi
+    const std::int64_t *keys = nullptr;              // of each sequence, where there are not as many as rows
 };
 
 // A long-tailed mix of 100 sequences: 92 tokens on average.
@@ -116,6 +117,36 @@ Run forward(const Dense &d) {
     };
 }
 
+// The gradient of a bias that repeats along some axes of [batch, heads, rows, keys].
+struct Shared {
+    bool heads, rows, keys;  // have elements of their own
+    Bias bias = Bias::matrix;
+};
+
+Run backward(const Dense &d, const Shared &shared) {
+    std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
+    for (std::size_t b = 0; d.keys && b < sequences.size(); ++b) sequences[b].kv_len = d.keys[b];
+    Problem problem = problem_of(d);
+    problem.bias = shared.bias;
+    const auto plan = std::make_shared<BackwardPlan>(variant(), problem, sequences);
+    const auto places = std::make_shared<Places>(sequences.size());
+    const std::int64_t keys = shared.keys ? sequences[0].kv_len : 1;
+    const std::int64_t rows = shared.bias == Bias::table ? table_rows : sequences[0].q_len;
+    const auto stride_row = std::make_shared<std::vector<std::int64_t>>(sequences.size(), shared.rows ? keys : 0);
+    const auto stride_head = std::make_shared<std::vector<std::int64_t>>(
+        sequences.size(), shared.heads ? keys * (shared.rows ? rows : 1) : 0);
+    return [=](int threads) {
+        Operands o;
+        o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
+        Gradients g;
+        Order order;
+        g.dout = g.dq = g.dk = g.dv = places->rows();
+        g.dq.base = &order;
+        g.dbias = {&g, places->zeros.data(), stride_head->data(), stride_row->data(), shared.keys, Dtype::float32};
+        plan->run(o, g, threads);
+    };
+}
+
 Run backward(const Dense &d) {
     const std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
     const auto plan = std::make_shared<BackwardPlan>(variant(), problem_of(d), sequences);
@@ -124,8 +155,26 @@ Run backward(const Dense &d) {
         Operands o;
         o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
         Gradients g;
+        Order order;
         g.dout = g.dq = g.dk = g.dv = places->rows();
+        g.dq.base = &order;
         plan->run(o, g, threads);
+    };
+}
+
+std::vector<std::pair<Dense, Shared>> biased() {
+    static constexpr std::int64_t uneven[] = {2048, 2048, 40};
+    const std::vector<std::int64_t> two(2, 2048), eight(8, 1024);
+    return {
+        {{"B2 N8 S2048, bias [1,N,S,S]", 8, 8, two}, {true, true, true}},
+        {{"B2 N8 S2048 causal, bias [1,N,S,S]", 8, 8, two, -everything, 1}, {true, true, true}},
+        {{"B2 N32/8 S2048 causal, bias [1,N,S,S]", 32, 8, two, -everything, 1}, {true, true, true}},
+        {{"B2 N8 S2048, bias [1,1,S,S]", 8, 8, two}, {false, true, true}},
+        {{"B8 N32 S1024, bias [1,1,1,S]", 32, 32, eight}, {false, false, true}},
+        {{"B8 N32 S1024, bias [1,N,S,1]", 32, 32, eight}, {true, true, false}},
+        {{"600, 3 and 600 rows, bias [1,1,S,S]", 1, 1, {600, 3, 600}, -everything, everything, uneven},
+         {false, true, true}},
+        {{"B2 N32 S2048 causal, table", 32, 32, two, -everything, 1}, {true, true, true, Bias::table}},
     };
 }
 
@@ -196,13 +245,14 @@ struct Lists {
             places.zeros[b] = static_cast<std::int64_t>(keys.size());
             for (std::int64_t i = 0; i < s.q_len; ++i) {
                 const std::int64_t begin = first_key(s, i), end = end_key(s, i);
+                const std::size_t whole = keys.size() + static_cast<std::size_t>(count);
                 std::int64_t left = std::min(count, end - begin);
-                keys.resize(keys.size() + static_cast<std::size_t>(count - left), 0);
                 for (std::int64_t j = begin; j < end; ++j) {
                     if (static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(end - j)) >= left) continue;
                     keys.push_back(static_cast<std::int32_t>(j));
                     --left;
                 }
+                keys.resize(whole, -1);
             }
         }
     }
@@ -269,6 +319,9 @@ std::vector<Case> cases() {
     for (const Dense &d : dense()) found.push_back({"forward", d.name, [d] { return forward(d); }});
     for (const Decode &d : decodes()) found.push_back({"decode", d.name, [d] { return decode(d); }});
     for (const Dense &d : dense()) found.push_back({"backward", d.name, [d] { return backward(d); }});
+    for (const auto &[d, shared] : biased()) {
+        found.push_back({"backward", d.name, [d, shared] { return backward(d, shared); }});
+    }
     for (const Sparse &s : sparses()) found.push_back({"sparse", s.name, [s] { return sparse(s, false); }});
     for (const Sparse &s : sparses()) found.push_back({"sparse backward", s.name, [s] { return sparse(s, true); }});
     const Sparse own = {"4096 rows and keys, top 2048", 1, 4096, 4096, 2048};

@@ -5,6 +5,9 @@
 
 #include "plan/schedule.h"
 
+#include <cstdio>
+#include <cstdlib>
+
 namespace schedule {
 namespace {
 
@@ -77,10 +80,34 @@ void load_keys(const Job &job, const KeyTile &keys) {
     advance(backward_key / 2 * beside_measured(*job.problem) * static_cast<double>(keys.key1 - keys.key0));
 }
 
-void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const Prefetches &) {
+// Tiles of keys add to a row of dq, and heads to an element of dbias, in ascending order.
+void add_in_order(const Job &job, const RowTile &rows, const KeyTile &keys, std::int64_t row) {
+    auto &order = *static_cast<Order *>(job.gradients->dq.base);
+    const std::int64_t head = rows.seq * job.problem->heads_q + rows.head;
+    order.add(-1 - ((head << 32) + row), keys.key0);
+    const Matrix &m = job.gradients->dbias;
+    if (!m.base || job.problem->bias == Bias::table) return;
+    order.add(m.address[rows.seq] + rows.head * m.stride_head[rows.seq] + row * m.stride_row[rows.seq] +
+                  keys.key0 * m.stride_key,
+              head);
+}
+
+// Block of rows after block of rows: scores, dP and, in its turn, dq; then dk and dv of all rows.
+void accumulate(const Job &job, const RowTile &rows, const KeyTile &keys, const RowTurn &turn, const Prefetches &) {
+    constexpr std::int64_t block = 12;
     const Problem &p = *job.problem;
-    const double pairs = visible_pairs(job.sequences[rows.seq], rows.row0, rows.row1, keys.key0, keys.key1);
-    const double columns = static_cast<double>(3 * (p.dim_qk + p.dim_rope) + 2 * p.dim_v);
+    const double qk = static_cast<double>(p.dim_qk + p.dim_rope), columns = qk + static_cast<double>(p.dim_v);
+    double pairs = 0;
+    for (std::int64_t row = rows.row0; row < rows.row1; row += block) {
+        const std::int64_t end = std::min(row + block, rows.row1);
+        const double here = visible_pairs(job.sequences[rows.seq], row, end, keys.key0, keys.key1);
+        advance(products(p.dtype, here * columns, backward_share));
+        if (turn.wait) turn.wait(turn.state, end - rows.row0);
+        advance(products(p.dtype, here * qk, backward_share));
+        add_in_order(job, rows, keys, row);
+        if (turn.done) turn.done(turn.state, end - rows.row0);
+        pairs += here;
+    }
     advance(products(p.dtype, pairs * columns, backward_share));
 }
 
@@ -90,8 +117,9 @@ GradientKernels gradients(std::int64_t tile_keys) {
 
 // -------------------------------------------------------------------------------------------------------------- decode
 
-// A byte of the cache: one core reads so fast. Beginning a head of a unit, and merging a row of a partial result.
-constexpr double decode_byte = 0.06, decode_begin = 1500, decode_merge = 60;
+// A byte of the cache: one core reads so fast. Beginning a head of a unit, with and without placing its queries, and
+// merging a row of a partial result.
+constexpr double decode_byte = 0.06, decode_place = 700, decode_begin = 100, decode_merge = 10;
 
 std::size_t decode_scratch(const DecodeProblem &p) {
     const std::int64_t qk = p.dim_qk + p.dim_rope;
@@ -103,17 +131,23 @@ std::size_t partial_floats(const DecodeProblem &p) {
     return static_cast<std::size_t>(16 + round_up<std::int64_t>(p.dim_v, 32));
 }
 
-void attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
+bool attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
     const DecodeProblem &p = *job.problem;
     const std::int64_t columns = p.dim_qk + p.dim_rope + (p.shares_kv ? 0 : p.dim_v);
     const double bytes = static_cast<double>((unit.end - unit.begin) * columns) * (p.storage == Storage::int8 ? 1 : 2);
     const double pairs = static_cast<double>((unit.row1 - unit.row0) * (unit.end - unit.begin));
     const double computed = products(p.dtype, pairs * static_cast<double>(p.dim_qk + p.dim_v), 0.5);
-    advance(static_cast<double>(unit.heads) * (decode_begin + std::max(bytes * decode_byte, computed)));
+    const double begun = decode_begin + (unit.placed ? 0 : decode_place);
+    advance(static_cast<double>(unit.heads) * (begun + std::max(bytes * decode_byte, computed)));
+    return true;
 }
 
-std::int64_t finish(const DecodeJob &, const DecodeRows &rows, float *) {
+void merge(const DecodeJob &, const DecodeRows &rows, float *) {
     advance(decode_merge * static_cast<double>((rows.row1 - rows.row0) * rows.count));
+}
+
+std::int64_t finish(const DecodeJob &job, const DecodeRows &rows, float *partials) {
+    merge(job, rows, partials);
     return 0;
 }
 
@@ -147,22 +181,50 @@ std::int64_t sum_columns(const SparseProblem &p) { return p.dim_qk + p.dim_rope 
 
 std::int64_t chunk_of(Dtype dtype) { return dtype == Dtype::bfloat16 ? 96 : 48; }
 
-// Scores, dP and dq of a chunk need no turn; what keys' sums are given does.
-void sparse_gradient(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, float *, void *) {
-    const SparseProblem &p = *job.problem;
-    const std::int64_t count = listed(job, item), chunk = chunk_of(p.dtype);
-    const std::int32_t *const list = list_of(job, item);
-    const std::int64_t last = count ? list[count - 1] : -1;
-    for (std::int64_t at = 0; at < count; at += chunk) {
-        const std::int64_t here = std::min(chunk, count - at);
-        const double pairs = static_cast<double>(here * item.heads), own = 2 * dims(p) + static_cast<double>(p.dim_v);
-        const double shared = dims(p) + static_cast<double>(p.dim_v);
-        advance(products(p.dtype, pairs * own, sparse_backward_share));
-        turn.wait(turn.state, turn.item, list[at], list[at + here - 1]);
-        advance(products(p.dtype, pairs * shared, sparse_backward_share));
-        if (at + here < count) turn.done(turn.state, turn.item, list[at + here], last);
+void find_strips(const SparseJob &job, const SparseItem &item, const Notes &notes) {
+    const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
+    const std::int64_t strips = ceil_div(job.sequences[item.seq].kv_len, notes.strip_keys);
+    for (std::int64_t i = 0; i <= strips; ++i) {
+        notes.starts[i] = static_cast<std::int32_t>(std::lower_bound(list, stop, i * notes.strip_keys) - list);
     }
-    turn.done(turn.state, turn.item, last + 1, last);
+}
+
+// All but the products of key gradients.
+void sparse_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *, void *) {
+    find_strips(job, item, notes);
+    const SparseProblem &p = *job.problem;
+    const double pairs = static_cast<double>(listed(job, item) * item.heads);
+    advance(products(p.dtype, pairs * (2 * dims(p) + static_cast<double>(p.dim_v)), sparse_backward_share));
+}
+
+// Blocks of a list's keys as they are multiplied: the same ones whatever range is asked for, of whole thirds.
+std::int64_t multiplied_keys(std::int64_t first, std::int64_t stop) {
+    constexpr std::int64_t block = 12;
+    std::int64_t keys = 0;
+    for (std::int64_t at = first; at < stop;) {
+        const std::int64_t next = std::min(stop, (at / block + 1) * block);
+        keys += round_up<std::int64_t>(next - at, block / 3);
+        at = next;
+    }
+    return keys;
+}
+
+double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
+
+void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *, const KeyRange &range,
+              const KeySums &, void *) {
+    const SparseProblem &p = *job.problem;
+    const auto keys = static_cast<double>(multiplied_keys(notes.starts[range.first], notes.starts[range.end]));
+    if (p.indexes) return advance(products(p.dtype, keys * index_products(p), 0.72));
+    const double columns = dims(p) + static_cast<double>(p.dim_v);
+    advance(products(p.dtype, keys * static_cast<double>(item.heads) * columns, sparse_backward_share));
+}
+
+std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
+    const std::int64_t keys = std::min(p.select_count, longest);
+    const std::int64_t a_key = p.indexes ? 8 + heads / 8 : 4 + 2 * heads * item(p.dtype);
+    const std::int64_t columns = p.dim_qk + p.dim_rope + p.dim_v;
+    return lines(keys * a_key + heads * columns * item(p.dtype));
 }
 
 void store_key_sums(const SparseJob &job, std::int64_t, std::int64_t, const KeySums &, std::int64_t first,
@@ -180,8 +242,6 @@ double attended_products(const SparseJob &job) {  // of a row and a key
     const SparseProblem &p = *job.attention;
     return static_cast<double>(p.heads_q) * dims(p);
 }
-
-double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
 
 // A tile of rows: probabilities of a block of keys, the indexer's part, chunk by chunk; then sums are handed on.
 void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &, double *loss, void *) {
@@ -207,30 +267,21 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     *loss = 0;
 }
 
-std::size_t list_notes_bytes(const SparseProblem &index, std::int64_t) {
-    return lines(index.select_count * (8 + index.heads_q / 8) + index.heads_q * index.dim_qk * item(index.dtype));
-}
-
 // All but the products of key gradients.
-void list_loss(const SparseJob &job, const SparseItem &item, void *, double *loss, void *) {
+void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *) {
+    find_strips(job, item, notes);
     const double keys = static_cast<double>(listed(job, item));
     const double columns = attended_products(job) + 2 * index_products(*job.problem);
     advance(products(job.problem->dtype, keys * columns, list_loss_share));
     *loss = 0;
 }
 
-void add_list(const SparseJob &job, const SparseItem &item, void *, void *, std::int64_t range, const KeySums &,
-              void *) {
-    const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
-    const auto begin = std::lower_bound(list, stop, range * loss_range_keys);
-    const double keys = static_cast<double>(std::lower_bound(begin, stop, (range + 1) * loss_range_keys) - begin);
-    advance(products(job.problem->dtype, keys * index_products(*job.problem), 0.72));
-}
-
 // --------------------------------------------------------------------------------------------------------- the indexer
 
-constexpr double index_packing = 0.14;  // a byte of a key, from memory
-constexpr double choosing = 1;          // a score
+constexpr double index_packing = 0.14;  // a byte of a key, from memory and back
+constexpr double index_meeting =
+    0.06;                       // the same by who meets it: 0.02 where keys lie in a cache, 0.1 where none helps
+constexpr double choosing = 1;  // a score
 
 std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
     return lines(round_up<std::int64_t>(keys, panel) * p.dim_qk * item(p.dtype));
@@ -241,20 +292,27 @@ void index_pack(const SparseJob &job, std::int64_t, std::int64_t first, std::int
     advance(index_packing * static_cast<double>((end - first) * panel * p.dim_qk * item(p.dtype)));
 }
 
+void meet_keys(const SparseProblem &p, std::int64_t keys, const char *packed) {
+    if (!packed) advance(index_meeting * static_cast<double>(keys * p.dim_qk * item(p.dtype)));
+}
+
 std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
     return lines(rows * (p.heads_q * p.dim_qk * 2 + (std::int64_t{256} << 10)));
 }
 
-void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *, void *) {
+void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
+                void *) {
     const SparseProblem &p = *job.problem;
     const double pairs = visible_pairs(job.sequences[seq], row0, row1, 0, job.sequences[seq].kv_len);
+    meet_keys(p, job.sequences[seq].kv_len, packed);
     advance(products(p.dtype, pairs * index_products(p), indexer_share) + choosing * pairs);
 }
 
-void index_scores(const SparseJob &job, std::int64_t, std::int64_t, std::int64_t first, std::int64_t end, const char *,
-                  float *, void *) {
+void index_scores(const SparseJob &job, std::int64_t, std::int64_t row0, std::int64_t row1, std::int64_t first,
+                  std::int64_t end, std::int64_t, const char *packed, float *, std::int64_t, void *) {
     const SparseProblem &p = *job.problem;
-    advance(products(p.dtype, static_cast<double>(end - first) * index_products(p), indexer_share));
+    meet_keys(p, end - first, packed);
+    advance(products(p.dtype, static_cast<double>((row1 - row0) * (end - first)) * index_products(p), indexer_share));
 }
 
 void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t, const float *, void *) {
@@ -266,14 +324,14 @@ SparseKernels sparse_kernels() {
     k.scratch_bytes = sparse_scratch;
     k.attend = sparse_attend;
     k.gradient_bytes = sparse_scratch;
+    k.notes_bytes = notes_bytes;
     k.sum_columns = sum_columns;
     k.gradient = sparse_gradient;
+    k.add_keys = add_keys;
     k.store_keys = store_key_sums;
     k.loss_bytes = loss_bytes;
     k.tile_loss = tile_loss;
-    k.list_notes_bytes = list_notes_bytes;
     k.list_loss = list_loss;
-    k.add_list = add_list;
     k.index_packed_bytes = index_packed_bytes;
     k.index_pack = index_pack;
     k.index_scratch_bytes = index_scratch_bytes;
@@ -286,6 +344,15 @@ SparseKernels sparse_kernels() {
 
 }  // namespace
 
+void Order::add(std::int64_t place, std::int64_t turn) {
+    const auto [at, first] = last_.try_emplace(place, turn);
+    if (!first && at->second > turn) {
+        std::fprintf(stderr, "schedule: %lld was added to out of order\n", static_cast<long long>(place));
+        std::abort();
+    }
+    at->second = turn;
+}
+
 const Variant &variant() {
     static const Variant made = [] {
         Variant v = {};
@@ -295,7 +362,7 @@ const Variant &variant() {
         v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
-        v.decode = {decode_scratch, partial_floats, attend_decode, finish};
+        v.decode = {decode_scratch, partial_floats, attend_decode, merge, finish};
         return v;
     }();
     return made;

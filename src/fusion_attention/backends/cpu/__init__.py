@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, SparsePlan
+from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, LaidDecode, LaidForward, SparsePlan
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
@@ -123,10 +123,15 @@ def lay_forward(
 
     The function is false where empty rows still want their means.
     """
-    if not isinstance(schedule, ForwardPlan):
+    laid: LaidForward | LaidDecode | None = None
+    if isinstance(schedule, decode.Schedule):
+        laid = decode.lay(schedule, problem, operands)
+    elif isinstance(schedule, ForwardPlan):
+        laid = lay(schedule, problem, operands)
+    if laid is None:
         return None
-    run, keeps_zeros = lay(schedule, problem, operands), problem.empty_rows == "zero"
-    return lambda *given: run(*given) == 0 or keeps_zeros
+    run, keeps_zeros = laid.run, problem.empty_rows == "zero"
+    return lambda *given: run(torch.get_num_threads(), *given) == 0 or keeps_zeros
 
 
 def keep(operands: Any) -> Any:

@@ -96,6 +96,17 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
         return empty + schedule.decode.run(torch.get_num_threads(), values)
 
 
+def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.LaidDecode | None:
+    """run() over other memory; None where more than q, k, v and a table of pages is read, or the dense forward has a
+    part in it."""
+    p = problem
+    plain = p.bias == "none" and not (p.has_blocked or p.has_sink or p.dim_rope) and p.out_quant == "none"
+    if schedule.dense is not None or not plain or p.dequant_k != "none" or p.dequant_v != "none":
+        return None
+    with native.Floats() as floats:
+        return schedule.decode.lay(_operands(p, operands, floats))
+
+
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:
     dtype = p.torch_dtype
     stored = _STORED.get(p.kv_dtype, dtype)

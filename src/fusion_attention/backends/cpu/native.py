@@ -45,18 +45,10 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
         return plan.run(torch.get_num_threads(), told(_operands, problem, operands, floats))
 
 
-def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> Callable[..., int]:
-    """run_forward() over other memory of the same dtypes, (q, k, v, out, max, sum); the operands hold nothing else.
-
-    Statistics that are None are not written.
-    """
+def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> _native.LaidForward:
+    """run_forward() over other memory of the same dtypes; the operands hold no more than q, k, v and results."""
     with Floats() as floats:
-        laid = plan.lay(_operands(problem, operands, floats))
-
-    def run(*given: torch.Tensor | None) -> int:
-        return laid.run(torch.get_num_threads(), *[0 if t is None else t.data_ptr() for t in given])
-
-    return run
+        return plan.lay(_operands(problem, operands, floats))
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:

@@ -13,9 +13,10 @@ import torch
 
 from fusion_attention.contract import Memo
 from fusion_attention.memory import another, template
+from fusion_attention.ops.shared.call import over, over_nothing
 from fusion_attention.ops.shared.layouts import LAYOUTS, Form, keep, matrix_view, row_shape, row_view, stats_view
 from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
-from fusion_attention.waist.lowered import Filled, room, tensors_in
+from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -85,8 +86,9 @@ class Decode:
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
-        stats = tuple(outputs[name] for name in self.names[1:]) or self.stats()
-        return _laid(self, outputs[self.names[0]], stats)
+        out, *given = (outputs[name] for name in self.names)
+        max_, sum_ = given or self.stats()
+        return _laid(self, out, (max_, sum_))
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
@@ -136,25 +138,21 @@ class Decode:
         """Operands without memory that over() lays on that of the next call; None where more than rows is read."""
         p = self.problem
         more = p.dequant_k != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink or p.bias != "none"
-        own = {t.untyped_storage()._cdata for t in (self.q, *self.k, *(self.v or ()), self.table) if t is not None}
-        read = (operands.q, operands.k, operands.v)
-        if more or self.v is None or any(t.untyped_storage()._cdata not in own for t in tensors_in(read)):
-            return None  # A tensor that was copied has strides of its own.
-        blank = self.q.new_empty(0)
-        k, v = (_over(view, (blank,), blank) for view in (operands.k, operands.v))
-        stats = Stats(operands.stats.max.over(blank), operands.stats.sum.over(blank))
-        return Operands(operands.q.over(blank), k, v, operands.out.over(blank), stats)
+        return None if more else over_nothing(operands, (self.q, *self.k, *(self.v or ()), self.table))
 
-    def over(self, pattern: Operands, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-        """The operands of a call like the one that pattern() was asked of."""
-        assert self.v is not None
-        return Operands(
-            pattern.q.over(self.q),
-            _over(pattern.k, self.k, self.table),
-            _over(pattern.v, self.v, self.table),
-            pattern.out.over(out),
-            Stats(pattern.stats.max.over(max_), pattern.stats.sum.over(sum_)),
-        )
+    def whole(self) -> Decode:
+        """The call as it is."""
+        return self
+
+    def again(self) -> tuple[Operands, Operands, tuple[Tensor, Tensor, Tensor]] | None:
+        """As waist.lowered.Repeatable."""
+        _, token, _ = LAYOUTS[self.layout]
+        if len(self.k) > 1 or (self.extents.q_len != self.q.shape[token]).any():
+            return None
+        results = another(self._templates()[0]), *self.stats()
+        views = self.operands(*results)
+        rows = self.pattern(views)
+        return None if rows is None else (views, rows, results)
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
         """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
@@ -208,7 +206,7 @@ class Decode:
         return view
 
 
-def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> Filled:
+def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, Tensor]) -> Filled:
     rooms = room(out), *stats
     last = call.memo.run
     if last is None or last[0] != out.stride():
@@ -218,17 +216,11 @@ def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, ...]) -> Filled:
         call.memo.run = out.stride(), short, call.pattern(operands)
     else:
         _, short, pattern = last
-        operands = call.operands(*rooms) if pattern is None else call.over(pattern, *rooms)
+        if pattern is None:
+            operands = call.operands(*rooms)
+        else:
+            operands = over(pattern, call.q, call.k, call.v or call.k, call.table, rooms)
     return Filled((operands,), rooms, (out,), rooms if short else ())
-
-
-def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor | None) -> RowView | PagedView:
-    """The same rows of other tensors."""
-    if isinstance(view, RowView):
-        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
-    assert table is not None
-    strides = view.stride_page, view.stride_token, view.stride_head
-    return PagedView(tensors[0], table, view.page_size, *strides, view.dim)
 
 
 def narrowed(view: RowView | PagedView, dim: int) -> RowView | PagedView:

@@ -384,6 +384,7 @@ out  = softmax(scale * q k^T + bias, keys seen) @ v""",
     lower=lower,
     results=RESULTS,
     fresh=fresh,
+    again=("q", "k", "v", "block_table"),
     sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
     samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
 )

@@ -87,6 +87,7 @@ V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    again=("query", "key", "value", "block_table"),
     results=RESULTS,
     fresh=fresh,
     sizes=SIZES,

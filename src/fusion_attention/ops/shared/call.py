@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from fusion_attention.ops.shared.layouts import covered, row_view
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.lowered import Lowered
-from fusion_attention.waist.problem import Extents
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.lowered import Lowered, tensors_in
+from fusion_attention.waist.problem import Extents, Operands, Stats
 
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor]
@@ -62,6 +62,40 @@ class TensorCall:
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
         """Whether every token of a tensor of the query ("q") or key ("kv") side belongs to a sequence."""
         return covered(tensor, self.layout, self.extents, side)
+
+
+def over(
+    rows: Operands,
+    q: Tensor,
+    k: tuple[Tensor, ...],
+    v: tuple[Tensor, ...],
+    table: Tensor | None,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> Operands:
+    """The same rows of other tensors; results: out, max and sum."""
+    out, max_, sum_ = results
+    stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
+    return Operands(rows.q.over(q), _over(rows.k, k, table), _over(rows.v, v, table), rows.out.over(out), stats)
+
+
+def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor | None) -> RowView | PagedView:
+    if isinstance(view, RowView):
+        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+    assert table is not None
+    strides = view.stride_page, view.stride_token, view.stride_head
+    return PagedView(tensors[0], table, view.page_size, *strides, view.dim)
+
+
+def over_nothing(views: Operands, given: Sequence[Tensor | None]) -> Operands | None:
+    """The views of q, k and v over no memory, for over(); None where one of them shows no memory of the given tensors.
+
+    What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
+    """
+    own = {t.untyped_storage()._cdata for t in given if t is not None}
+    if any(t.untyped_storage()._cdata not in own for t in tensors_in((views.q, views.k, views.v))):
+        return None
+    blank = torch.empty(0, dtype=torch.float32)
+    return over(views, blank, (blank,), (blank,), blank, (blank, blank, blank))
 
 
 class OfCall:

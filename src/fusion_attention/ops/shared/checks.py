@@ -68,12 +68,11 @@ def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: 
     """Whether every page that some token lies in exists; reads the table."""
     if table.is_meta or page_size < 1:
         return True
-    ids = table.detach().cpu().numpy()
-    if not ids.size:
+    ids = table.numpy() if table.is_cpu else table.cpu().numpy()
+    # Below zero is beyond all where bits are read without a sign. The usual case needs no lengths.
+    bad = ids.view(np.uint32 if ids.itemsize == 4 else np.uint64) >= pages
+    if not np.count_nonzero(bad):
         return True
-    bad = (ids < 0) | (ids >= pages)
-    if not bad.any():
-        return True  # the usual case needs no lengths
     bad &= np.arange(ids.shape[1]) * page_size < kv_len[:, None]
     if not bad.any():
         return True

@@ -13,6 +13,7 @@ import torch
 
 from fusion_attention.contract import Memo
 from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import over_nothing
 from fusion_attention.ops.shared.layouts import (
     LAYOUTS,
     Form,
@@ -25,7 +26,6 @@ from fusion_attention.ops.shared.layouts import (
     stats_view,
 )
 from fusion_attention.waist.kv import MatrixView
-from fusion_attention.waist.lowered import tensors_in
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -71,24 +71,10 @@ def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, empty(q, shape, dtype), empty(q, shape, dtype)
 
 
-def pattern(call: DenseCall, views: Operands, results: tuple[Tensor, ...]) -> Operands | None:
-    """The views of a call without more than q, k and v over no memory, for over(); None where they say less than all.
-
-    What is kept must not keep a caller's memory, and a tensor that was copied for its view has strides of its own.
-    """
-    given = (call.q, call.k, call.v, *results)
+def pattern(call: DenseCall, views: Operands) -> Operands | None:
+    """The views of a call over no memory, for over(); None where it has more than q, k and v."""
     plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
-    own = {t.untyped_storage()._cdata for t in given}
-    if not plain or any(t.untyped_storage()._cdata not in own for t in tensors_in(views)):
-        return None
-    return over(views, (torch.empty(0, dtype=torch.float32),) * len(given))
-
-
-def over(rows: Operands, tensors: tuple[Tensor, ...]) -> Operands:
-    """The same rows of other tensors: q, k, v, out, max and sum."""
-    q, k, v, out, max_, sum_ = tensors
-    stats = Stats(rows.stats.max.over(max_), rows.stats.sum.over(sum_))
-    return Operands(rows.q.over(q), rows.k.over(k), rows.v.over(v), rows.out.over(out), stats)
+    return over_nothing(views, (call.q, call.k, call.v)) if plain else None
 
 
 def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fusion_attention.memory import another, empty, template
-from fusion_attention.ops.shared.call import OfCall
+from fusion_attention.ops.shared.call import OfCall, over
 from fusion_attention.ops.shared.layouts import stats_shape
 from fusion_attention.ops.training.call import (
     BIAS,
@@ -19,7 +19,6 @@ from fusion_attention.ops.training.call import (
     fresh,
     grads_of,
     operands_of,
-    over,
     pattern,
 )
 from fusion_attention.ops.training.statistics import LANES, from_lanes, lay_lanes
@@ -97,9 +96,9 @@ class _ForwardRun(Filled):
         if rows is None:
             operands = operands_of(call, *rooms)
             if out is target:
-                memo.run = stats, clears, pattern(call, operands, rooms)
+                memo.run = stats, clears, pattern(call, operands)
         else:
-            operands = over(rows, (call.q, call.k, call.v, *rooms))
+            operands = over(rows, call.q, (call.k,), (call.v,), None, rooms)
         super().__init__((operands,), rooms, (target,), rooms if clears else ())
 
     def finish(self) -> None:

@@ -1,0 +1,276 @@
+// A call's arguments as bytes: those of two calls are equal where what is known of the one holds for the other.
+//
+// Every eager call passes here before anything else is asked of it, so tensors are read through Python's own objects
+// without a Python frame, and the bytes are found again in one look-up. Knows no operator.
+
+#include "bind/arguments.h"
+
+namespace {
+
+enum class Kind : char { attribute = 'a', tensor = 't', tensors = 's', integers = 'i' };
+
+// A new reference, or null with Python's error set.
+class Own {
+public:
+    explicit Own(PyObject *object) : object_(object) {
+        if (!object) throw nb::python_error();
+    }
+    ~Own() { Py_DECREF(object_); }
+    Own(const Own &) = delete;
+    Own &operator=(const Own &) = delete;
+    PyObject *get() const { return object_; }
+
+private:
+    PyObject *object_;
+};
+
+// What torch calls its tensors' properties; made once, never taken down, as the module is not.
+struct Words {
+    PyObject *shape, *stride, *dtype, *device, *is_cpu, *is_neg, *is_zero, *itemsize, *offset, *storage, *nbytes,
+        *requires_grad, *data_ptr;
+
+    static const Words &all() {
+        static const Words *const words = new Words;
+        return *words;
+    }
+
+private:
+    Words()
+        : shape(word("shape")), stride(word("stride")), dtype(word("dtype")), device(word("device")),
+          is_cpu(word("is_cpu")), is_neg(word("is_neg")), is_zero(word("_is_zerotensor")), itemsize(word("itemsize")),
+          offset(word("storage_offset")), storage(word("untyped_storage")), nbytes(word("nbytes")),
+          requires_grad(word("requires_grad")), data_ptr(word("data_ptr")) {}
+    static PyObject *word(const char *text) { return PyUnicode_InternFromString(text); }
+};
+
+PyObject *asked(PyObject *of, PyObject *property) { return PyObject_GetAttr(of, property); }
+PyObject *called(PyObject *of, PyObject *method) { return PyObject_CallMethodNoArgs(of, method); }
+
+// Symbols of a trace are no numbers: to ask one for its value would tie the trace to it.
+std::int64_t whole(PyObject *number) {
+    if (!PyLong_CheckExact(number)) PyErr_SetString(PyExc_TypeError, "no plain number");
+    const long long value = PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    return value;
+}
+
+// The bytes written so far, and values that have none, which Python compares.
+struct Key {
+    std::string bytes;
+    nb::list others;
+
+    void add(char mark) { bytes.push_back(mark); }
+    template <class T> void add(char mark, T value) {
+        bytes.push_back(mark);
+        bytes.append(reinterpret_cast<const char *>(&value), sizeof(T));
+    }
+    void other(nb::handle value) {
+        if (PyObject_Hash(value.ptr()) == -1) throw nb::python_error();
+        others.append(value);
+    }
+};
+
+class Signature {
+public:
+    // types: torch's Tensor and Parameter; integers: its dtypes of 64 and of 32 bits.
+    Signature(nb::tuple names, const std::string &kinds, const nb::tuple &watched, nb::tuple types, nb::tuple integers)
+        : names_(std::move(names)), types_(std::move(types)), integers_(std::move(integers)) {
+        if (names_.size() != kinds.size() || watched.size() != kinds.size()) {
+            refuse("a signature has a kind for each name");
+        }
+        if (types_.size() != 2 || integers_.size() != 2) refuse("a signature knows two types and two dtypes");
+        for (const char kind : kinds) kinds_.push_back(static_cast<Kind>(kind));
+        for (const auto one : watched) watched_.push_back(nb::cast<bool>(one));
+    }
+
+    // (key, content, whole): what is compared; the bytes of each list of integers, or None where Python has to read
+    // them; whether all tensors' storages hold them. (None, None, True) where a value is no part of any key.
+    nb::tuple read(const nb::dict &args, bool strict, bool grad) const {
+        try {
+            Reading r{Key{}, nb::list(), true, true};
+            r.key.bytes.reserve(1024);
+            r.key.add(static_cast<char>((strict ? 1 : 0) | (grad ? 2 : 0)));
+            for (std::size_t i = 0; i < kinds_.size(); ++i) {
+                PyObject *const value = PyDict_GetItemWithError(args.ptr(), PyTuple_GET_ITEM(names_.ptr(), i));
+                if (!value && PyErr_Occurred()) throw nb::python_error();
+                if (!value || value == Py_None) r.key.add('N');
+                else add(value, kinds_[i], grad && watched_[i], r);
+            }
+            nb::object key = nb::steal(PyBytes_FromStringAndSize(r.key.bytes.data(), length(r.key.bytes)));
+            if (!r.key.others.empty()) {
+                r.key.others.append(key);
+                key = nb::tuple(r.key.others);
+            }
+            nb::object content = nb::none();
+            if (r.readable) content = nb::tuple(r.content);
+            return nb::make_tuple(key, content, r.held);
+        } catch (nb::python_error &) {  // no tensor, no strides (sparse, nested), no hash: what is wrong others say
+            return nb::make_tuple(nb::none(), nb::none(), true);
+        }
+    }
+
+private:
+    struct Reading {
+        Key key;
+        nb::list content;
+        bool readable, held;
+    };
+    nb::tuple names_, types_, integers_;
+    std::vector<Kind> kinds_;
+    std::vector<bool> watched_;
+
+    static Py_ssize_t length(const std::string &bytes) { return static_cast<Py_ssize_t>(bytes.size()); }
+
+    void add(PyObject *value, Kind kind, bool watched, Reading &r) const {
+        switch (kind) {
+            case Kind::attribute: return add_attribute(value, r.key);
+            case Kind::tensor: return add_tensor(value, watched, r);
+            case Kind::integers: return add_integers(value, r);
+            case Kind::tensors: break;
+        }
+        if (!PyList_Check(value) && !PyTuple_Check(value)) {  // one tensor is a list of one
+            r.key.add('s', Py_ssize_t{1});
+            return add_tensor(value, watched, r);
+        }
+        const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+        r.key.add('s', count);
+        for (Py_ssize_t i = 0; i < count && i < PySequence_Fast_GET_SIZE(value); ++i) {
+            // torch lets other threads run meanwhile, and one of them may change the caller's list.
+            const nb::object one = nb::borrow(PySequence_Fast_GET_ITEM(value, i));
+            add_tensor(one.ptr(), watched, r);
+        }
+    }
+
+    // True == 1 == 1.0, but not all of them are legal: each type has a mark.
+    static void add_attribute(PyObject *value, Key &key) {
+        if (value == Py_True || value == Py_False) return key.add(value == Py_True ? 'T' : 'F');
+        if (PyFloat_CheckExact(value)) return key.add('f', PyFloat_AS_DOUBLE(value));
+        if (PyUnicode_CheckExact(value)) {
+            Py_ssize_t size = 0;
+            const char *const text = PyUnicode_AsUTF8AndSize(value, &size);
+            if (!text) throw nb::python_error();
+            key.add('u', size);
+            key.bytes.append(text, static_cast<std::size_t>(size));
+            return;
+        }
+        if (PyLong_CheckExact(value)) {
+            int overflow = 0;
+            const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+            if (!overflow) return key.add('i', number);
+        }
+        key.add('o');
+        key.other(reinterpret_cast<PyObject *>(Py_TYPE(value)));
+        key.other(value);
+    }
+
+    void add_tensor(PyObject *tensor, bool watched, Reading &r) const {
+        const Words &w = Words::all();
+        auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
+        Key &key = r.key;
+        key.add('t');
+        if (type == PyTuple_GET_ITEM(types_.ptr(), 1)) {
+            key.add('p');
+        } else if (type != PyTuple_GET_ITEM(types_.ptr(), 0)) {
+            key.add('y');
+            key.other(type);
+        }
+        const Own dtype(asked(tensor, w.dtype)), cpu(asked(tensor, w.is_cpu)), negated(called(tensor, w.is_neg)),
+            zero(called(tensor, w.is_zero));
+        key.add('d', dtype.get());  // torch has one object for each dtype, and keeps it
+        if (negated.get() == Py_True || zero.get() == Py_True) key.add('z');
+        if (cpu.get() != Py_True) {
+            key.add('x');
+            key.other(Own(asked(tensor, w.device)).get());
+        }
+        if (watched && Own(asked(tensor, w.requires_grad)).get() == Py_True) key.add('g');
+        const std::int64_t reach = add_shape(tensor, key);
+        r.held = r.held && (reach == 0 || holds(tensor, reach));
+    }
+
+    // Writes sizes and strides; elements from the first one to behind the last one.
+    static std::int64_t add_shape(PyObject *tensor, Key &key) {
+        const Own shape(asked(tensor, Words::all().shape)), stride(called(tensor, Words::all().stride));
+        if (PyTuple_Size(stride.get()) != PyTuple_Size(shape.get())) throw nb::python_error();
+        const Py_ssize_t count = PyTuple_Size(shape.get());
+        if (count < 0) throw nb::python_error();
+        key.add('n', count);
+        std::int64_t reach = 1;
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            const std::int64_t size = whole(PyTuple_GET_ITEM(shape.get(), i));
+            const std::int64_t step = whole(PySequence_Fast_GET_ITEM(stride.get(), i));
+            key.add('n', size);
+            key.add('n', step);
+            reach = size == 0 || reach == 0 ? 0 : reach + (size - 1) * step;
+        }
+        return reach;
+    }
+
+    // Whether a storage, which may be resized under a tensor, holds so many elements of it.
+    static bool holds(PyObject *tensor, std::int64_t reach) {
+        const Words &w = Words::all();
+        const Own item(asked(tensor, w.itemsize)), offset(called(tensor, w.offset)), storage(called(tensor, w.storage));
+        const Own bytes(called(storage.get(), w.nbytes));
+        return whole(bytes.get()) >= (whole(offset.get()) + reach) * whole(item.get());
+    }
+
+    // Integers of the usual forms are compared as bytes; others Python reads, and says what is wrong with them.
+    void add_integers(PyObject *value, Reading &r) const {
+        r.key.add('A');
+        std::string bytes;
+        const bool read = PyList_CheckExact(value) || PyTuple_CheckExact(value) ? numbers(value, bytes)
+                          : reinterpret_cast<PyObject *>(Py_TYPE(value)) == PyTuple_GET_ITEM(types_.ptr(), 0)
+                              ? elements(value, bytes)
+                              : false;
+        if (!read) r.readable = false;
+        else r.content.append(nb::steal(PyBytes_FromStringAndSize(bytes.data(), length(bytes))));
+    }
+
+    static bool numbers(PyObject *list, std::string &bytes) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); ++i) {
+            PyObject *const one = PySequence_Fast_GET_ITEM(list, i);
+            int overflow = 0;
+            const long long number = PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -1;
+            if (!PyLong_CheckExact(one) || overflow) return false;
+            bytes.append(reinterpret_cast<const char *>(&number), sizeof number);
+        }
+        return true;
+    }
+
+    // Of a vector in the host's memory.
+    bool elements(PyObject *tensor, std::string &bytes) const {
+        const Words &w = Words::all();
+        const Own dtype(asked(tensor, w.dtype)), cpu(asked(tensor, w.is_cpu)), shape(asked(tensor, w.shape)),
+            stride(called(tensor, w.stride)), negated(called(tensor, w.is_neg)), zero(called(tensor, w.is_zero));
+        const bool wide = dtype.get() == PyTuple_GET_ITEM(integers_.ptr(), 0);
+        if ((!wide && dtype.get() != PyTuple_GET_ITEM(integers_.ptr(), 1)) || cpu.get() != Py_True ||
+            negated.get() == Py_True || zero.get() == Py_True || PyTuple_Size(shape.get()) != 1) {
+            return false;
+        }
+        const std::int64_t count = whole(PyTuple_GET_ITEM(shape.get(), 0));
+        const std::int64_t step = whole(PyTuple_GetItem(stride.get(), 0));
+        if (count < 1 || !holds(tensor, (count - 1) * step + 1)) return false;
+        const Own place(called(tensor, w.data_ptr));
+        const auto *const first = static_cast<const char *>(PyLong_AsVoidPtr(place.get()));
+        if (!first) return false;
+        for (std::int64_t i = 0; i < count; ++i) {
+            const std::int64_t number = wide ? at<std::int64_t>(first, i * step) : at<std::int32_t>(first, i * step);
+            bytes.append(reinterpret_cast<const char *>(&number), sizeof number);
+        }
+        return true;
+    }
+
+    template <class T> static T at(const char *first, std::int64_t index) {
+        T value;
+        std::memcpy(&value, first + index * static_cast<std::int64_t>(sizeof value), sizeof value);
+        return value;
+    }
+};
+
+}  // namespace
+
+void bind_signature(nb::module_ &m) {
+    nb::class_<Signature>(m, "Signature", "What the arguments of an operator's calls are compared by.")
+        .def(nb::init<nb::tuple, const std::string &, const nb::tuple &, nb::tuple, nb::tuple>(), "names"_a, "kinds"_a,
+             "watched"_a, "types"_a, "integers"_a)
+        .def("read", &Signature::read);
+}

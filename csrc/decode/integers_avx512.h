@@ -1,0 +1,103 @@
+// AVX512_VNNI: stored integers. A query row times its scales becomes 16-bit numbers, in two signed bytes each (scores),
+// and so do the weights of a tile (values); sums are exact.
+//
+// `largest` is the largest size of an element, `raised` what is added to it before it meets a query row's digits: the
+// instruction takes one of its operands without sign.
+
+#pragma once
+
+#include "decode/formats.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+struct Integer {
+    using Sum = Ints;
+    using Weight = std::uint32_t;
+    static constexpr int depth = 2;
+    static constexpr bool integer = true;
+
+    static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {
+        return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)b, (__m512i)all(a));
+    }
+    static FUSION_INLINE Ints dot(Ints sum, Words positive, Words digits) {
+        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)positive, (__m512i)digits);
+    }
+    // The same; left to itself gcc copies sums from register to register.
+    static FUSION_INLINE Ints added(Ints sum, Words positive, Words digits) {
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(positive), "v"(digits));
+        return sum;
+    }
+    // Sums of eight lanes each, of two rows by four keys a pair of rows: lane 4 * i + j is row i's and key j's.
+    static FUSION_INLINE Ints gather_pairs(const Ints (&sum)[2][4]) {
+        Ints row[2];
+        FUSION_UNROLL for (int i = 0; i < 2; ++i) row[i] = fold(fold(sum[i][0], sum[i][1]), fold(sum[i][2], sum[i][3]));
+        return __builtin_shufflevector(row[0], row[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(row[0], row[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+    // Four lanes to each of four rows.
+    static FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
+        store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
+        store(to + stride, __builtin_shufflevector(x, x, 4, 5, 6, 7));
+        store(to + 2 * stride, __builtin_shufflevector(x, x, 8, 9, 10, 11));
+        store(to + 3 * stride, __builtin_shufflevector(x, x, 12, 13, 14, 15));
+    }
+    static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+    static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
+        char *to = reinterpret_cast<char *>(row) + at * 2;
+        store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)low)));
+        store(to + 32, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)high)));
+    }
+
+private:
+    // Neighbouring lanes added, of a and b in turns. As floats: for integers gcc takes a slower shuffle.
+    static FUSION_INLINE Ints fold(Ints x, Ints y) {
+        const Floats a = (Floats)x, b = (Floats)y;
+        return (Ints)__builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+               (Ints)__builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    }
+};
+
+struct Byte : Integer {
+    static constexpr int elements = 4, parts = 1;  // parts: what a vector of a row is split into
+    static constexpr Storage stored = Storage::int8;
+    static constexpr int largest = 128, raised = 128;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
+
+    static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x ^ 0x80808080u; }
+    static FUSION_INLINE void split_repeated(const char *from, Words (&part)[parts]) {  // eight words, twice
+        part[0] = (Words)_mm512_broadcast_i64x4(_mm256_xor_si256(load<__m256i>(from), _mm256_set1_epi8(-128)));
+    }
+    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
+        const __m256i a = load<__m256i>(row), b = load<__m256i>(next);
+        x = (Words)_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
+        y = (Words)_mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
+    }
+    static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<8>(x, y); }
+};
+
+struct Nibble : Integer {
+    static constexpr int elements = 8, parts = 2;  // even elements, odd elements
+    static constexpr Storage stored = Storage::int4;
+    static constexpr int largest = 8, raised = 8;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }
+
+    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
+        const Words positive = x ^ 0x88888888u;
+        part[0] = positive & 0x0f0f0f0fu;
+        part[1] = positive >> 4 & 0x0f0f0f0fu;
+    }
+    static FUSION_INLINE void split_repeated(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
+    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
+        const __m128i a = load<__m128i>(row), b = load<__m128i>(next);
+        const __m512i wide = _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+        x = (Words)_mm512_srai_epi16(_mm512_slli_epi16(wide, 12), 12);
+        y = (Words)_mm512_srai_epi16(wide, 4);
+    }
+    static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
+};
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

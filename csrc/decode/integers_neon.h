@@ -1,0 +1,72 @@
+// Arm with dot products of bytes: the same formats as integers_avx512.h.
+//
+// Both operands of SDOT have a sign, so bytes need not be raised. 16-bit numbers have no dot product; a word of weights
+// meets the elements of one key and those of the next in two products.
+
+#pragma once
+
+#include "decode/formats.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+struct Integer {
+    using Sum = Ints;
+    using Weight = std::uint32_t;
+    static constexpr int depth = 2;
+    static constexpr bool integer = true;
+
+    // b: four columns of a key, and of the next.
+    static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {
+        const auto weights = (int16x8_t)all(a), values = (int16x8_t)b;
+        const int32x4_t first = vmlal_laneq_s16((int32x4_t)sum, vget_low_s16(values), weights, 0);
+        return (Ints)vmlal_high_laneq_s16(first, values, weights, 1);
+    }
+    static FUSION_INLINE Ints dot(Ints sum, Words elements, Words digits) {
+        return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)elements, (int8x16_t)digits);
+    }
+    static FUSION_INLINE Ints whole(Floats x) { return (Ints)vcvtnq_s32_f32((float32x4_t)x); }
+    static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
+        store(row + at / 2, vcombine_s16(vmovn_s32((int32x4_t)whole(low)), vmovn_s32((int32x4_t)whole(high))));
+    }
+};
+
+struct Byte : Integer {
+    static constexpr int elements = 4, parts = 1;
+    static constexpr Storage stored = Storage::int8;
+    static constexpr int largest = 128, raised = 0;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
+
+    static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x; }
+    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
+        const int16x8_t a = vmovl_s8(load<int8x8_t>(row)), b = vmovl_s8(load<int8x8_t>(next));
+        x = (Words)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
+        y = (Words)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
+    }
+    static FUSION_INLINE void order(Floats &, Floats &) {}
+};
+
+struct Nibble : Integer {
+    static constexpr int elements = 8, parts = 2;
+    static constexpr Storage stored = Storage::int4;
+    static constexpr int largest = 8, raised = 8;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }
+
+    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
+        const Words positive = x ^ 0x88888888u;
+        part[0] = positive & 0x0f0f0f0fu;
+        part[1] = positive >> 4 & 0x0f0f0f0fu;
+    }
+    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
+        const std::uint64_t both = load<std::uint32_t>(row) | std::uint64_t{load<std::uint32_t>(next)} << 32;
+        const int16x8_t wide = vmovl_s8(vcreate_s8(both));
+        x = (Words)vshrq_n_s16(vshlq_n_s16(wide, 12), 12);
+        y = (Words)vshrq_n_s16(wide, 4);
+    }
+    static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
+};
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion

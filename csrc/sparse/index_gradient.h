@@ -1,0 +1,219 @@
+// The indexer's gradients of one row over its list, from dI, which the loss or the caller gives.
+//
+//   S = k q^T                       [key][head], of the whole list
+//   dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
+//   dq += dS^T k                    this thread's own
+//   dk += dS q                      to the keys' rows of sums, from notes, as in sparse/gradient.h
+//
+// Start reading at index_gradient() and add_index_gradient().
+
+#pragma once
+
+#include "sparse/gradient.h"
+
+namespace fusion {
+namespace {
+
+// A row's notes. dS itself would be as long as keys' rows; what it is made of is an eighth of that.
+template <class Format> struct IndexNotes {
+    using Word = typename Format::Word;
+    std::int64_t q_words;
+    std::int32_t *keys;      // ascending
+    Word *q_rows;            // the row's heads
+    float *given;            // [key], dI
+    std::uint8_t *positive;  // [key][pitch] bits: whether S is
+    std::size_t bytes;
+
+    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
+        : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns) {
+        const std::int64_t most = most_keys(index, longest);
+        Carver carver(memory);
+        carver.take(keys, most);
+        carver.take(q_rows, q_words);
+        carver.take(given, most + lanes);
+        carver.take(positive, (most + block_rows) * s.pitch / 8);  // blocks are read whole
+        bytes = carver.bytes();
+    }
+};
+
+template <class Format> struct IndexListScratch {  // beside that of a gradient
+    using Word = typename Format::Word;
+    float *products;  // [key][pitch of the gradient], of the whole list
+    Word *across;     // the indexer's keys, of the whole list, chunk by chunk
+    Word *dscores;    // of a chunk, [key / depth][pitch of the gradient]
+    std::size_t bytes;
+
+    IndexListScratch(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory) {
+        const std::int64_t most = most_keys(index, longest);
+        Carver carver(memory);
+        carver.take(products, (round_up<std::int64_t>(most, block_rows) + lanes) * s.pitch);
+        carver.take(across, round_up<std::int64_t>(most, s.chunk) / Format::depth * Sizes<Format>(index).columns);
+        carver.take(dscores, s.deep * s.pitch);
+        bytes = carver.bytes();
+    }
+};
+
+template <class Format> struct IndexListWork {  // a row and all that its gradients need
+    const SparseGradientWork<Format> gradient;
+    const IndexListScratch<Format> list;
+    const IndexNotes<Format> left;
+
+    IndexListWork(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch)
+        : gradient(job, item, scratch),
+          list(gradient.p, gradient.s, job.sequences[item.seq].kv_len, static_cast<char *>(scratch) + gradient.s.bytes),
+          left(gradient.p, gradient.s, job.sequences[item.seq].kv_len, notes.memory) {}
+
+    std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
+};
+
+// Products of the row's heads with all keys of its list.
+template <class Format, class T> void score_list(const IndexListWork<Format> &work, std::int64_t count) {
+    const auto &w = work.gradient;
+    const auto &s = w.s;
+    std::memcpy(work.left.keys, s.keys, count * sizeof *s.keys);
+    load_heads<Format, T>(w, work.left.q_rows);
+    load_weights(w.p, w.o.weights, w.item.seq, w.item.row, s.pitch, s.share);
+    ListReader<Format, T> reader(w.job, w.item, w.sizes, s.keys, count, suits_stream<Format>(w.p), 2 * s.chunk,
+                                 s.padded_heads * w.sizes.words, s.rows, nullptr, s.deep, w.p.dim_qk);
+    for (std::int64_t at = 0; at < count; at += s.chunk) {
+        auto *const across = work.list.across + at / Format::depth * w.sizes.columns;
+        reader.stream.lay(across);
+        reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
+                     work.list.products + at * s.pitch, s.pitch, s.padded_heads, across, [](auto...) {});
+    }
+}
+
+// From dI to dS, two vectors of heads at a time: bits of scores that are positive say where it is not 0.
+FUSION_INLINE void spread_weights(std::uint32_t bits, Floats dvalue, const Floats (&weights)[2], Floats (&dscore)[2]) {
+    FUSION_UNROLL for (int u = 0; u < 2; ++u) dscore[u] = pick(bits >> u * lanes, dvalue * weights[u], Floats{});
+}
+
+// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to
+// dweights.
+template <class Format>
+__attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count,
+                                          std::int64_t pitch, const float *weights, float *dweights,
+                                          std::uint8_t *positive, typename Format::Word *dscores) {
+    using Bits =
+        std::conditional_t<lanes == 16, std::uint32_t, std::conditional_t<lanes == 8, std::uint16_t, std::uint8_t>>;
+    for (std::int64_t h = 0; h < pitch; h += 2 * lanes) {
+        const Floats weight[2] = {load<Floats>(weights + h), load<Floats>(weights + h + lanes)};
+        Floats sum[2] = {load<Floats>(dweights + h), load<Floats>(dweights + h + lanes)};
+        for (std::int64_t i = 0; i < count; i += Format::depth) {
+            Floats rows[2][Format::depth] = {};
+            FUSION_UNROLL for (int e = 0; e < Format::depth; ++e) {
+                if (i + e >= count) break;
+                const Floats dvalue = all(given[i + e]);
+                Floats dscore[2];
+                std::uint32_t bits = 0;
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                    const Floats score = load<Floats>(products + (i + e) * pitch + h + u * lanes);
+                    sum[u] += dvalue * larger(Floats{}, score);
+                    bits |= mask_of(score > Floats{}) << u * lanes;
+                }
+                spread_weights(bits, dvalue, weight, dscore);
+                FUSION_UNROLL for (int u = 0; u < 2; ++u) rows[u][e] = dscore[u];
+                store(positive + ((i + e) * pitch + h) / 8, static_cast<Bits>(bits));
+            }
+            FUSION_UNROLL for (int u = 0; u < 2; ++u) {
+                store(dscores + i / Format::depth * pitch + h + u * lanes, Format::join(rows[u]));
+            }
+        }
+        store(dweights + h, sum[0]);
+        store(dweights + h + lanes, sum[1]);
+    }
+}
+
+// From dI, which the notes hold, to dq and dweights, chunk by chunk.
+template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
+    const auto &w = work.gradient;
+    const auto &s = w.s;
+    const auto &left = work.left;
+    const std::int64_t columns = w.sizes.columns, rounded = round_up<std::int64_t>(s.pitch, block_rows);
+    std::memset(s.dq, 0, rounded * columns * sizeof *s.dq);
+    std::memset(s.delta, 0, rounded * sizeof *s.delta);
+    for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
+    Idle idle;
+    for (std::int64_t at = 0; at < count; at += s.chunk) {
+        const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
+                           depth = (here + Format::depth - 1) / Format::depth;
+        weigh_list<Format>(work.list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
+                           left.positive + at * s.pitch / 8, work.list.dscores);
+        const auto *across = work.list.across + at / Format::depth * columns;
+        in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+            by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(
+                work.list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns, columns, s.ones + h,
+                idle);
+        });
+    }
+    store_head_gradients<Format, T>(w, s.dq, s.delta);
+}
+
+// All of a row but what it adds to sums of keys, which its notes keep; dI is given.
+template <class Format, class T>
+void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch) {
+    const IndexListWork<Format> work(job, item, notes, scratch);
+    const auto &w = work.gradient;
+    std::uint64_t *sorted;
+    const std::int64_t count = sort_keys(w, sorted);
+    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
+    if (count) score_list<Format, T>(work, count);
+    const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
+    for (std::int64_t i = 0; i < count; ++i) {
+        work.left.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[i]), 1)[0];
+    }
+    descend_list<Format, T>(work, count);
+}
+
+// ---------------------------------------------------------------------------------------------------------- from notes
+
+// dS of a chunk of noted keys, as the row found it: [key][head_words].
+template <class Format>
+void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::int64_t count,
+                    const GradientScratch<Format> &s) {
+    for (std::int64_t h = 0; h < s.pitch; h += 2 * lanes) {
+        const Floats weights[2] = {load<Floats>(s.share + h), load<Floats>(s.share + h + lanes)};
+        for (std::int64_t i = 0; i < count; ++i) {
+            const std::uint8_t *const row = notes.positive + (first + i) * s.pitch / 8;
+            Floats dscore[2];
+            spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights,
+                           dscore);
+            Format::store_elements(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
+        }
+    }
+}
+
+// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
+template <class Format>
+void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+                        const KeyRange &range, const KeySums &table, void *scratch) {
+    const SparseGradientWork<Format> w(job, item, scratch);
+    const auto &s = w.s;
+    const std::int64_t longest = job.sequences[item.seq].kv_len, columns = w.sizes.columns;
+    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    const IndexNotes<Format> own(w.p, s, longest, notes.memory);
+    const NotedKeys noted(notes, range);
+    PrefetchQueue<2> queue;  // other cores may have written what is added next
+    const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
+    if (next) {
+        const IndexNotes<Format> other(w.p, s, longest, next->memory);
+        const NotedKeys there(*next, range);
+        queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
+        queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
+        queue.add(other.given + there.first, there.count() * sizeof *other.given);
+        queue.add(other.positive + there.first * s.pitch / 8, there.count() * s.pitch / 8);
+        queue.spread(noted.blocks() * panels_of(columns));
+    }
+    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
+    by_noted_blocks(own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
+                    [&](auto height, std::int64_t at, float *const *sums, float *const *after)
+                        __attribute__((always_inline)) {
+                            constexpr int M = height();
+                            recall_weights(own, at, M, s);
+                            add_block_to_sums<Format, M>(s.dscores, s.head_words, own.q_rows, depth, sums, after, 0,
+                                                         columns, 1.0f, meanwhile);
+                        });
+}
+
+}  // namespace
+}  // namespace fusion

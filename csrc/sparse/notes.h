@@ -1,0 +1,81 @@
+// What rows leave for the gradients of their keys, and how it is added to the keys' sums.
+//
+// Notes of a row say what it adds to which keys, so that rows can be computed in any order and what they add to a range
+// of keys can be added later, row after row. Here is what notes of all kinds have in common.
+
+#pragma once
+
+#include "sparse/gather.h"
+
+namespace fusion {
+namespace {
+
+// Says where strips of `kv_len` keys begin in a list, whose keys are ascending.
+inline void find_strips(const Notes &notes, const std::int32_t *keys, std::int64_t count, std::int64_t kv_len) {
+    std::int64_t strip = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        for (; strip * notes.strip_keys <= keys[i]; ++strip) notes.starts[strip] = static_cast<std::int32_t>(i);
+    }
+    for (; (strip - 1) * notes.strip_keys < kv_len; ++strip) notes.starts[strip] = static_cast<std::int32_t>(count);
+}
+
+struct NotedKeys {  // of a list, from its `first` key on, that lie in a range
+    std::int64_t first, stop;
+
+    NotedKeys(const Notes &notes, const KeyRange &range)
+        : first(notes.starts[range.first]), stop(notes.starts[range.end]) {}
+
+    std::int64_t count() const { return stop - first; }
+    std::int64_t blocks() const { return most<std::int64_t>(count() / block_rows, 1); }  // about as many
+};
+
+// body(height, first key of a block in the list, its rows of sums, those of the next block) for what a row noted of a
+// range. A list has the same blocks however keys are divided into ranges, since a key that it names twice is added to
+// block by block.
+template <class Body>
+FUSION_INLINE void by_noted_blocks(const std::int32_t *keys, const NotedKeys &noted, const KeySums &table,
+                                   std::int64_t pitch, float *nowhere, Body body) {
+    float *rows[block_rows], *next[block_rows];
+    const auto point = [&](std::int64_t at, std::int64_t end) {
+        for (std::int64_t i = 0; i < block_rows; ++i) {
+            next[i] = at + i < end ? table.memory + keys[at + i] * pitch : nowhere;
+        }
+    };
+    const auto end_of = [&](std::int64_t at) { return least(noted.stop, (at / block_rows + 1) * block_rows); };
+    std::int64_t at = noted.first, end = end_of(at);
+    for (point(at, end); at < noted.stop; at = end, end = end_of(at)) {
+        std::memcpy(rows, next, sizeof rows);
+        point(end, end_of(end));
+        with_height(end - at, [&](auto height) __attribute__((always_inline)) { body(height, at, rows, next); });
+    }
+}
+
+// Adds factor * A[M][depth] * B to rows of sums, wherever they lie; those of the block that comes next are asked for.
+template <class Format, int M, class Meanwhile>
+__attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a, std::int64_t a_stride,
+                                                 const typename Format::Word *b, std::int64_t depth, float *const *sums,
+                                                 float *const *next, std::int64_t first, std::int64_t columns,
+                                                 float factor, Meanwhile &meanwhile) {
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        constexpr int N = vectors();
+        RegisterTile<Format, M, N> tile;
+        const auto *rows = b + d * depth;
+        meanwhile(M * depth * panel);
+        for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
+            for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
+                for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(next[i] + first + d + j, 1);
+            }
+            rows = tile.add(depth * third / 3, depth * (third + 1) / 3, RowMajor<typename Format::Word>{a, a_stride},
+                            rows, N * lanes);
+        }
+        tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+            float *const to = sums[i] + first + d + j * lanes;
+            store(to, load<Floats>(to) + sum * factor);
+        });
+    });
+}
+
+inline std::int64_t panels_of(std::int64_t columns) { return (columns + panel - 1) / panel; }
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,48 @@
+// The decode part of an instruction-set variant. Compiled as variant_dense.cpp is, with the same care.
+
+#include "decode/attend.h"
+#include "decode/finish.h"
+#include "kernel_table.h"
+
+namespace fusion {
+namespace {
+
+std::size_t scratch_bytes(const DecodeProblem &problem) { return decode::DecodeScratch(problem, nullptr).bytes; }
+
+std::size_t partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
+
+bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
+    [[maybe_unused]] const DecodeProblem &p = *job.problem;
+#if defined(FUSION_BRAIN_PRODUCTS)
+    if (p.storage == Storage::bfloat16) return decode::attend_unit<decode::Paired>(job, unit, next, scratch, partial);
+#endif
+#if defined(FUSION_BYTE_PRODUCTS)
+    if (p.dtype != Dtype::float32 && p.dim_rope == 0) {
+        if (p.storage == Storage::int8) return decode::attend_unit<decode::Byte>(job, unit, next, scratch, partial);
+        if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);
+    }
+#endif
+    return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
+}
+
+// For the probe.
+std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t n) {
+    std::int32_t total = 0;
+    std::size_t i = 0;
+#if defined(FUSION_BYTE_PRODUCTS)
+    Ints sum = {};
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+        sum = decode::Byte::dot(sum, load<Words>(x + i), load<Words>(y + i));
+    }
+    for (int lane = 0; lane < lanes; ++lane) total += sum[lane];
+#endif
+    for (; i < n; ++i) total += x[i] * y[i];
+    return total;
+}
+
+constexpr DecodeKernels kernels = {scratch_bytes, partial_floats, attend_unit, decode::merge_rows, decode::finish_rows, dot_bytes};
+
+}  // namespace
+}  // namespace fusion
+
+extern "C" const fusion::DecodeKernels *FUSION_ENTRY(_decode)() { return &fusion::kernels; }

@@ -1,0 +1,34 @@
+// What the parts of the core's own test share: which there are, and a call as the core takes it.
+
+#pragma once
+
+#include "judge.h"
+
+namespace check {
+
+void test_quantised_decode(Report &report);  // decode_test.cpp
+void test_sparse(Report &report);            // sparse_test.cpp
+void test_teams(Report &report);             // team_test.cpp
+
+// Those to test, without those that share this part with a weaker one.
+std::vector<fusion::Built> with_own_sparse_part(const Report &report);
+
+inline fusion::Operands operands_of(Call &c) {
+    fusion::Operands o;
+    o.q = c.q.view(), o.k = c.k.view(), o.v = c.v.view(), o.q_rope = c.q_rope.view(), o.k_rope = c.k_rope.view();
+    o.out = c.out.view(), o.max = c.max.view(), o.sum = c.sum.view();
+    o.bias = c.bias_at.view(c.bias.data(), c.problem.dtype);
+    o.blocked = c.blocked_at.view(c.blocked.data(), Dtype::float32);
+    o.drop_bits = c.bits_at.view(c.bits.data(), Dtype::float32);
+    o.slopes = c.slopes.data(), o.sink = c.sink.data(), o.seed = c.seed, o.offset = c.offset;
+    return o;
+}
+
+inline fusion::Cache cache_of(RowMemory &m, Dtype dtype) {
+    fusion::Cache c;
+    c.base = static_cast<const char *>(m.elements.data()), c.item = kind_of(dtype).bytes;
+    c.address = m.address.data(), c.stride_head = m.stride_head.data(), c.stride_token = m.stride_token;
+    return c;
+}
+
+}  // namespace check

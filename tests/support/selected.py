@@ -1,0 +1,80 @@
+"""What the tests of sparse attention, of the indexer and of its loss share: operands, back ends, what is close."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from fusion_attention.backends import cpu
+from fusion_attention.contract import Op
+from fusion_attention.testing import indexer_loss as loss
+from fusion_attention.testing import sparse
+from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of
+
+Args = dict[str, Any]
+Results = dict[str, torch.Tensor]
+ARGUMENTS: dict[type, Callable[[Any], Args]] = {
+    SparseCase: sparse.arguments,
+    IndexerCase: sparse.indexer_arguments,
+    loss.LossCase: loss.arguments,
+}
+LOWERED: dict[type, Callable[[Any, Args], Any]] = {
+    SparseCase: lambda _, args: sparse.lowered(args),
+    IndexerCase: lambda _, args: sparse.lowered_indexer(args),
+    loss.LossCase: loss.lowered,
+}
+
+
+@cache
+def operands(case: Rows) -> Args:
+    return ARGUMENTS[type(case)](case)
+
+
+def leaves_of(args: Args, *names: str) -> Results:
+    """The tensors of a call that want a gradient."""
+    return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
+
+
+def cloned(args: Args) -> Args:
+    """The call with tensors that may be written."""
+    return {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+
+
+def shown(op: Op, case: Rows, args: Args) -> Args:
+    """Arguments of the pythonic face."""
+    given = {p.shown: args[p.name] for p in op.params if p.name in args}
+    return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
+
+
+def backends(case: Rows) -> list[str]:
+    """The back ends that compute a case, golden first."""
+    problem = LOWERED[type(case)](case, operands(case)).problem
+    return ["golden", *([] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"])]
+
+
+def close(got: Results, want: Results) -> None:
+    """The same in float64; a loss is kept in float32."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        rtol = torch.finfo(torch.float32).eps if name == "loss" else 1e-11
+        torch.testing.assert_close(
+            got[name].double(), value.double(), rtol=rtol, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.Tensor, at: Any) -> None:
+    """Asserts descending score, then ascending index, then -1 and -inf, of scores that every sum computes exactly."""
+    for b, rows in enumerate(case.q_len):
+        scores, (own, theirs) = (
+            scores_of(case, args, b, torch.float64),
+            (part(case, t, "q", b) for t in (indices, values)),
+        )
+        for row in range(rows):
+            order = torch.sort(scores[row, : case.seen(b, row)], descending=True, stable=True)
+            n = min(case.top_k, len(order.values))
+            rest = case.top_k - n
+            assert own[row, 0].tolist() == order.indices[:n].tolist() + [-1] * rest, (at, b, row)
+            want = order.values[:n].to(values.dtype).tolist() + [-math.inf] * rest
+            assert theirs[row, 0].tolist() == want, (at, b, row)
