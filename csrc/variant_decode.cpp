@@ -40,7 +40,8 @@ std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t 
     return total;
 }
 
-constexpr DecodeKernels kernels = {scratch_bytes, partial_floats, attend_unit, decode::merge_rows, decode::finish_rows, dot_bytes};
+constexpr DecodeKernels kernels = {scratch_bytes,      partial_floats,      attend_unit,
+                                   decode::merge_rows, decode::finish_rows, dot_bytes};
 
 }  // namespace
 }  // namespace fusion

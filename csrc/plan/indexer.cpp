@@ -78,6 +78,7 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     char *const packed = memory.data(), *const scores = packed + packed_bytes_,
                 *const scratch = scores + scores_bytes(threads);
     std::vector<std::vector<Tile>> tiles;  // of each wave
+    tiles.reserve(waves_.size());
     for (const Wave &wave : waves_) tiles.push_back(cut(wave, threads));
     run_team(threads, [&](const Team &team) {
         char *const own = scratch + scratch_bytes_ * team.thread;

@@ -150,29 +150,30 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     }
 }
 
-// Scores of `count` packed keys against the row in a slot; whole panels are written. meanwhile(j): before the panel of
-// key j.
+// Scores of `count` packed keys against the row in a slot; whole panels are written. meanwhile(first, end): before the
+// products that a share of a panel's heads makes, with as large a share of its keys.
 template <class Format, class Meanwhile>
 void score_keys(const IndexWork<Format> &w, std::int64_t slot, const typename Format::Word *keys, std::int64_t count,
                 float *scores, Meanwhile meanwhile) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
     const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
     for (std::int64_t j = 0; j < count; j += panel, scores += panel) {
-        meanwhile(j);
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+            const std::int64_t behind = least<std::int64_t>(h + height(), w.p.heads_q);
+            meanwhile(j + panel * h / w.p.heads_q, j + panel * behind / w.p.heads_q);
             add_index_scores<Format, height()>(q + h * w.words, w.words, keys + j * w.words, weights + h,
                                                w.p.heads_q - h, scores);
         });
     }
 }
 
-// Asks for the keys from `later` on that are to be packed, a panel at a time, while a row meets others: packing reads
-// faster than memory gives.
+// Asks for the keys from `later` on that are to be packed, while a row meets others: packing reads faster than memory
+// gives, and a few lines at a time, since more than memory has under way hold up what comes behind them.
 template <class Format, class T> auto asks_for_keys(const IndexWork<Format> &w, bool first_row, std::int64_t later) {
-    return [&w, asks = first_row && !w.packed, later](std::int64_t j) {
-        const std::int64_t from = later + j, end = least(from + panel, w.job.sequences[w.seq].kv_len);
-        for (std::int64_t i = from; asks && i < end; ++i) {
+    return [&w, asks = first_row && !w.packed, later](std::int64_t first, std::int64_t end) {
+        end = asks ? least(later + end, w.job.sequences[w.seq].kv_len) : 0;
+        for (std::int64_t i = later + first; i < end; ++i) {
             prefetch<2>(row_of<T>(w.job.operands->k, w.seq, 0, i), w.p.dim_qk);
         }
     };

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import schedule
 
+pytestmark = pytest.mark.skipif(schedule.compiler() is None, reason="no C++ compiler is here to build the plans with")
+
 # On 8, 16 and 64 threads. The clock is exact and kernels take what they say, so a floor is what the plans reach, less
 # what a change of a kernel's cost may take.
 FLOORS = {
@@ -49,8 +51,6 @@ FLOORS = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if schedule.compiler() is None:
-        pytest.skip("no C++ compiler is here to build the plans with")
     return schedule.build(tmp_path_factory.mktemp("schedule"))
 
 
