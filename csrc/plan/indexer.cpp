@@ -85,7 +85,7 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
         for (std::size_t w = 0; w < waves_.size(); ++w) {
             pack(team, waves_[w], job, packed);
             if (shares_rows(waves_[w], threads)) {
-                choose_together(team, waves_[w], job, packed, reinterpret_cast<float *>(scores), own);
+                choose_together(team, waves_[w], tiles[w], job, packed, reinterpret_cast<float *>(scores), own);
             } else {
                 choose(team, tiles[w], job, packed, own);
             }
@@ -132,17 +132,18 @@ void IndexerPlan::choose(const Team &team, const std::vector<Tile> &tiles, const
     });
 }
 
-void IndexerPlan::choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed,
-                                  float *scores, char *scratch) const {
+void IndexerPlan::choose_together(const Team &team, const Wave &wave, const std::vector<Tile> &tiles,
+                                  const SparseJob &job, const char *packed, float *scores, char *scratch) const {
     const std::int64_t parts = ceil_div(wave.longest, keys_per_share), pitch = parts * keys_per_share;
     const std::int64_t first = first_row_[wave.first];
-    team.share(static_cast<std::int64_t>(wave.end - wave.first) * parts, [&](std::int64_t i) {
-        const auto b = static_cast<std::int64_t>(wave.first) + i / parts;
-        const std::int64_t begin = i % parts * keys_per_share, rows = sequences_[b].q_len;
-        const std::int64_t end = std::min(begin + keys_per_share, sequences_[b].kv_len);
-        if (begin >= end || rows == 0) return;
-        kernels_.index_scores(job, b, 0, rows, begin, end, begin + team.size * keys_per_share, keys_of(b, packed),
-                              scores + (first_row_[b] - first) * pitch, pitch, scratch);
+    team.share(static_cast<std::int64_t>(tiles.size()) * parts, [&](std::int64_t i) {
+        const Tile &tile = tiles[static_cast<std::size_t>(i / parts)];
+        const std::int64_t begin = i % parts * keys_per_share;
+        const std::int64_t end = std::min(begin + keys_per_share, sequences_[tile.seq].kv_len);
+        if (begin >= end) return;
+        kernels_.index_scores(job, tile.seq, tile.row0, tile.row1, begin, end, begin + team.size * keys_per_share,
+                              keys_of(tile.seq, packed), scores + (first_row_[tile.seq] + tile.row0 - first) * pitch,
+                              pitch, scratch);
     });
     team.share(wave.rows, [&](std::int64_t i) {
         const std::int64_t b = sequence_of(first_row_, first + i);

@@ -43,8 +43,8 @@ private:
     void pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const;
     void choose(const Team &team, const std::vector<Tile> &tiles, const SparseJob &job, const char *packed,
                 char *scratch) const;
-    void choose_together(const Team &team, const Wave &wave, const SparseJob &job, const char *packed, float *scores,
-                         char *scratch) const;
+    void choose_together(const Team &team, const Wave &wave, const std::vector<Tile> &tiles, const SparseJob &job,
+                         const char *packed, float *scores, char *scratch) const;
 
     const SparseKernels &kernels_;
     std::int64_t panel_;

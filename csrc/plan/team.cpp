@@ -19,8 +19,7 @@ using std::chrono::milliseconds;
 
 // Between two questions whether to stop: with the longest pieces of work an answer comes within 50 ms.
 constexpr auto between_questions = milliseconds(20);
-// Spinning for 50 us, 8 threads on 2 cores computed gradients of selections 4.5 times as long: they took the cores from
-// those that they waited for.
+// Where there are more threads than cores, who spins takes the core from those that it waits for.
 constexpr auto spinning = microseconds(2), yielding = microseconds(1000), longest_nap = microseconds(2000);
 
 void relax() {

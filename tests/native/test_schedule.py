@@ -43,6 +43,7 @@ FLOORS = {
     ("sparse backward", "4096 rows of 8192, top 512"): (7.8, 15.5, 55),
     ("sparse backward", "B4, 1024 rows of 8192, top 512"): (7.8, 15.5, 55),
     ("indexer", "4096 rows and keys, top 2048"): (7.8, 15.5, 58),
+    ("indexer", "200 rows of 4096 keys, top 2048"): (6.5, 13, 55),
     ("indexer decode", "B8, 1 row, 65536 keys, 64 heads"): (7.8, 15.5, 50),
     ("loss", "4096 rows and keys, top 2048"): (7.8, 15.5, 58),
     ("loss", "4096 rows and keys, all"): (7.5, 14, 14),

@@ -327,7 +327,9 @@ std::vector<Case> cases() {
     const Sparse own = {"4096 rows and keys, top 2048", 1, 4096, 4096, 2048};
     const Sparse one = {"1 row, 65536 keys, 64 heads", 1, 1, 65536, 2048};
     const Sparse eight = {"B8, 1 row, 65536 keys, 64 heads", 8, 1, 65536, 2048};
+    const Sparse few = {"200 rows of 4096 keys, top 2048", 1, 200, 4096, 2048};
     found.push_back({"indexer", own.name, [own] { return index(own, 32); }});
+    found.push_back({"indexer", few.name, [few] { return index(few, 32); }});
     found.push_back({"indexer decode", one.name, [one] { return index(one, 64); }});
     found.push_back({"indexer decode", eight.name, [eight] { return index(eight, 64); }});
     const Sparse long_one = {"4096 rows of 8192, top 2048", 1, 4096, 8192, 2048};
