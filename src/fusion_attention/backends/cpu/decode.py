@@ -13,6 +13,7 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu import native
+from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
@@ -34,9 +35,18 @@ def needed(problem: Problem) -> bool:
 
 def reasons_against(problem: Problem) -> list[str]:
     """What a problem that needs the decode may not ask for besides."""
-    if needed(problem) and problem.dropout != "none":
-        return ["the cpu back end computes no dropout over pages, quantised keys, shared keys or an int8 result."]
-    return []
+    p, reasons = problem, []
+    if needed(p) and p.dropout != "none":
+        reasons.append(
+            "the cpu back end computes no dropout over pages, stored integers, shared keys or an int8 result."
+        )
+    if p.common_keys:
+        reasons.append("the cpu back end does not compute common_keys yet.")
+    if p.has_row_scale:
+        reasons.append("the cpu back end does not compute has_row_scale yet.")
+    if p.weight_scale:
+        reasons.append("the cpu back end does not compute weight_scale yet.")
+    return reasons
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
@@ -133,6 +143,8 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
+        if view.piece:
+            raise BackendError("fusion_attention: native core: expected rows in one piece, got pages of pieces")
         if pool.dtype is not dtype or table.dtype is not torch.int32:
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head

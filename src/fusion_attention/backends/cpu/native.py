@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import fusion_attention._native as _native
+from fusion_attention.contract import BackendError
 from fusion_attention.memory import empty
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
@@ -157,4 +158,6 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
+    if view.first is not None:
+        raise BackendError("fusion_attention: native core: expected a matrix of all keys, got one without the first")
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype

@@ -1,4 +1,4 @@
-"""A decoding call as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
+"""Inference as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
 
 Views are made here, from a cache's layout and its lengths. Refuses to know how an interface says any of it.
 """
@@ -37,8 +37,8 @@ class Cache:
 
 
 @dataclass(eq=False)
-class Decode:
-    """A lowered decoding call (waist.lowered.Lowered).
+class InferenceCall:
+    """A lowered call of inference (waist.lowered.Lowered).
 
     Args:
         layout: of q and out; cache: of k and v.
@@ -140,7 +140,7 @@ class Decode:
         more = p.dequant_k != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink or p.bias != "none"
         return None if more else over_nothing(operands, (self.q, *self.k, *(self.v or ()), self.table))
 
-    def whole(self) -> Decode:
+    def whole(self) -> InferenceCall:
         """The call as it is."""
         return self
 
@@ -206,7 +206,7 @@ class Decode:
         return view
 
 
-def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, Tensor]) -> Filled:
+def _laid(call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]) -> Filled:
     rooms = room(out), *stats
     last = call.memo.run
     if last is None or last[0] != out.stride():

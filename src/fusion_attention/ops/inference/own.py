@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors, dtype_text, show
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.call import Cache, InferenceCall, Scales, extents_of, stored_as
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
@@ -288,11 +288,13 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(zip(RESULTS, (out, max_, sum_), strict=True))
 
 
-def lower(bound: Bound) -> Decode:
-    """The Decode of a bound decode_attention."""
+def lower(bound: Bound) -> InferenceCall:
+    """The InferenceCall of a bound decode_attention."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
-    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
+    call = InferenceCall(
+        problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo
+    )
     call.names = RESULTS
     call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
     call.out_quant = n["out_scale"], n["out_offset"]
