@@ -13,7 +13,8 @@ import torch
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.call import Cache, InferenceCall, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import page_layout, sizes
 from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents, Problem
@@ -97,7 +98,7 @@ def _scales(n: dict[str, Any], side: int) -> Scales:
         one = tensor[side]
         return one.reshape(1, 1).expand(heads, dim) if one.dim() == 0 else one.reshape(heads, dim)
 
-    return own(n["antiquant_scale"]), own(n["antiquant_offset"])
+    return Scales(own(n["antiquant_scale"]), own(n["antiquant_offset"]))
 
 
 def _extents(n: dict[str, Any]) -> Extents:

@@ -13,7 +13,8 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors, dtype_text, show
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.call import Cache, InferenceCall, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
@@ -317,7 +318,7 @@ def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
             return tensor
         return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
 
-    return own(n[f"{side}_scale"]), own(n[f"{side}_offset"])
+    return Scales(own(n[f"{side}_scale"]), own(n[f"{side}_offset"]))
 
 
 def _problem(n: dict[str, Any]) -> Problem:
