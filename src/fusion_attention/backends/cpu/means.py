@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
+from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys at a time: memory stays linear in a sequence's length.
@@ -81,19 +82,28 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice]]:
 
 def _values(problem: Problem, operands: Operands, b: int, keys: slice) -> torch.Tensor:
     """[heads_kv, keys, dim_v] float32: some values of sequence b, whatever form they are stored in."""
-    p, view = problem, operands.v
-    if p.kv_dtype == "int4":
-        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, keys.stop)[:, keys].int()
-        nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., : view.dim]
-        values = ((nibbles ^ 8) - 8).float()
-    else:
-        values = view.sequence(b, p.heads_kv, keys.stop)[:, keys].float()
+    p, first = problem, problem.common_keys
+    own = slice(max(keys.start - first, 0), max(keys.stop - first, 0))
+    values = _stored(problem, operands.v, b, own)
+    if operands.v_common is not None and keys.start < first:
+        common = _stored(problem, operands.v_common, 0, slice(keys.start, min(keys.stop, first)))
+        values = torch.cat((common, values), dim=1)
     if operands.dequant_v is not None and p.dequant_v != "none":
         scale, offset = operands.dequant_v.scale, operands.dequant_v.offset
         if offset is not None:
             values = values + offset.sequence(b, p.heads_kv, keys.stop)[:, keys]
         values = values * scale.sequence(b, p.heads_kv, keys.stop)[:, keys]
     return values
+
+
+def _stored(problem: Problem, view: RowView | PagedView, b: int, keys: slice) -> torch.Tensor:
+    """[heads_kv, keys, dim_v] float32, as they are stored."""
+    p = problem
+    if p.kv_dtype == "int4":
+        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, keys.stop)[:, keys].int()
+        nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., : view.dim]
+        return ((nibbles ^ 8) - 8).float()
+    return view.sequence(b, p.heads_kv, keys.stop)[:, keys].float()
 
 
 def _stored_form(problem: Problem, operands: Operands, mean: torch.Tensor) -> torch.Tensor:
