@@ -44,8 +44,6 @@ def reasons_against(problem: Problem) -> list[str]:
         reasons.append("the cpu back end does not compute common_keys yet.")
     if p.has_row_scale:
         reasons.append("the cpu back end does not compute has_row_scale yet.")
-    if p.weight_scale:
-        reasons.append("the cpu back end does not compute weight_scale yet.")
     return reasons
 
 

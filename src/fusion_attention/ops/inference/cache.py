@@ -96,10 +96,9 @@ class Places:
             view = keep(e, key, RowView((), address.astype(np.int64), one.stride(token), heads, dim))
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
-    def common_rows(self, tensor: Tensor, dim: int) -> RowView:
-        """The rows that come first in every sequence, of a tensor with a batch of one."""
-        batch, token, head = LAYOUTS[self.cache.layout]
-        assert batch is not None
+    def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
+        """The rows that come first in every sequence, of a tensor of one sequence."""
+        _, token, head = LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()  # As rows().
         stride = self._bytes(dim) if head is None else tensor.stride(head)

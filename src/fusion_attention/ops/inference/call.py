@@ -44,7 +44,7 @@ class InferenceCall:
     """A lowered call of inference (waist.lowered.Lowered).
 
     Args:
-        layout: of q, q_rope and (without its last axis) row_scale; cache: of k, v, k_rope and the common rows.
+        layout: of q, q_rope and (without its last axis) row_scale; cache: of k, v and k_rope.
         q: query rows. k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
         table: int32 [sequences, pages] of a paged cache.
         first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
@@ -54,9 +54,10 @@ class InferenceCall:
         names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
         memo: shared by all calls of the same shapes, strides and lengths.
         out_layout: of the result; "": as layout. lse_by_batch: [1, N1, S1, 1] where rows are packed.
+        absent: results that the record has and this call has not: without elements, and never written.
         q_first: int64 [sequences], the first query row of each sequence in its item, where that is not 0.
         q_rope, k_rope: as q and k lie, k_rope's pages in pieces of their own.
-        k_common, v_common: the first rows of every sequence, with a batch of 1.
+        k_common, v_common: the first rows of every sequence, in q's layout, with a batch of 1.
         row_scale: float32, as q without its last axis, [B, S1, N1] in layout BSH.
         tree: blocked is [B, S1, S1], or [sum of squares] of packed rows, and covers the last q_len keys.
     """
@@ -80,6 +81,7 @@ class InferenceCall:
     memo: Memo = field(default_factory=Memo)
     out_layout: str = ""
     lse_by_batch: bool = False
+    absent: tuple[str, ...] = ()
     q_first: np.ndarray | None = None
     q_rope: Tensor | None = None
     k_rope: tuple[Tensor, ...] | None = None
@@ -101,7 +103,8 @@ class InferenceCall:
         if self.names[1:] == (LSE,):
             return {self.names[0]: another(out), LSE: empty(stats, self._lse_shape(stats))}
         more = self.stats() if len(self.names) > 1 else ()
-        return dict(zip(self.names, (another(out), *more), strict=True))
+        found = dict(zip(self.names, (another(out), *more), strict=True))
+        return found | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
@@ -152,9 +155,11 @@ class InferenceCall:
             operands.q_rope, operands.k_rope = self._own(self.q_rope), places.rows(self.k_rope, p.dim_rope)
         if p.common_keys:
             assert self.k_common is not None
-            operands.k_common = common = places.common_rows(self.k_common, p.dim_qk)
+            operands.k_common = common = places.common_rows(self.k_common, self.layout, p.dim_qk)
             own = self.v_common
-            operands.v_common = narrowed(common, p.dim_v) if own is None else places.common_rows(own, p.dim_v)
+            operands.v_common = (
+                narrowed(common, p.dim_v) if own is None else places.common_rows(own, self.layout, p.dim_v)
+            )
         if p.dequant_k != "none":
             operands.dequant_k = places.dequant(self.k_dequant, p.dequant_k, p.dim_qk)
         if p.dequant_v != "none":
