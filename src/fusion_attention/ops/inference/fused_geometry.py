@@ -29,6 +29,8 @@ PLAIN = ("BSH", "BSND", "BNSD")
 MIXED = ("BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
 PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
 LAYOUTS = (*PLAIN, *MIXED, *PACKED, "NSD")
+# Of the versions without rope parts.
+ROPELESS = (*PLAIN, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
 # Of PromptFlashAttention: V1 and V2, and with packed rows.
 PROMPT = (*PLAIN, "BNSD_BSND", "NSD", "SH")
 PROMPT_PACKED = (*PROMPT, "TND")
@@ -113,10 +115,11 @@ def _ends(given: np.ndarray) -> np.ndarray:
 
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
-    """A length per item: the first ones of a list, one for all, or all there is."""
-    if given is None or len(given) == 0:
-        return most.copy()
-    return np.array(np.broadcast_to(given[0], len(most)) if len(given) == 1 else given[: len(most)], np.int64)
+    """A length per item: the first ones of a list, one for all, or all there is, also where a list is too short."""
+    found = most.copy()
+    if given is not None and len(given):
+        found[: len(given) if len(given) > 1 else None] = given[: len(most)]
+    return found
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +203,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
       keeps its window; mode 0 without a mask has none.
     * columns, rows: what masks and biases must hold.
     * cache_layout: of keys; blocks: pages of the pool; page: their slots.
+    * padded: left padding leaves room for every item; shape_out: of attention_out.
     """
     if "query" not in n:
         return _sizes(n)
@@ -249,6 +253,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "blocks": found[0][0] if paged else 0,
         "page": found[0][2] if paged else 0,
         "padded": int(fits.all()),
+        "shape_out": out_shape({**n, "num_key_value_heads": heads, "num_heads": n["N1"]}),
     }
 
 

@@ -1,5 +1,6 @@
-"""CANN's fused inference attention: the records of PromptFlashAttention and FusedInferAttentionScore, and of torch_npu's
-three functions.
+"""CANN's fused inference attention: the records of PromptFlashAttention and FusedInferAttentionScore.
+
+And of torch_npu's three functions.
 
 A version is a delta of the one before; what IncreFlashAttention has too comes from records.py. Rules stand in
 fused_rules.py, the way down in fused_lower.py.
@@ -14,18 +15,32 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.ops.inference.fused_cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
+from fusion_attention.ops.inference.fused_cache_rules import ROPES as ROPE_RULES
 from fusion_attention.ops.inference.fused_checks import FUNCTIONS
 from fusion_attention.ops.inference.fused_geometry import (
     LAYOUTS,
+    PACKED,
     PROMPT,
     PROMPT_PACKED,
+    ROPELESS,
     TRIANGLE,
     geometry,
     lse_words,
     words,
 )
 from fusion_attention.ops.inference.fused_lower import PROMPT_RESULTS, RESULTS, fresh, lower
-from fusion_attention.ops.inference.fused_rules import FUSED, LAST, PROMPT_ONLY, SHARED, TORCH_FUSED, TORCH_PROMPT
+from fusion_attention.ops.inference.fused_mask_rules import (
+    BIASES,
+    MASKS,
+    PRECISION,
+    PROMPT_PRECISION,
+    PROMPT_WINDOW,
+    SINKS,
+    UNREAD_BIAS,
+)
+from fusion_attention.ops.inference.fused_quant_rules import INTEGERS, LAST, NO_INTEGERS, OUTPUTS, OWN_DTYPE, RESERVED
+from fusion_attention.ops.inference.fused_rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
 from fusion_attention.ops.inference.records import (
     ANTI_OFFSET,
     ANTI_SCALE,
@@ -165,10 +180,12 @@ LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool
 OUT = output("attention_out", "The output rows.", words("1", "Dv", output=True), f"{FLOATS} int8", make=torch.zeros)
 LSE = output(
     "softmax_lse",
-    "max + ln(sum) of every row's scores; +inf where it has no key.",
+    "max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for.",
     lse_words(),
-    "float32",
+    "",
     optional=True,
+    # One that nobody asked for may have any shape: it is not touched.
+    form=lambda names: names["input_layout"] if names["softmax_lse_flag"] else "",
 )
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -183,7 +200,7 @@ S    = scale_value * (Q K^T + Q_rope K_rope^T) + pse_shift
 out  = softmax(S over the keys that lengths, mask, mode and window leave, with the sink) V
 lse  = max + ln(sum exp(S - max))
 int8 output: out = round(out * quant_scale2 + quant_offset2), saturated
-int8 query, query_quant_mode 0: as PromptFlashAttention's; 3: S = scale_value * dequant_scale_query * key scale * (...)"""
+int8 query, query_quant_mode 0: as PromptFlashAttention's; 3: scores times dequant_scale_query times the key's scale"""
 NEUTRAL: dict[str, Any] = {
     "skips_modes": True,
     "pse_reserved": False,
@@ -204,12 +221,34 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "N2", "Dv", "Dr", "L", "pages")),
 }
 SIZES = {"B": 2, "S1": 3, "S2": 6, "T1": 8, "T2": 12, "N1": 4, "N2": 2, "D": 64, "Dv": 64, "Dr": 64}
-HEADS = {"num_heads": 4, "num_key_value_heads": 2}
+HEADS = {"num_heads": 4, "num_key_value_heads": 2, "scale_value": 0.125}
 ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
-IN_ROWS = {"TND": ENDS, "NTD": ENDS, "NTD_TND": ENDS, "TND_NTD": ENDS}
-SAMPLES = {layout: {**HEADS, **IN_ROWS.get(layout, {})} for layout in LAYOUTS} | {
-    "SH": {**HEADS, "actual_seq_lengths": [3, 5], "T2": 8}
+LATENT = {**HEADS, "D": 512, "Dv": 512, "N2": 1, "num_key_value_heads": 1, "query_rope": True}
+LATENT_PAGES = {
+    "block_table": "2 2",
+    "block_size": 16,
+    "actual_seq_lengths": [3, 8],
+    "actual_seq_lengths_kv": [20, 32],
+    "key": "8 16 N2*D",
+    "value": "8 16 N2*D",
+    "key_rope": "8 16 N2*Dr",
 }
+SAMPLES: dict[str, Any] = {
+    **{layout: {**HEADS, **(ENDS if layout in PACKED else {})} for layout in LAYOUTS},
+    "SH": {**HEADS, "actual_seq_lengths": [3, 5], "T2": 8},
+}
+# Some layouts are for rope parts alone.
+ROPE_SAMPLES: dict[str, Any] = {
+    **SAMPLES,
+    **{layout: {**LATENT, "key_rope": words("2", "Dr")[layout]} for layout in ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")},
+    **{
+        layout: {**HEADS, "D": 128, "Dv": 128, "query_rope": True, "key_rope": words("2", "Dr")[layout]}
+        for layout in ("BSH_BNSD", "BSND_BNSD")
+    },
+    "TND_NTD": {**LATENT, **LATENT_PAGES},
+}
+PROMPTS = INPUTS + PROMPT_CACHE + MASKS
+FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
 RULINGS = (1, 2, 5, 6, 10, 15, 16, 20, 23)
 
 PROMPT_V1 = of_cann(
@@ -219,7 +258,7 @@ PROMPT_V1 = of_cann(
         *(QUERY, PROMPT_KEY, PROMPT_VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS),
         *(NUM_HEADS, SCALE, PRE, replace(NEXT, default=0), replace(LAYOUT, default=NUM_HEADS.default), KV_HEADS, OUT),
     ),
-    SHARED + PROMPT_ONLY,
+    PROMPTS + NO_INTEGERS + OUTPUTS + UNREAD_BIAS,
     formula=PROMPT_FORMULA,
     rulings=RULINGS,
     layouts=PROMPT,
@@ -239,11 +278,13 @@ PROMPT_V2 = PROMPT_V1.version(
         "actual_seq_lengths": (KV_LENGTHS, *PROMPT_QUANT),
         "num_key_value_heads": (PROMPT_MODE,),
     },
+    rules=PROMPTS + INTEGERS + OUTPUTS + UNREAD_BIAS,
 )
 PROMPT_V3 = PROMPT_V2.version(
     "aclnnPromptFlashAttentionV3",
     "PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.",
-    after={"sparse_mode": (PRECISE,)},
+    after={"sparse_mode": (replace(PRECISE, domain="", bad=None),)},
+    rules=PROMPTS + BIASES + PROMPT_PRECISION + INTEGERS + OUTPUTS,
     layouts=PROMPT_PACKED,
     neutral={**PROMPT_V1.neutral, "pse_reserved": False},
 )
@@ -255,10 +296,10 @@ FUSED_V1 = PROMPT_V1.version(
         *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, LSE_FLAG, OUT, LSE),
     ),
-    rules=SHARED + FUSED,
+    rules=FUSED,
     formula=FORMULA,
     rulings=(*RULINGS, 18),
-    layouts=LAYOUTS,
+    layouts=ROPELESS,
     neutral=NEUTRAL,
     results=RESULTS,
 )
@@ -271,17 +312,21 @@ FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
     "FusedInferAttentionScoreV2 with rope parts of their own.",
     after={"actual_shared_prefix_len": ROPES},
+    rules=FUSED + ROPE_RULES + FUSED_LIMITS,
+    layouts=LAYOUTS,
+    samples=ROPE_SAMPLES,
 )
 FUSED_V4 = FUSED_V3.version(
     "aclnnFusedInferAttentionScoreV4",
     "FusedInferAttentionScoreV3 with a scale per query row, and sinks.",
     after={"key_rope_antiquant_scale": (DEQUANT_QUERY, SINK), "value_antiquant_mode": (QUERY_MODE,)},
+    rules=FUSED_V3.rules + SINKS,
 )
 FUSED_V5 = FUSED_V4.version(
     "aclnnFusedInferAttentionScoreV5",
     "FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know.",
     after={"learnable_sink": STARTS, "query_quant_mode": (PSE_TYPE,)},
-    rules=SHARED + FUSED + LAST,
+    rules=(*(rule for rule in FUSED_V4.rules if rule.param not in ("antiquant_scale", "antiquant_offset")), *LAST),
 )
 TORCH_HEADS, TORCH_PRECISE = replace(NUM_HEADS, default=1), replace(PRECISE, default=0)
 TORCH_PFA = PROMPT_V3.version(
@@ -299,7 +344,7 @@ TORCH_PFA = PROMPT_V3.version(
         ),
         OUT,
     ),
-    rules=SHARED + PROMPT_ONLY + TORCH_PROMPT,
+    rules=PROMPT_V3.rules + PROMPT_WINDOW + TORCH,
 )
 TORCH_V1 = FUSED_V3.version(
     "npu_fused_infer_attention_score",
@@ -311,7 +356,7 @@ TORCH_V1 = FUSED_V3.version(
         *(TORCH_HEADS, spelled(SCALE, "scale"), PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, TORCH_PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, KEY_MODE, VALUE_MODE, LSE_FLAG, OUT, LSE),
     ),
-    rules=SHARED + FUSED + TORCH_FUSED,
+    rules=FUSED_V3.rules + TORCH + TORCH_FUSED,
 )
 DTYPES = (
     *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype", "key_shared_prefix_dtype"),
@@ -336,7 +381,7 @@ TORCH_V2 = FUSED_V4.version(
         Attr("out_dtype", "Of the output beside an int8 query or output: torch's number of a dtype.", default=None),
         *(OUT, LSE),
     ),
-    rules=SHARED + FUSED + TORCH_FUSED,
+    rules=FUSED_V4.rules + RESERVED + OWN_DTYPE + TORCH + TORCH_FUSED,
 )
 
 ACLNN = (PROMPT_V1, PROMPT_V2, PROMPT_V3, FUSED_V1, FUSED_V2, FUSED_V3, FUSED_V4, FUSED_V5)
