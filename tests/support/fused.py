@@ -394,6 +394,8 @@ def item(case: FusedCase, b: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out [N1, rows, dim_v], lse [N1, rows]) of an item."""
     n, group = logical(case), case.heads_q // case.heads_kv
     q, k, v = n["q"][b].to(wide), *(_meaning(case, n, side, b, wide) for side in "kv")
+    if case.keys and wide == torch.float32:
+        q = _digits(case, n, q, b)
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.mT
     if case.full:
@@ -428,6 +430,20 @@ def item(case: FusedCase, b: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     out = out.masked_fill((empty & ~mean)[:, None], 0)
     lse = (peak + total.log())[..., 0].masked_fill(empty, math.inf).masked_fill(mean, -FLT_MAX)
     return _narrow(case, n, out) if case.out else out, lse
+
+
+def _digits(case: FusedCase, n: Args, q: Tensor, b: int) -> Tensor:
+    """What a plain program may make of query rows beside integers: times the scales of channels, they have 16 bits.
+
+    The chip too takes two digits of 8 bits each.
+    """
+    scale = torch.ones(1, 1, 1)
+    if MODES[case.keys] in (0, 2):
+        heads = case.heads_q // n["k_scale"][b].shape[0]
+        scale = n["k_scale"][b].float().repeat_interleave(heads, 0)
+    rows = q * scale
+    step = rows.abs().amax(-1, keepdim=True) / 32639
+    return (rows / step).round() * step / scale
 
 
 def _meaning(case: FusedCase, n: Args, side: str, b: int, wide: torch.dtype) -> Tensor:
