@@ -275,5 +275,5 @@ def test_what_the_core_is_told_wrongly_is_refused() -> None:
     assert rope.q_rope
     reasons = cpu.reasons_against(replace(problem, dim_rope=16), "cpu")
     assert any("common_keys" in reason for reason in reasons)
-    with pytest.raises(TypeError, match="expected torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"expected torch\.bfloat16"):
         ran(case, problem, replace(operands, k_common=rows([torch.zeros(2, 20, 128)])))
