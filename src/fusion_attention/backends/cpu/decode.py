@@ -40,12 +40,10 @@ def reasons_against(problem: Problem) -> list[str]:
     if needed(p) and p.dropout != "none":
         reasons.append(
             "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
-            "with scales of rows or an int8 result."
+            "with scales of rows or with an int8 result."
         )
     if p.common_keys and (p.dim_rope or "token" in (p.dequant_k, p.dequant_v)):
         reasons.append("the cpu back end computes common_keys without rope parts and scales of tokens.")
-    if p.weight_scale:
-        reasons.append("the cpu back end does not compute weight_scale yet.")
     return reasons
 
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 import torch
 
+from fusion_attention.backends.cpu import stored
 from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys at a time: memory stays linear in a sequence's length.
@@ -36,9 +35,11 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         kv_len = int(extents.kv_len[b])
         mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
-            v = _values(problem, operands, b, keys)
+            v = stored.meant(stored.values(problem, operands, b, keys), operands.dequant_v, b, keys)
             mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))
-        mean = _stored_form(problem, operands, mean / (kv_len * problem.keep_prob))
+        if problem.has_weight_scale and operands.weight_scale is not None:
+            mean *= operands.weight_scale.round().clamp(-128, 127)
+        mean = stored.rounded(problem, operands, mean / (kv_len * problem.keep_prob))
         for view, value in ((operands.out, mean), (operands.stats.sum, float(kv_len))):
             target = view.sequence(b, heads, rows.stop)[:, rows]
             target.copy_(torch.where(empty, value, target.float()))
@@ -78,44 +79,6 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice]]:
     for b in np.flatnonzero(extents.kv_len).tolist():
         for rows in _steps(int(extents.q_len[b]), _ROWS):
             yield b, rows
-
-
-def _values(problem: Problem, operands: Operands, b: int, keys: slice) -> torch.Tensor:
-    """[heads_kv, keys, dim_v] float32: some values of sequence b, whatever form they are stored in."""
-    p, first = problem, problem.common_keys
-    own = slice(max(keys.start - first, 0), max(keys.stop - first, 0))
-    values = _stored(problem, operands.v, b, own)
-    if operands.v_common is not None and keys.start < first:
-        common = _stored(problem, operands.v_common, 0, slice(keys.start, min(keys.stop, first)))
-        values = torch.cat((common, values), dim=1)
-    if operands.dequant_v is not None and p.dequant_v != "none":
-        scale, offset = operands.dequant_v.scale, operands.dequant_v.offset
-        if offset is not None:
-            values = values + offset.sequence(b, p.heads_kv, keys.stop)[:, keys]
-        values = values * scale.sequence(b, p.heads_kv, keys.stop)[:, keys]
-    return values
-
-
-def _stored(problem: Problem, view: RowView | PagedView, b: int, keys: slice) -> torch.Tensor:
-    """[heads_kv, keys, dim_v] float32, as they are stored."""
-    p = problem
-    if p.kv_dtype == "int4":
-        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, keys.stop)[:, keys].int()
-        nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., : view.dim]
-        return ((nibbles ^ 8) - 8).float()
-    return view.sequence(b, p.heads_kv, keys.stop)[:, keys].float()
-
-
-def _stored_form(problem: Problem, operands: Operands, mean: torch.Tensor) -> torch.Tensor:
-    """[heads_q, rows, dim_v]: rounded and saturated where the result is int8."""
-    if problem.out_quant == "none":
-        return mean
-    assert operands.out_scale is not None
-    x = mean * operands.out_scale[:, None]
-    if operands.out_offset is not None:
-        x = x + operands.out_offset[:, None]
-    whole = x.round() if problem.out_quant == "tensor" else x.trunc() + ((x - x.trunc()) * 2).trunc()
-    return whole.nan_to_num(0.0).clamp(-128, 127)
 
 
 def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:

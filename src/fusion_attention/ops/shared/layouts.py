@@ -144,7 +144,7 @@ def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int]
 def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
     """[B, N1, S1], or [T1, N1] where rows are packed."""
     batch, token, _ = LAYOUTS[form.layout]
-    return (q.shape[0], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
+    return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
