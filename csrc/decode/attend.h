@@ -307,16 +307,18 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
     LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.piece ? 0 : value_bytes, met_keys);
     if (w.p.shares_kv && !w.keys.piece) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+    bool scored = false;  // together with the block before
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
-        score_block(w, b, t, values);
+        float *const block_scores = w.s.scores + (scored ? lanes * decode_tile : 0);
+        scored = !scored && score_blocks(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
             stage_rows<F>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(),
                           w.s.values, reinterpret_cast<char *>(w.s.line));
         }
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            float *scores = w.s.scores + i * decode_tile;
+            float *scores = block_scores + i * decode_tile;
             finish_scores(w, row + i, t, scores);
             if constexpr (std::is_same_v<F, Floating>) {
                 if (w.careful) {

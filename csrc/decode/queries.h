@@ -53,7 +53,8 @@ struct DecodeScratch {                        // one thread's
     std::int32_t *start;                      // [blocks][vectors][2][lanes]
     float *row_scale, *row_offset, *row_sum;  // [decode_slots]
     float *fade, *factor;                     // [lanes]
-    float *scores, *weights;                  // [lanes][decode_tile]
+    float *scores;                            // [2 * lanes][decode_tile]
+    float *weights;                           // [lanes][decode_tile]
     std::uint8_t *seen;                       // [decode_tile / 8]
     float *line;                              // one query row, and its digits
     char *keys, *ropes, *values;              // [decode_tile] staged rows
@@ -73,7 +74,7 @@ struct DecodeScratch {                        // one thread's
         carver.take(row_sum, rows);
         carver.take(fade, lanes);
         carver.take(factor, lanes);
-        carver.take(scores, lanes * decode_tile);
+        carver.take(scores, 2 * lanes * decode_tile);
         carver.take(weights, lanes * decode_tile);
         carver.take(seen, decode_tile / 8);
         carver.take(line, most(3 * (k + r), v));
