@@ -83,14 +83,14 @@ def versions(records: Iterable[Op]) -> str:
 
 def _versions(ops: list[Op]) -> list[str]:
     """A line for each parameter and layout of some version, the newest version's order first."""
-    last = ops[-1]
-    parameters = dict.fromkeys(name for op in (last, *ops) for name in op.names)
+    parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [found[1] if (found := _VERSION.search(op.name)) else "1" for op in ops]
     lines = _table("", *(f"[V{number}]({op.name}.md)" for number, op in zip(numbers, ops, strict=True)))
     for name in parameters:
-        shown = next(op.by_name[name].shown for op in (last, *ops) if name in op.by_name)
-        lines.append(_line(f"`{shown}`", *("yes" if name in op.by_name else "" for op in ops)))
+        spelled = [f"`{op.by_name[name].shown}`" if name in op.by_name else "" for op in ops]
+        title = next(filter(None, reversed(spelled)))
+        lines.append(_line(title, *("yes" if cell == title else cell for cell in spelled)))
     for name in layouts if len(layouts) > 1 else ():
         lines.append(_line(f"layout {name}", *("yes" if name in op.layouts else "" for op in ops)))
     return lines
