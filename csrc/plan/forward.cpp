@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <functional>
 #include <new>
-#include <numeric>
 #include <utility>
 
 namespace fusion {
@@ -90,6 +89,7 @@ void ForwardPlan::cut_units() {
         u.before = work_;
         work_ += u.work;
         works_.push_back(u.work);
+        longest_chain_ = std::max(longest_chain_, u.chain);
     }
     std::sort(works_.begin(), works_.end(), std::greater<>());
 }
@@ -228,22 +228,23 @@ bool ForwardPlan::alone(int threads) const {
     return longest * threads <= work_ * (1 + 1.0 / fair_share);
 }
 
-// How many neighbouring pieces of a chain a thread takes at a time: as many as leave threads level.
+// How many neighbouring pieces of a chain a thread takes at a time: as many as let threads end together.
 std::size_t ForwardPlan::stretch(std::size_t team) const {
-    std::vector<std::size_t> chains;  // how long, of those that are no single units
-    for (std::size_t u = 0; u < units_.size(); u += units_[u].chain) {
-        if (units_[u].chain > 1) chains.push_back(units_[u].chain);
+    std::size_t length = std::min(most_stretch, longest_chain_);
+    for (; team > 1 && length > 1; --length) {
+        double longest = 0;
+        std::size_t count = 0;
+        for (std::size_t u = 0; u < units_.size(); ++count) {
+            double work = 0;
+            for (const std::size_t end = u + std::min(units_[u].left, length); u < end; ++u) work += units_[u].work;
+            longest = std::max(longest, work);
+        }
+        // So many rounds of the longest, or so many pieces of work that their lengths do not matter.
+        const auto rounds =
+            std::min(static_cast<double>(ceil_div(count, team)) / (1 + 1.0 / fair_share), 1.0 * fair_share);
+        if (longest * rounds * static_cast<double>(team) <= work_) break;
     }
-    if (chains.empty()) return 1;
-    const std::size_t longest = std::min(most_stretch, *std::max_element(chains.begin(), chains.end()));
-    const std::size_t members = std::accumulate(chains.begin(), chains.end(), std::size_t{0});
-    for (std::size_t length = longest; length > 1; --length) {
-        std::size_t count = units_.size() - members;
-        for (const std::size_t chain : chains) count += ceil_div(chain, length);
-        const double rounds = static_cast<double>(ceil_div(count, team) * team * length);
-        if (rounds * works_.front() <= work_ * (1 + 1.0 / fair_share)) return length;
-    }
-    return 1;
+    return length;
 }
 
 // How many units a thread takes at a time: pieces of one chain, or heads of one sequence, as many as leave threads

@@ -92,7 +92,7 @@ private:
     std::vector<double> works_;  // of the units, most first
     std::vector<Item> items_;
     std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
-    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0;
+    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0, longest_chain_ = 1;
     double work_ = 0;  // of all units
 };
 
