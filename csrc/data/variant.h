@@ -74,6 +74,7 @@ struct DenseVariant {
 struct Variant : DenseVariant {
     const char *name;
     DecodeKernels decode;
+    std::size_t cache = std::size_t{1} << 20;  // bytes of a core's second-level cache: no result depends on it
 };
 
 constexpr std::int64_t tile_rows = 96;       // query rows of a tile of the forward, at most

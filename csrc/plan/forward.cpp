@@ -12,9 +12,7 @@
 namespace fusion {
 namespace {
 
-// Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for anyone.
-constexpr std::size_t small_unit = std::size_t{960} << 10;
-// Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch: two waves, so that
+// What lies packed at a time bounds the memory for any batch: two waves, so that
 // nobody waits between them.
 constexpr std::size_t most_packed = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
@@ -47,7 +45,7 @@ void put_in_order(std::vector<std::pair<Place, T>> &placed, std::vector<T> &to, 
 ForwardPlan::ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences,
                          std::vector<Tile> tiles)
     : variant_(variant), kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
-      tiles_(std::move(tiles)) {
+      tiles_(std::move(tiles)), small_unit_(variant.cache / 16 * 15) {
     check();
     scratch_bytes_ = kernels_.scratch_bytes(problem_);
     cut_units();
@@ -106,7 +104,7 @@ ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
         grown.key_end = std::max(grown.key_end, round_up(tile.end, panel));
         const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
         const std::int64_t wider = std::max(piece.longest, tile.end - tile.begin);
-        const bool leaves = piece.bytes <= small_unit && bytes > small_unit;
+        const bool leaves = piece.bytes <= small_unit_ && bytes > small_unit_;
         if (leaves && 2 * wider < piece.unit.key_end - piece.unit.key_begin) return false;
         piece.unit = grown;
         piece.bytes = bytes;
@@ -219,7 +217,7 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
 // Whether each unit belongs to one thread: all are small, and threads that take them by length end together. Of the
 // first k * threads + 1 units some thread has k + 1.
 bool ForwardPlan::alone(int threads) const {
-    if (unit_bytes_ > small_unit) return false;
+    if (unit_bytes_ > small_unit_) return false;
     const auto count = static_cast<std::size_t>(threads);
     double longest = 0;
     for (std::size_t k = 0; k < fair_share && k * count < works_.size(); ++k) {

@@ -92,6 +92,9 @@ private:
     std::vector<double> works_;  // of the units, most first
     std::vector<Item> items_;
     std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
+    // Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for
+    // anyone. Larger ones are shared by all threads.
+    std::size_t small_unit_;
     std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0, longest_chain_ = 1;
     double work_ = 0;  // of all units
 };
