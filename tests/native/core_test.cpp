@@ -56,6 +56,7 @@ const Case cases[] = {
      .dropout = Dropout::philox},
     {.name = "long window", .heads_q = 2, .dim_qk = 5, .dim_v = 7, .lengths = {{2600, 2600}, {1200, 700}, {100, 900}},
      .lo = -60, .hi = 9},
+    {.name = "pieces of a band", .dim_qk = 250, .dim_v = 250, .lengths = {{1400, 1400}}, .lo = -40, .hi = 3},
     {.name = "many keys", .dim_v = 16, .lengths = {{7, 3000}}},
 };
 // clang-format on
