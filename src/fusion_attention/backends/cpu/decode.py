@@ -24,6 +24,7 @@ _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
 # of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured; a sequence's
 # number of keys may not decide, since it changes from step to step of one plan.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
+_FEW_KEYS = 32
 
 
 def needed(problem: Problem) -> bool:
@@ -47,7 +48,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
         return np.zeros(len(extents), bool)
     most = np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
     few: np.ndarray = extents.q_len * problem.group <= most
-    return few
+    return few & ((extents.kv_len > _FEW_KEYS) | (extents.q_len == 1))
 
 
 @dataclass(eq=False)
