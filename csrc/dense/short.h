@@ -65,7 +65,7 @@ FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Float
 // False where a row needs more than this: then nothing is done that anyone sees.
 template <class Format, int M, int N>
 __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const Block &b, std::int64_t from,
-                                                   PrefetchQueue<3> &queue) {
+                                                   PrefetchQueue<2> &queue) {
     constexpr std::int64_t pitch = panel / Format::depth;  // of weights
     const std::int64_t words = w.sizes.words, columns = w.sizes.value_columns;
     const auto *q = w.s.q + b.row * words;
@@ -103,7 +103,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
     return true;
 }
 
-template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue<3> &queue) {
+template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
     if (!is_short(w, b) || !is_plain(w)) return false;
     constexpr int half = panel_vectors / 2;
     bool done = false;
