@@ -82,6 +82,12 @@ struct Block {
     bool hidden;  // some row does not see some key
 };
 
+// Rows of a block, of a tile of so many: as few blocks as there can be, alike.
+inline std::int64_t height_of(std::int64_t rows) {
+    const std::int64_t blocks = (rows + block_rows - 1) / block_rows;
+    return round_up<std::int64_t>((rows + blocks - 1) / blocks, block_rows / 3);
+}
+
 // The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
 template <class Format>
 Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {

@@ -301,8 +301,9 @@ template <class Format, class T> PrefetchQueue<2> queue_of(const Work<Format> &w
     }
     for (int i = 0; i < ahead.count; ++i) out.add(ahead.parts[i]);
     std::int64_t steps = 0;
-    for (std::int64_t row = 0; row < rows; row += block_rows) {
-        steps += steps_of(w, cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end));
+    const std::int64_t height = height_of(rows);
+    for (std::int64_t row = 0; row < rows; row += height) {
+        steps += steps_of(w, cut_block(w, row, least(height, rows - row), w.tile.begin, w.tile.end));
     }
     out.spread(most<std::int64_t>(steps, 1));
     return out;
@@ -317,14 +318,15 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    bool met_nonfinite = false, met[tile_rows / block_rows * 3] = {};  // by each block of rows
+    const std::int64_t height = height_of(rows);
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
-        for (std::int64_t row = 0; row < rows; row += block_rows) {
-            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
+        for (std::int64_t row = 0; row < rows; row += height) {
+            const Block b = cut_block(w, row, least(height, rows - row), begin, begin + step);
             if (!b.count) continue;
             if (!sees_nonfinite(w, b) && attend_short(w, b, queue)) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_nonfinite, queue);
-            met[row / block_rows] = true;
+            attend_block<Format, T>(w, b, !met[row / height], met_nonfinite, queue);
+            met[row / height] = true;
         }
     }
     return store_rows<Format, T>(w);

@@ -10,8 +10,6 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t words_at_a_time = 8;  // of a product over columns, between two prefetches
-
 template <class Format> FUSION_INLINE bool is_plain(const Work<Format> &w) {
     return !w.bias_pass && !w.p.has_blocked && w.p.dropout == Dropout::none;
 }
@@ -23,7 +21,7 @@ template <class Format> FUSION_INLINE bool is_short(const Work<Format> &w, const
 
 // How many steps of prefetching a block has.
 template <class Format> FUSION_INLINE std::int64_t steps_of(const Work<Format> &w, const Block &b) {
-    return is_short(w, b) && is_plain(w) ? (w.sizes.words + words_at_a_time - 1) / words_at_a_time : b.count / panel;
+    return is_short(w, b) && is_plain(w) ? 1 + (w.sizes.value_columns + panel - 1) / panel : b.count / panel;
 }
 
 // The keys that M rows see of N vectors, from the panel's vector `from` on; others' scores become -inf.
@@ -72,12 +70,9 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words + from * lanes;
     {
         RegisterTile<Format, M, N> scores;
-        for (std::int64_t at = 0; at < words; at += words_at_a_time) {
-            queue.step();
-            const std::int64_t end = least(at + words_at_a_time, words);
-            k = scores.add(at, end, RowMajor<typename Format::Word>{q, words}, k, panel);
-        }
-        if (b.hidden) hide_in_registers(w, b, from, scores.sum);
+        queue.step();
+        scores.add(0, words, RowMajor<typename Format::Word>{q, words}, k, panel);
+        if (b.full_begin > from * lanes || b.full_end < (from + N) * lanes) hide_in_registers(w, b, from, scores.sum);
         if (!find_peaks(w, b, scores.sum)) return false;
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
             const float shift = w.s.shift[b.row + i];
@@ -96,6 +91,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
                        end = (b.some_end + Format::depth - 1) / Format::depth;
     for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
         constexpr int width = vectors();
+        queue.step();
         const auto *v = w.packed.values(d, b.first - w.packed.first_key, width * lanes) + begin * width * lanes;
         multiply<Format, M, width, width, true>(w.s.weights + begin - first, pitch, v, end - begin,
                                                 w.s.out + b.row * columns + d, columns, nullptr);
