@@ -255,8 +255,9 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
     std::int64_t empty = 0;
     for (std::int64_t first = 0; first < rows; first += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
-        Floats sum = {}, share = all(1.0f);
-        for (std::int64_t i = 0; i < here; ++i) sum[i] = sum_of(load<Floats>(w.s.sum + (first + i) * lanes));
+        Floats sums_by_lane[lanes] = {};
+        for (std::int64_t i = 0; i < here; ++i) sums_by_lane[i] = load<Floats>(w.s.sum + (first + i) * lanes);
+        Floats sum = sums_of(sums_by_lane), share = all(1.0f);
         const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));

@@ -27,13 +27,17 @@ template <class Format> FUSION_INLINE std::int64_t steps_of(const Work<Format> &
 // The keys that M rows see of N vectors, from the panel's vector `from` on; others' scores become -inf.
 template <class Format, int M, int N>
 FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std::int64_t from, Floats (&scores)[M][N]) {
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+    std::uint64_t seen[M];
+#pragma GCC unroll 1
+    for (int i = 0; i < M; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + least<std::int64_t>(i, b.rows - 1);
         const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
-        const std::uint64_t bits = low_bits(end) & ~low_bits(begin);
+        seen[i] = (low_bits(end) & ~low_bits(begin)) >> (from * lanes);
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            const auto inside = static_cast<std::uint32_t>(bits >> ((from + j) * lanes));
-            scores[i][j] = pick(inside, scores[i][j], all(-infinity));
+            const auto bits = static_cast<std::uint32_t>(seen[i] >> (j * lanes));
+            scores[i][j] = pick(bits, scores[i][j], all(-infinity));
         }
     }
 }
@@ -41,21 +45,19 @@ FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std:
 // Peaks and shifts of M rows; false where one is not finite.
 template <class Format, int M, int N>
 FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Floats (&scores)[M][N]) {
-    constexpr int padded = round_up(M, lanes);
-    alignas(64) float found[padded];
-    for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));  // as rows are that come later
-    FUSION_UNROLL for (int i = 0; i < M; ++i) {
-        Floats best = scores[i][0];
-        FUSION_UNROLL for (int j = 1; j < N; ++j) best = larger(best, scores[i][j]);
-        found[i] = largest_of(best);
-    }
     bool finite = true;
-    for (int i = 0; i < padded; i += lanes) {
-        const Floats peak = load<Floats>(found + i), shift = Format::fused ? rounded(peak * w.factor) : peak;
-        const auto rows = static_cast<std::uint32_t>(low_bits(least(M - i, lanes)));
+    FUSION_UNROLL for (int first = 0; first < M; first += lanes) {
+        Floats best[lanes];
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+            best[i] = all(-infinity);  // rows behind these come later, and are so
+            if (first + i >= M) continue;
+            FUSION_UNROLL for (int j = 0; j < N; ++j) best[i] = larger(best[i], scores[first + i][j]);
+        }
+        const Floats peak = maxima_of(best), shift = Format::fused ? rounded(peak * w.factor) : peak;
+        const auto rows = static_cast<std::uint32_t>(low_bits(least(M - first, lanes)));
         finite &= (mask_of((all(-infinity) < shift) & (shift < all(infinity))) & rows) == rows;
-        store(w.s.peak + b.row + i, peak);
-        store(w.s.shift + b.row + i, shift);
+        store(w.s.peak + b.row + first, peak);
+        store(w.s.shift + b.row + first, shift);
     }
     return finite;
 }
