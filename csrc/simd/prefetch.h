@@ -68,7 +68,7 @@ private:
 
     PrefetchRows parts_[Prefetches::most];
     const char *at_ = nullptr, *end_ = nullptr, *row_ = nullptr;  // of the present row
-    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;             // and of its part, with the rows that are left
+    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // and of its part, with the rows that are left
     std::int64_t lines_ = 0, pace_ = 0;
     int count_ = 0, part_ = 0;
 };
