@@ -319,7 +319,7 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_nonfinite = false, met[tile_rows / block_rows * 3] = {};  // by each block of rows
+    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
     const std::int64_t height = height_of(rows);
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += height) {

@@ -1,7 +1,8 @@
 // Blocks of rows that meet one panel of keys, and no more: sequences of few tokens, packed by the thousand.
 //
 // Scores go from product to product in registers, and a row's softmax is done at once. The arithmetic is that of
-// dense/forward.h, sum by sum: bits are the same, so whoever is not plain goes there.
+// dense/forward.h, sum by sum: bits are the same, so what needs more than this goes there. Start reading at
+// attend_short().
 
 #pragma once
 
@@ -42,7 +43,7 @@ FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std:
     }
 }
 
-// Peaks and shifts of M rows; false where one is not finite.
+// Peaks and shifts of M rows; false where one is not finite, and then all are as they were.
 template <class Format, int M, int N>
 FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Floats (&scores)[M][N]) {
     bool finite = true;
@@ -59,10 +60,11 @@ FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Float
         store(w.s.peak + b.row + first, peak);
         store(w.s.shift + b.row + first, shift);
     }
+    for (int i = 0; !finite && i < M; ++i) w.s.peak[b.row + i] = w.s.shift[b.row + i] = -infinity;
     return finite;
 }
 
-// False where a row needs more than this: then nothing is done that anyone sees.
+// Vectors [from, from + N) of the panel hold all keys that some row sees.
 template <class Format, int M, int N>
 __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const Block &b, std::int64_t from,
                                                    PrefetchQueue<2> &queue) {
@@ -101,6 +103,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
     return true;
 }
 
+// False where the block needs more: then it is as it was.
 template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
     if (!is_short(w, b) || !is_plain(w)) return false;
     constexpr int half = panel_vectors / 2;
