@@ -252,7 +252,7 @@ TRITON = [
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
 ]  # fmt: skip
 NATIVE = [
-    core("core: forward without a part of its scale", "dense/forward.h",
+    core("core: forward without a part of its scale", "dense/block.h",
          "natural(bias_pass ? 1.0f : static_cast<float>(p.scale))",
          "natural(bias_pass ? 1.0f : static_cast<float>(p.scale * 1.01))"),
     core("core: a key too many at an edge", "dense/forward.h",
@@ -263,6 +263,12 @@ NATIVE = [
          "keys / Format::depth * width * sizeof(Word)", "(keys - panel) / Format::depth * width * sizeof(Word)"),
     core("core: a piece of a band believes to have more than was carried", "plan/forward.cpp",
          "return done - gone;", "return done;"),
+    core("core: few keys: a key too many at an edge", "dense/short.h",
+         "low_bits(end) & ~low_bits(begin)", "low_bits(end + 1) & ~low_bits(begin)"),
+    core("core: few keys: half of a panel is forgotten", "dense/short.h",
+         "if (b.some_end <= half * lanes) done", "if (b.some_end <= half * lanes + 1) done"),
+    core("core: few keys: values begin at another key than weights", "dense/short.h",
+         "w.s.weights + begin - first, pitch", "w.s.weights + begin - 2 * first, pitch"),
     core("core: a blocked matrix read one column late", "simd/masks.h",
          "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
     core("core: dS forgets D", "dense/gradient.h",

@@ -128,13 +128,13 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
         assert not got["out"][0][6:8].isfinite().any()
 
 
-def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not() -> None:
+def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_others_do_not() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1, empty_rows="mean")
-    call = converted(make(problem, (1, 200, 0, 2), (300, 200, 4, 0), Band.causal()), torch.bfloat16)
+    call = converted(make(problem, (1, 200, 0, 2, 3, 3), (300, 200, 4, 0, 33, 32), Band.causal()), torch.bfloat16)
     operands = load(call, torch.bfloat16, torch.float32)
     schedule = cpu.schedule(problem, call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    assert schedule.own.tolist() == [True, False, True, True]
+    assert schedule.own.tolist() == [True, False, False, True, True, False]
     cpu.attention_forward(problem, call.extents, schedule, operands)
     judge(call, results(call, operands), forward(call), "mixed")
 
@@ -235,6 +235,17 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
             each.run(operands)
             found.append(results(call, operands))
         same_bits(*found, f"{lengths}")
+
+
+def test_rows_go_to_another_kernel_where_an_update_leaves_few_keys() -> None:
+    problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1)
+    call = converted(make(problem, (0, 4), (64, 64)), torch.bfloat16)
+    plan = planning.plan(problem, call.extents, torch.device("cpu"), updatable=True)
+    found = []
+    for keys in (64, 32, 64, 33):
+        plan.update([64, keys])
+        found.append(isinstance(plan.schedule, decode.Schedule))
+    assert found == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
