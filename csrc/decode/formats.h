@@ -109,9 +109,9 @@ struct Floating {
     }
 #endif
     static FUSION_INLINE Floats weigh(Floats sum, float a, Words b) { return sum + all(a) * floats_of(b); }
-    static FUSION_INLINE void columns(const char *row, const char *, Words &x, Words &y) {
-        x = load<Words>(row);
-        y = load<Words>(row + lanes * 4);
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        x = load<Words>(rows[0] + from);
+        y = load<Words>(rows[0] + from + lanes * 4);
     }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         store(row + at, low);
@@ -150,8 +150,8 @@ struct Paired {
     }
 #endif
     static FUSION_INLINE Floats weigh(Floats sum, Weight a, Words b) { return dot(sum, all(a), b); }
-    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
-        const Words a = load<Words>(row), b = load<Words>(next);
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const Words a = load<Words>(rows[0] + from), b = load<Words>(rows[1] + from);
         x = unpack_halves<false>(a, b);
         y = unpack_halves<true>(a, b);
     }

@@ -53,6 +53,13 @@ inline bool all_finite(const float *values, std::int64_t count) {
     return true;
 }
 
+inline bool any_negative(const float *values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (values[i] < 0.0f) return true;
+    }
+    return false;
+}
+
 template <class T> FUSION_INLINE void widen_row(const char *row, std::int64_t n, float *to) {
     const T *from = reinterpret_cast<const T *>(row);
     for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load_floats(from + d, n - d), n - d);

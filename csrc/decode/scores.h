@@ -103,27 +103,46 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
     }
 }
 
+// Sums of digits become those of whole numbers: of the two lower digits, and of the highest of three.
+template <class F> constexpr int whole_sums = F::digits - 1;
+
+FUSION_INLINE Ints whole_sum(const Ints *digits, int stride, int count, int at) {
+    return at ? digits[0] : (digits[(count - 2) * stride] << 8) + digits[(count - 1) * stride];
+}
+
+FUSION_INLINE Floats product_of(const Ints *sums, int stride, int count) {
+    const Floats low = __builtin_convertvector(sums[0], Floats);
+    return count == 1 ? low : low + __builtin_convertvector(sums[stride], Floats) * 65536.0f;
+}
+
 template <class F, int P>
-FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
-                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
-    constexpr int half = least(lanes, 8);  // as many pairs of sums as registers hold
+FUSION_INLINE void add_digits(Ints (&sum)[whole_sums<F>][lanes], const Words *q, const Ints *start,
+                              const char *const *rows, std::int64_t steps, LinePrefetch &ahead,
+                              const RepeatPrefetch &again) {
+    constexpr int half = least(lanes, 8);  // as many sums of all digits as registers hold
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
-        Ints high[half], low[half];
-        FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
+        Ints digit[F::digits][half];
+        FUSION_UNROLL for (int n = 0; n < F::digits; ++n) {
+            FUSION_UNROLL for (int i = 0; i < half; ++i) digit[n][i] = load<Ints>(start + n);
+        }
         for (std::int64_t step = 0; step < steps; ++step) {
-            const Words *query = q + step * F::parts * 2;
+            const Words *query = q + step * F::parts * F::digits;
             follow<P, half>(ahead, step);
             if (from == 0) again.follow<P>(step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
                 F::split(repeat<P>(rows[from + i] + step * P * 4), part);
-                FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
-                    high[i] = F::dot(high[i], part[j], load<Words>(query + 2 * j));
-                    low[i] = F::dot(low[i], part[j], load<Words>(query + 2 * j + 1));
+                FUSION_UNROLL for (int j = 0; j < F::parts * F::digits; ++j) {
+                    Ints &to = digit[j % F::digits][i];
+                    to = F::dot(to, part[j / F::digits], load<Words>(query + j));
                 }
             }
         }
-        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = (high[i] << 8) + low[i];
+        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) {
+            FUSION_UNROLL for (int i = 0; i < half; ++i) {
+                sum[n][from + i] = whole_sum(&digit[0][i], half, F::digits, n);
+            }
+        }
     }
 }
 
@@ -193,20 +212,21 @@ FUSION_INLINE void fetch_four(const char *const *rows, std::int64_t byte) {
 
 // 32 bytes of four keys.
 template <class F>
-FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *const (&row)[4], std::int64_t byte,
+FUSION_INLINE void add_pairs(Ints (&sum)[2][F::digits][4], const char *const (&row)[4], std::int64_t byte,
                              const Words *&digits) {
-    FUSION_UNROLL for (int k = 0; k < 4; ++k) {
-        Words part[F::parts];
-        F::split_repeated(row[k] + byte, part);
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
-                const Words *const at = digits + 2 * (pair * F::parts + j);
-                high[pair][k] = F::added(high[pair][k], part[j], load<Words>(at));
-                low[pair][k] = F::added(low[pair][k], part[j], load<Words>(at + 1));
+    constexpr int keys = F::digits == 2 ? 1 : 4;  // that meet a vector of digits while it is in a register
+    FUSION_UNROLL for (int from = 0; from < 4; from += keys) {
+        Words part[keys][F::parts];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::split_repeated(row[from + k] + byte, part[k]);
+        FUSION_UNROLL for (int at = 0; at < 2 * F::parts * F::digits; ++at) {
+            const Words digit = load<Words>(digits + at);
+            Ints *const to = sum[at / (F::parts * F::digits)][at % F::digits] + from;
+            FUSION_UNROLL for (int k = 0; k < keys; ++k) {
+                to[k] = F::added(to[k], part[k][at / F::digits % F::parts], digit);
             }
         }
     }
-    digits += 4 * F::parts;
+    digits += 2 * F::parts * F::digits;
 }
 
 // Three or four rows of integers, a pair of them in a vector. Sums of four keys are gathered among the products of the
@@ -224,34 +244,39 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     FUSION_UNROLL for (int lane = 0; lane < lanes; ++lane) {
         scale[lane] = w.s.row_scale[slot + lane / 4], plus[lane] = w.s.row_offset[slot + lane / 4];
     }
-    Ints sum[2][4] = {};  // of the four keys before
+    Ints sum[whole_sums<F>][2][4] = {};  // of the four keys before
+    const auto products = [&]() __attribute__((always_inline)) {
+        Ints whole[whole_sums<F>];
+        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) whole[n] = F::gather_pairs(sum[n]);
+        return product_of(whole, 1, whole_sums<F>) * scale + plus;
+    };
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
         if (Fetches && key == count - again_keys) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
-        Ints high[2][4], low[2][4];
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int k = 0; k < 4; ++k) {
-                high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
-            }
+        Ints digit[2][F::digits][4];
+        FUSION_UNROLL for (int at = 0; at < 2 * F::digits; ++at) {
+            FUSION_UNROLL for (int k = 0; k < 4; ++k) digit[at / F::digits][at % F::digits][k] = load<Ints>(start + at);
         }
         if (Fetches) next.fetch<4>(), fetch_four(upcoming, 0);
-        add_pairs<F>(high, low, row, 0, digits);
-        F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+        add_pairs<F>(digit, row, 0, digits);
+        F::store_quads(to_scores, decode_tile, products());
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
-            add_pairs<F>(high, low, row, byte, digits);
+            add_pairs<F>(digit, row, byte, digits);
             if (Fetches) next.fetch<4>(), fetch_four(upcoming, byte + 32);
-            add_pairs<F>(high, low, row, byte + 32, digits);
+            add_pairs<F>(digit, row, byte + 32, digits);
         }
-        if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int k = 0; k < 4; ++k) sum[pair][k] = (high[pair][k] << 8) + low[pair][k];
+        if (byte < bytes) add_pairs<F>(digit, row, byte, digits);
+        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) {
+            FUSION_UNROLL for (int i = 0; i < 8; ++i) {
+                sum[n][i / 4][i % 4] = whole_sum(&digit[i / 4][0][i % 4], 4, F::digits, n);
+            }
         }
         if (Fetches) upcoming += 4;
     }
-    F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+    F::store_quads(to_scores, decode_tile, products());
 }
 
 template <class F, int P>
@@ -264,14 +289,15 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
         if constexpr (F::integer) {
-            Ints sum[lanes];
+            Ints sum[whole_sums<F>][lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
-            gather_keys<P, rows>(sum);
+            FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) gather_keys<P, rows>(sum[n]);
             FUSION_UNROLL for (int i = 0; i < rows;
                                ++i) {  // from sums of whole numbers to the products that they stand for
                 const std::int64_t slot = w.slot(b.row + i);
                 const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
-                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);
+                const Floats product = product_of(&sum[0][i], lanes, whole_sums<F>);
+                store(w.s.scores + i * decode_tile + key, product * scale + plus);
             }
         } else {
             Floats sum[lanes] = {};
