@@ -23,13 +23,11 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
     }
 #endif
 #if defined(__AVX512VNNI__)
-    using Byte = decode::Fine<decode::Byte>;
-    using Nibble = decode::Fine<decode::Nibble>;
-    if (p.dtype == Dtype::float32 && p.dim_rope == 0) {
-        if (p.storage == Storage::int8 && decode::holds<Byte>(p.dim_qk))
-            return decode::attend_unit<Byte>(job, unit, next, scratch, partial);
-        if (p.storage == Storage::int4 && decode::holds<Nibble>(p.dim_qk))
-            return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
+    if (p.dtype == Dtype::float32 && p.dim_rope == 0 && p.dim_qk <= decode::fine_products) {
+        using Byte = decode::Fine<decode::Byte>;
+        using Nibble = decode::Fine<decode::Nibble>;
+        if (p.storage == Storage::int8) return decode::attend_unit<Byte>(job, unit, next, scratch, partial);
+        if (p.storage == Storage::int4) return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
     }
 #endif
     return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);

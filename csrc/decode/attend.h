@@ -135,7 +135,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
         }
         if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
         FUSION_UNROLL for (int m = 0; m < M; ++m) {
-            const typename F::Weight &weight = weights[m * (decode_tile / F::depth)];
+            const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
             FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
         }
     }

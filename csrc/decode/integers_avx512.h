@@ -30,6 +30,10 @@ struct Integer {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(positive), "v"(digits));
         return sum;
     }
+    // The sum of a row's number times elements, of those of its digits, `apart` from each other; in units of `unit`.
+    static constexpr float unit = 1.0f;
+    static constexpr std::int32_t rounding = 0;  // added to the lowest sum
+    static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
     // Sums of eight lanes each, of two rows by four keys a pair of rows: lane 4 * i + j is row i's and key j's.
     static FUSION_INLINE Ints gather_pairs(const Ints (&sum)[2][4]) {
@@ -116,6 +120,13 @@ template <class Coarse> struct Fine : Coarse {
     static constexpr float most_weight = 16776960.0f;  // below 2^24 by more than rounding adds
     static constexpr bool signed_weights = false;
 
+    // 32 bits hold sums without their lowest bits: as many as an element has.
+    static constexpr float unit = Coarse::largest;
+    static constexpr std::int32_t rounding = Coarse::largest / 2;
+    static FUSION_INLINE Ints joined(const Ints *digits, int apart) {
+        constexpr int bits = __builtin_ctz(Coarse::largest);
+        return (digits[0] << (16 - bits)) + (digits[apart] << (8 - bits)) + (digits[2 * apart] >> bits);
+    }
     static FUSION_INLINE FineSum weigh(const FineSum &sum, const FineWeight &a, Words b) {
         return {Coarse::added(sum.high, all(a.high), b),
                 {Coarse::added(sum.rest[0], all(a.middle), b), Coarse::added(sum.rest[1], all(a.low), b)}};
@@ -179,8 +190,8 @@ private:
     }
 };
 
-// What sums of `n` products of digits can hold: the two lower ones of float32 queries are added up together.
-template <class F> constexpr bool holds(std::int64_t n) { return F::digits < 3 || F::largest * n < 1 << 16; }
+// Products whose sum 32 bits hold.
+constexpr std::int64_t fine_products = 256;
 
 }  // namespace decode
 }  // namespace

@@ -27,6 +27,10 @@ struct Integer {
     static FUSION_INLINE Ints dot(Ints sum, Words elements, Words digits) {
         return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)elements, (int8x16_t)digits);
     }
+    // The sum of a row's number times elements, of those of its digits, `apart` from each other; in units of `unit`.
+    static constexpr float unit = 1.0f;
+    static constexpr std::int32_t rounding = 0;  // added to the lowest sum
+    static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
     static FUSION_INLINE Ints whole(Floats x) { return (Ints)vcvtnq_s32_f32((float32x4_t)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {

@@ -55,6 +55,9 @@ template <class F> struct DecodeSizes {  // of rows, in words
     std::int64_t value_words() const { return F::bytes(columns) / 4; }
 };
 
+// Of a row that fills vectors of words, eight elements to a word at most.
+FUSION_INLINE std::int64_t staged_elements(std::int64_t n) { return round_up<std::int64_t>(n, 8 * lanes); }
+
 struct DecodeScratch {                        // one thread's
     float *q;                                 // [blocks][words * lanes], digits: up to six vectors for one of words
     std::int32_t *start;                      // [blocks][vectors][digits][lanes]
@@ -71,7 +74,7 @@ struct DecodeScratch {                        // one thread's
 
     DecodeScratch(const Problem &p, void *memory) {
         Carver carver(memory);
-        const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t k = staged_elements(p.dim_qk), r = staged_elements(p.dim_rope);
         const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
         carver.take(q, rows * (k + r));
         carver.take(start, rows * 6);
@@ -140,7 +143,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
         return {row, count, phases, 1};
     }
     Words *query(std::int64_t row) const {
-        const std::int64_t size = round_up<std::int64_t>(p.dim_qk, 64) + round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t size = staged_elements(p.dim_qk) + staged_elements(p.dim_rope);
         return reinterpret_cast<Words *>(s.q + slot(row) * size);
     }
     Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 6); }
@@ -209,7 +212,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
     const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
-    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
+    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;
     auto *bytes = reinterpret_cast<std::int8_t *>(line + size);  // [digits, the highest first][size]
@@ -249,7 +252,8 @@ template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) 
             }
         }
         for (int digit = 0; digit < F::digits; ++digit) {
-            store(w.start(b.row) + vector * F::digits + digit, -sum[digit]);
+            const std::int32_t rounding = digit + 1 == F::digits ? F::rounding : 0;
+            store(w.start(b.row) + vector * F::digits + digit, all(rounding) - sum[digit]);
         }
     }
 }

@@ -103,22 +103,9 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
     }
 }
 
-// Sums of digits become those of whole numbers: of the two lower digits, and of the highest of three.
-template <class F> constexpr int whole_sums = F::digits - 1;
-
-FUSION_INLINE Ints whole_sum(const Ints *digits, int stride, int count, int at) {
-    return at ? digits[0] : (digits[(count - 2) * stride] << 8) + digits[(count - 1) * stride];
-}
-
-FUSION_INLINE Floats product_of(const Ints *sums, int stride, int count) {
-    const Floats low = __builtin_convertvector(sums[0], Floats);
-    return count == 1 ? low : low + __builtin_convertvector(sums[stride], Floats) * 65536.0f;
-}
-
 template <class F, int P>
-FUSION_INLINE void add_digits(Ints (&sum)[whole_sums<F>][lanes], const Words *q, const Ints *start,
-                              const char *const *rows, std::int64_t steps, LinePrefetch &ahead,
-                              const RepeatPrefetch &again) {
+FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
+                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
     constexpr int half = least(lanes, 8);  // as many sums of all digits as registers hold
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints digit[F::digits][half];
@@ -138,11 +125,7 @@ FUSION_INLINE void add_digits(Ints (&sum)[whole_sums<F>][lanes], const Words *q,
                 }
             }
         }
-        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) {
-            FUSION_UNROLL for (int i = 0; i < half; ++i) {
-                sum[n][from + i] = whole_sum(&digit[0][i], half, F::digits, n);
-            }
-        }
+        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = F::joined(&digit[0][i], half);
     }
 }
 
@@ -244,12 +227,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     FUSION_UNROLL for (int lane = 0; lane < lanes; ++lane) {
         scale[lane] = w.s.row_scale[slot + lane / 4], plus[lane] = w.s.row_offset[slot + lane / 4];
     }
-    Ints sum[whole_sums<F>][2][4] = {};  // of the four keys before
-    const auto products = [&]() __attribute__((always_inline)) {
-        Ints whole[whole_sums<F>];
-        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) whole[n] = F::gather_pairs(sum[n]);
-        return product_of(whole, 1, whole_sums<F>) * scale + plus;
-    };
+    Ints sum[2][4] = {};  // of the four keys before
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
         if (Fetches && key == count - again_keys) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
@@ -260,7 +238,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
         }
         if (Fetches) next.fetch<4>(), fetch_four(upcoming, 0);
         add_pairs<F>(digit, row, 0, digits);
-        F::store_quads(to_scores, decode_tile, products());
+        F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
@@ -269,14 +247,10 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
             add_pairs<F>(digit, row, byte + 32, digits);
         }
         if (byte < bytes) add_pairs<F>(digit, row, byte, digits);
-        FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) {
-            FUSION_UNROLL for (int i = 0; i < 8; ++i) {
-                sum[n][i / 4][i % 4] = whole_sum(&digit[i / 4][0][i % 4], 4, F::digits, n);
-            }
-        }
+        FUSION_UNROLL for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = F::joined(&digit[i / 4][0][i % 4], 4);
         if (Fetches) upcoming += 4;
     }
-    F::store_quads(to_scores, decode_tile, products());
+    F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
 }
 
 template <class F, int P>
@@ -289,15 +263,14 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
         if constexpr (F::integer) {
-            Ints sum[whole_sums<F>][lanes];
+            Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
-            FUSION_UNROLL for (int n = 0; n < whole_sums<F>; ++n) gather_keys<P, rows>(sum[n]);
+            gather_keys<P, rows>(sum);
             FUSION_UNROLL for (int i = 0; i < rows;
                                ++i) {  // from sums of whole numbers to the products that they stand for
                 const std::int64_t slot = w.slot(b.row + i);
                 const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
-                const Floats product = product_of(&sum[0][i], lanes, whole_sums<F>);
-                store(w.s.scores + i * decode_tile + key, product * scale + plus);
+                store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);
             }
         } else {
             Floats sum[lanes] = {};
