@@ -252,14 +252,14 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
     }
     w.s.value_step = find_rows(w.o.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
-    if (!w.sizes.direct_keys) {
-        stage_rows<F>(s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys);
+    if (!w.sizes.direct_keys && !F::widened) {
+        stage_rows<F::elements>(s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys);
     }
     const bool direct_rope = w.sizes.direct_keys && static_cast<Storage>(w.p.dtype) == F::stored;
     if (w.p.dim_rope && !direct_rope) {
         const Meaning as_it_is = {Dequant::none, nullptr, nullptr};
-        stage_rows<F>(s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope, w.sizes.rope_words,
-                      s.ropes);
+        stage_rows<F::elements>(s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope,
+                                w.sizes.rope_words, s.ropes);
     }
     return true;
 }
@@ -302,7 +302,8 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
         const RowBlock b = w.block(row);
         score_block(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
-            stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
+            stage_rows<8 / F::bytes(2)>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v,
+                                        w.sizes.value_words(), w.s.values);
         }
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {

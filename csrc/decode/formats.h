@@ -98,7 +98,7 @@ struct Floating {
     using Weight = float;
     static constexpr int depth = 1;     // keys per word of weights
     static constexpr int elements = 1;  // of a row, per word of it
-    static constexpr bool integer = false;
+    static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::float32;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
 
@@ -120,6 +120,20 @@ struct Floating {
     static FUSION_INLINE void order(Floats &, Floats &) {}
 };
 
+// Numbers of 16 bits met as floats: values are converted where they lie, keys a few at a time before they are met.
+template <class T, Storage Stored> struct Widened : Floating {
+    using Element = T;
+    static constexpr bool widened = true;
+    static constexpr Storage stored = Stored;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
+
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const T *row = reinterpret_cast<const T *>(rows[0] + from);
+        x = bits_of(load_floats(row, lanes));
+        y = bits_of(load_floats(row + lanes, lanes));
+    }
+};
+
 // Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
 template <int Count, int First, int... I>
 FUSION_INLINE Floats turn(Floats x, Floats y, std::integer_sequence<int, I...>) {
@@ -139,7 +153,7 @@ struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;
     static constexpr int depth = 2, elements = 2;
-    static constexpr bool integer = false;
+    static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::bfloat16;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 

@@ -43,7 +43,7 @@ template <class F> struct DecodeSizes {  // of rows, in words
     explicit DecodeSizes(const DecodeProblem &p, bool careful) : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
         const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
-        direct_keys = same && fits(p.dim_qk) && fits(p.dim_rope);
+        direct_keys = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
         direct_values = same && p.dim_v == columns;
         const auto words = [&](std::int64_t n) {
             const std::int64_t exact = (n + F::elements - 1) / F::elements;

@@ -134,12 +134,30 @@ template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
     const std::int64_t upcoming = key + again_keys - t.count;
-    if (b.row == 0 && w.sizes.direct_keys && upcoming < 0)
-        return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
+    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
+        return {w.s.key_rows + key + again_keys, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
     }
     return {};
+}
+
+// Converts keys shortly before they are met, while they are in the first cache, but not at once: what has just been
+// stored is slow to load.
+template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                                 std::int64_t key) {
+    if constexpr (F::widened) {
+        if (b.row > 0) return;
+        const std::int64_t words = w.sizes.key_words, n = w.p.dim_qk;
+        const bool stay = w.rows() > lanes;
+        const std::int64_t begin = key ? key + lanes : 0, end = least(key + 2 * lanes, t.count);
+        for (std::int64_t i = begin; i < end; ++i) {
+            auto *const to = reinterpret_cast<float *>(w.s.keys) + (stay ? i : i % (2 * lanes)) * words;
+            if (n % lanes) store(to + words - lanes, Floats{});
+            widen_row<typename F::Element>(w.s.key_rows[i], n, to);
+            w.s.key_rows[i] = reinterpret_cast<const char *>(to);
+        }
+    }
 }
 
 #if defined(__AVX512F__)
@@ -172,6 +190,7 @@ __attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
+        widen_keys(w, b, t, from);
         for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
             NarrowFloats sum[2][narrow_keys] = {};
             add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
@@ -262,6 +281,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
+        widen_keys(w, b, t, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
