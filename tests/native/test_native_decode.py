@@ -53,10 +53,11 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
         same_where_not_finite(native(case, variant), want, f"{variant} {case.problem}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
+def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel"}
-    problem = Problem(8, 2, 64, 64, dtype="bfloat16", scale=0.02, **form)
+    problem = Problem(8, 2, 64, 64, dtype=dtype, scale=0.02, **form)
     case = plain_case(problem, (1, 1), (200, 129), seed=1)
     for q in case.call.q:
         q[0] *= 1e-30  # a row of tiny numbers
@@ -72,6 +73,35 @@ def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
         judge(narrowed(case), native(case, variant), want, variant)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [40, 256, 257])
+@pytest.mark.parametrize("group", [1, 4, 6, 16])
+def test_float32_queries_meet_integers_as_exactly_as_floats(kind: str, dim: int, group: int) -> None:
+    form = {"kv_dtype": kind, "dequant_k": "token", "dequant_v": "token" if dim % 2 else "channel"}
+    problem = Problem(2 * group, 2, dim, dim, dtype="float32", scale=dim**-0.5, **form)
+    case = plain_case(problem, (1, 2), (140, 129), seed=dim)
+    for stored in (case.k, case.v):
+        for numbers in stored.numbers:
+            numbers[:, :40] = -8 if kind == "int4" else -128
+    for q in case.call.q:
+        q[0] = 1.5  # meets them in the largest sums there are
+    case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
+    want = forward(case.call)
+    for variant in VARIANTS:
+        judge(narrowed(case), native(case, variant), want, variant)
+
+
+def test_values_whose_scales_turn_their_sign() -> None:
+    form = {"kv_dtype": "int8", "dequant_k": "token", "dequant_v": "token"}
+    case = plain_case(Problem(4, 2, 64, 64, dtype="float32", scale=0.1, **form), (1, 1), (300, 129))
+    for scale in case.v.scale:
+        scale.view(-1)[::3] *= -1
+    case = replace(case, call=replace(case.call, v=case.v.meaning()))
+    want = forward(case.call)
+    for variant in VARIANTS:
+        judge(narrowed(case), native(case, variant), want, variant)
+
+
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
@@ -81,6 +111,7 @@ BASES = [
     Problem(6, 2, 40, 24, dtype="float32", scale=0.2, has_blocked=True),
     Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09, kv_dtype="int8", dequant_k="channel", dequant_v="token"),
     Problem(4, 2, 64, 64, dtype="float16", scale=0.02, kv_dtype="int4", dequant_k="token", dequant_v="channel"),
+    Problem(8, 2, 128, 96, dtype="float32", scale=0.09, kv_dtype="int8", dequant_k="channel", dequant_v="token"),
 ]
 
 
