@@ -178,3 +178,17 @@ def packed(quick: bool) -> Iterator[Pair]:
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
         goal = 0.0 if quick else 0.9 * padding * FORWARD[label, dim][0]
         yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, PEAKS[label], goal=goal)
+    yield from short(quick)
+
+
+def short(quick: bool) -> Iterator[Pair]:
+    """Sequences of as many tokens as each other, few: packed here, a batch without a mask there."""
+    tokens, heads, dim = 2048 if quick else 8192, 12, 64
+    for label, size in (("bf16", 8), ("bf16", 16), ("bf16", 32), ("fp32", 16), ("fp16", 16)):
+        count = tokens // size
+        q, k, v = (torch.randn(tokens, heads, dim, dtype=DTYPES[label]) for _ in range(3))
+        batch = [t.view(count, size, heads, dim).transpose(1, 2).contiguous() for t in (q, k, v)]
+        ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=[size] * count))
+        theirs = torch.no_grad()(functools.partial(sdpa, *batch))
+        flops, goal = 4 * heads * tokens * size * dim, 3.0 if (label, size) == ("bf16", 16) and not quick else 0.0
+        yield Pair("packed", f"{label}, {count} of {size} tokens", "SDPA", ours, theirs, flops, PEAKS[label], goal=goal)

@@ -3,12 +3,16 @@
 
 #include "cpu_features.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#endif
+#if defined(__linux__)
+#include <unistd.h>
 #endif
 
 namespace fusion {
@@ -114,6 +118,15 @@ std::vector<std::string> find_features() {
     }
 #endif
     return found;
+}
+
+std::size_t second_level_cache() {
+    long told = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    told = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    constexpr long unit = 512 << 10;
+    return static_cast<std::size_t>(told > 0 ? std::clamp(told, unit, 4 * unit) : 2 * unit);
 }
 
 }  // namespace fusion

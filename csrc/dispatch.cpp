@@ -96,7 +96,7 @@ std::vector<Built> list_variants() {
     for (const Parts &parts : list_parts()) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
         if (runs_here(parts)) {
-            put_together.push_back({*parts.dense(), parts.name, *parts.decode()});
+            put_together.push_back({*parts.dense(), parts.name, *parts.decode(), second_level_cache()});
             out.push_back({&put_together.back(), parts.name, parts.sparse()});
         } else {
             out.push_back({nullptr, parts.name, nullptr});

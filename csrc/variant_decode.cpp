@@ -22,6 +22,20 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
         if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);
     }
 #endif
+#if defined(__AVX512VNNI__)
+    if (p.dtype == Dtype::float32 && p.dim_rope == 0 && p.dim_qk <= decode::fine_products) {
+        using Byte = decode::Fine<decode::Byte>;
+        using Nibble = decode::Fine<decode::Nibble>;
+        if (p.storage == Storage::int8) return decode::attend_unit<Byte>(job, unit, next, scratch, partial);
+        if (p.storage == Storage::int4) return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
+    }
+#endif
+    if constexpr (lanes >= 8) {  // fewer convert slowly, and one value for few rows
+        using Halved = decode::Widened<Half, Storage::float16>;
+        using Brained = decode::Widened<Brain, Storage::bfloat16>;
+        if (p.storage == Storage::float16) return decode::attend_unit<Halved>(job, unit, next, scratch, partial);
+        if (p.storage == Storage::bfloat16) return decode::attend_unit<Brained>(job, unit, next, scratch, partial);
+    }
     return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
 }
 

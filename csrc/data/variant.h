@@ -18,6 +18,9 @@ struct Kernels {
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
     void (*pack_stored)(const Job &, const Unit &, std::int64_t first, std::int64_t end);  // of a job with a cache
+    // Of two units that are packed in the same memory with as many keys each, the second of which begins later in the
+    // same sequence: moves `panels` panels, from the second one's key_begin on, to where the second has them.
+    void (*carry)(const Problem &, const Unit &from, const Unit &to, std::int64_t panels);
     // Computes one tile of one query head; returns how many of its rows are empty.
     std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Prefetches &,
                            void *scratch);
@@ -72,6 +75,7 @@ struct DenseVariant {
 struct Variant : DenseVariant {
     const char *name;
     DecodeKernels decode;
+    std::size_t cache = std::size_t{1} << 20;  // bytes of a core's second-level cache: no result depends on it
 };
 
 constexpr std::int64_t tile_rows = 96;       // query rows of a tile of the forward, at most

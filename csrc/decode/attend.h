@@ -57,7 +57,7 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
 }
 
 // Scores become weights relative to the largest score so far; what was summed before shrinks by `fade`. Weights of
-// stored integers become 16-bit numbers, of which each stands for `factor`.
+// stored integers become whole numbers, of which each stands for `factor`.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                          float *scores, LinePrefetch &keys, std::int64_t lines) {
@@ -72,12 +72,12 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
     if (count > t.count) store(scores + t.count, all(-infinity));
     const bool scaled = F::integer && t.values.kind == Dequant::token;
-    float top = 1.0f, share = 1.0f;
+    float top = 1.0f, share = 1.0f, factor = 1.0f;
     if constexpr (F::integer) {
         top = scaled          ? largest_product(w, t, scores, count, from)
               : found == peak ? 1.0f
                               : power((found - from) * w.factor);
-        share = top > 1e-34f ? 32767.0f / top : 0.0f;
+        share = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
@@ -97,7 +97,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
         F::store_elements(weights, c, low * all(share), high * all(share));
     }
     w.s.fade[i] = fade;
-    w.s.factor[i] = F::integer ? top / 32767.0f : 1.0f;
+    w.s.factor[i] = factor;
     if (scaled && t.values.offset) state[2] = state[2] * fade + sum_of(extra);
     state[0] = peak;
     state[1] = state[1] * fade + sum_of(sum + other);
@@ -122,7 +122,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
         Words value[N];
         FUSION_UNROLL for (int j = 0; j < N; j += 2) {
             const std::int64_t from = at + F::bytes(j * lanes);
-            F::columns(rows[key] + from, F::depth == 2 ? rows[key + 1] + from : nullptr, value[j], value[j + 1]);
+            F::columns(rows + key, from, value[j], value[j + 1]);
         }
         // Once more: of the rows that come next, behind the last of which are the first of the rows ahead.
         const char *const *const upcoming = key < again ? rows + key + again_values
@@ -147,7 +147,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
         FUSION_UNROLL for (int n = 0; n < N; ++n) {
             Floats added;
             if constexpr (F::integer) {
-                added = __builtin_convertvector(sum[m][n], Floats) * factor;
+                added = F::total(sum[m][n]) * factor;
             } else {
                 added = sum[m][n];
             }
@@ -159,7 +159,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
 template <class F, int M>
 void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, LinePrefetch &ahead) {
     std::int64_t d = 0;
-    if constexpr (M <= 4 && lanes == 16) {
+    if constexpr (M * sizeof(typename F::Sum) <= 6 * sizeof(Floats) && lanes == 16) {
         for (; d + 4 * lanes <= w.sizes.columns; d += 4 * lanes) add_values<F, M, 4>(w, row, i, t, d, ahead);
     }
     for (; d < w.sizes.columns; d += column_unit) add_values<F, M, 2>(w, row, i, t, d, ahead);
@@ -167,11 +167,11 @@ void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, con
 
 template <class F>
 void value_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, LinePrefetch ahead) {
-    for (std::int64_t i = 0; i < b.rows; i += value_rows) {
+    constexpr int together = sizeof(typename F::Sum) == sizeof(Floats) ? value_rows : 4;
+    for (std::int64_t i = 0; i < b.rows; i += together) {
         const std::int64_t left = b.rows - i, row = b.row + i;
         if (left > 4) {
-            if constexpr (value_rows == 8) value_columns<F, 8>(w, row, i, t, ahead);
-            else value_columns<F, 4>(w, row, i, t, ahead);
+            value_columns<F, together>(w, row, i, t, ahead);
         } else if (left > 2) {
             value_columns<F, 4>(w, row, i, t, ahead);
         } else if (left > 1) {
@@ -240,7 +240,7 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
     return {q.kind, scale, q.offset.base ? offset : nullptr};
 }
 
-// Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
+// Finds the tile's rows and stages those that cannot be multiplied where they lie; false: not with such scales.
 template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
     const std::int64_t own = u.first_own;
@@ -254,17 +254,21 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
             if (m.kind != Dequant::token) continue;
             if (!all_finite(m.scale, t.count) || (m.offset && !all_finite(m.offset, t.count))) return false;
         }
+        // Weights carry the scales of values.
+        if (!F::signed_weights && t.values.kind == Dequant::token && any_negative(t.values.scale, t.count))
+            return false;
     }
     w.s.value_step = find_rows(w.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
-    if (!w.sizes.direct_keys) {
-        stage_rows<F>(w.keys, s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys, line);
+    if (!w.sizes.direct_keys && !F::widened) {
+        stage_rows<F::elements>(w.keys, s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys,
+                                line);
     }
     const bool direct_rope = w.sizes.direct_keys && static_cast<Storage>(w.p.dtype) == F::stored;
     if (w.p.dim_rope && !direct_rope) {
         const Meaning as_it_is = {Dequant::none, nullptr, nullptr};
-        stage_rows<F>(w.o.key_ropes, s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope,
-                      w.sizes.rope_words, s.ropes, line);
+        stage_rows<F::elements>(w.o.key_ropes, s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is,
+                                w.p.dim_rope, w.sizes.rope_words, s.ropes, line);
     }
     return true;
 }
@@ -313,8 +317,8 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
         float *const block_scores = w.s.scores + (scored ? lanes * decode_tile : 0);
         scored = !scored && score_blocks(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
-            stage_rows<F>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(),
-                          w.s.values, reinterpret_cast<char *>(w.s.line));
+            stage_rows<8 / F::bytes(2)>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v,
+                                        w.sizes.value_words(), w.s.values, reinterpret_cast<char *>(w.s.line));
         }
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {

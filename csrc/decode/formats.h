@@ -98,7 +98,7 @@ struct Floating {
     using Weight = float;
     static constexpr int depth = 1;     // keys per word of weights
     static constexpr int elements = 1;  // of a row, per word of it
-    static constexpr bool integer = false;
+    static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::float32;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
 
@@ -109,15 +109,29 @@ struct Floating {
     }
 #endif
     static FUSION_INLINE Floats weigh(Floats sum, float a, Words b) { return sum + all(a) * floats_of(b); }
-    static FUSION_INLINE void columns(const char *row, const char *, Words &x, Words &y) {
-        x = load<Words>(row);
-        y = load<Words>(row + lanes * 4);
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        x = load<Words>(rows[0] + from);
+        y = load<Words>(rows[0] + from + lanes * 4);
     }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         store(row + at, low);
         store(row + at + lanes, high);
     }
     static FUSION_INLINE void order(Floats &, Floats &) {}
+};
+
+// Numbers of 16 bits met as floats: values are converted where they lie, keys a few at a time before they are met.
+template <class T, Storage Stored> struct Widened : Floating {
+    using Element = T;
+    static constexpr bool widened = true;
+    static constexpr Storage stored = Stored;
+    static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
+
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const T *row = reinterpret_cast<const T *>(rows[0] + from);
+        x = bits_of(load_floats(row, lanes));
+        y = bits_of(load_floats(row + lanes, lanes));
+    }
 };
 
 // Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
@@ -139,7 +153,7 @@ struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;
     static constexpr int depth = 2, elements = 2;
-    static constexpr bool integer = false;
+    static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::bfloat16;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 
@@ -150,8 +164,8 @@ struct Paired {
     }
 #endif
     static FUSION_INLINE Floats weigh(Floats sum, Weight a, Words b) { return dot(sum, all(a), b); }
-    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
-        const Words a = load<Words>(row), b = load<Words>(next);
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const Words a = load<Words>(rows[0] + from), b = load<Words>(rows[1] + from);
         x = unpack_halves<false>(a, b);
         y = unpack_halves<true>(a, b);
     }

@@ -14,8 +14,9 @@ namespace decode {
 struct Integer {
     using Sum = Ints;
     using Weight = std::uint32_t;
-    static constexpr int depth = 2;
-    static constexpr bool integer = true;
+    static constexpr int depth = 2, digits = 2;
+    static constexpr float most_weight = 32767.0f;
+    static constexpr bool integer = true, widened = false, signed_weights = true;
 
     // b: four columns of a key, and of the next.
     static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {
@@ -26,6 +27,11 @@ struct Integer {
     static FUSION_INLINE Ints dot(Ints sum, Words elements, Words digits) {
         return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)elements, (int8x16_t)digits);
     }
+    // The sum of a row's number times elements, of those of its digits, `apart` from each other; in units of `unit`.
+    static constexpr float unit = 1.0f;
+    static constexpr std::int32_t rounding = 0;  // added to the lowest sum
+    static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
+    static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
     static FUSION_INLINE Ints whole(Floats x) { return (Ints)vcvtnq_s32_f32((float32x4_t)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         store(row + at / 2, vcombine_s16(vmovn_s32((int32x4_t)whole(low)), vmovn_s32((int32x4_t)whole(high))));
@@ -39,8 +45,8 @@ struct Byte : Integer {
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
     static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x; }
-    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
-        const int16x8_t a = vmovl_s8(load<int8x8_t>(row)), b = vmovl_s8(load<int8x8_t>(next));
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const int16x8_t a = vmovl_s8(load<int8x8_t>(rows[0] + from)), b = vmovl_s8(load<int8x8_t>(rows[1] + from));
         x = (Words)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
         y = (Words)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
     }
@@ -58,9 +64,9 @@ struct Nibble : Integer {
         part[0] = positive & 0x0f0f0f0fu;
         part[1] = positive >> 4 & 0x0f0f0f0fu;
     }
-    static FUSION_INLINE void columns(const char *row, const char *next, Words &x, Words &y) {
-        const std::uint64_t both = load<std::uint32_t>(row) | std::uint64_t{load<std::uint32_t>(next)} << 32;
-        const int16x8_t wide = vmovl_s8(vcreate_s8(both));
+    static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
+        const std::uint64_t next = load<std::uint32_t>(rows[1] + from);
+        const int16x8_t wide = vmovl_s8(vcreate_s8(load<std::uint32_t>(rows[0] + from) | next << 32));
         x = (Words)vshrq_n_s16(vshlq_n_s16(wide, 12), 12);
         y = (Words)vshrq_n_s16(wide, 4);
     }

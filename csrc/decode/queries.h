@@ -35,7 +35,7 @@ template <class F> struct DecodeSizes {  // of rows, in words
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
         const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
-        const bool exact_words = same && fits(p.dim_qk) && fits(p.dim_rope);
+        const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
         direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
         direct_values = same && p.dim_v == columns && !o.values.piece;
         const auto words = [&](std::int64_t n) {
@@ -48,9 +48,12 @@ template <class F> struct DecodeSizes {  // of rows, in words
     std::int64_t value_words() const { return F::bytes(columns) / 4; }
 };
 
+// Of a row that fills vectors of words, eight elements to a word at most.
+FUSION_INLINE std::int64_t staged_elements(std::int64_t n) { return round_up<std::int64_t>(n, 8 * lanes); }
+
 struct DecodeScratch {                        // one thread's
-    float *q;                                 // [blocks][words * lanes], digits: up to four vectors for one of words
-    std::int32_t *start;                      // [blocks][vectors][2][lanes]
+    float *q;                                 // [blocks][words * lanes], digits: up to six vectors for one of words
+    std::int32_t *start;                      // [blocks][vectors][digits][lanes]
     float *row_scale, *row_offset, *row_sum;  // [decode_slots]
     float *fade, *factor;                     // [lanes]
     float *scores;                            // [2 * lanes][decode_tile]
@@ -65,10 +68,10 @@ struct DecodeScratch {                        // one thread's
 
     DecodeScratch(const Problem &p, void *memory) {
         Carver carver(memory);
-        const std::int64_t k = round_up<std::int64_t>(p.dim_qk, 64), r = round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t k = staged_elements(p.dim_qk), r = staged_elements(p.dim_rope);
         const std::int64_t v = round_up<std::int64_t>(p.dim_v, 32), rows = decode_slots;
         carver.take(q, rows * (k + r));
-        carver.take(start, rows * 4);
+        carver.take(start, rows * 6);
         carver.take(row_scale, rows);
         carver.take(row_offset, rows);
         carver.take(row_sum, rows);
@@ -149,10 +152,10 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
         return {row, count, phases, 1};
     }
     Words *query(std::int64_t row) const {
-        const std::int64_t size = round_up<std::int64_t>(p.dim_qk, 64) + round_up<std::int64_t>(p.dim_rope, 64);
+        const std::int64_t size = staged_elements(p.dim_qk) + staged_elements(p.dim_rope);
         return reinterpret_cast<Words *>(s.q + slot(row) * size);
     }
-    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 4); }
+    Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 6); }
 };
 
 // What a head's rows meet that is not finite: rows of a unit, as bits.
@@ -199,9 +202,9 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
     }
 }
 
-// A row's 16-bit numbers as two digits; false where the row is not finite.
+// A row's numbers of 16 or 24 bits as two or three digits; false where the row is not finite.
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
-    constexpr int word = F::elements, parts = F::parts;
+    constexpr int word = F::elements, parts = F::parts, digits = F::digits;
     const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
     const Meaning k = channel_meaning(w.o.quantised_keys, w.unit.seq, w.kv_head);
     float *line = w.s.line;
@@ -222,35 +225,35 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
         w.s.row_scale[w.slot(row)] = w.s.row_offset[w.slot(row)] = w.s.row_sum[w.slot(row)] = 0.0f;
         return false;
     }
-    // Digits that two signed bytes hold, and a sum that 32 bits hold.
-    const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
+    // Digits that signed bytes hold (of 24 bits by more than rounding adds), and a sum that 32 bits hold.
+    const float whole = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
     // Else the bias is added first.
     const float times = (w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
-    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
+    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;
-    auto *highs = reinterpret_cast<std::int8_t *>(line + size), *lows = highs + size;
+    auto *bytes = reinterpret_cast<std::int8_t *>(line + size);  // [digits, the highest first][size]
     for (std::int64_t d = 0; d < size; d += lanes) {
-        const Ints number = F::whole(load<Floats>(line + d) * share);
-        const Ints low = number << 24 >> 24, high = (number - low) >> 8;
-        typedef std::int8_t Digits __attribute__((vector_size(lanes)));
-        store(lows + d, __builtin_convertvector(low, Digits));
-        store(highs + d, __builtin_convertvector(high, Digits));
+        Ints number = F::whole(load<Floats>(line + d) * share);
+        for (int digit = digits - 1; digit >= 0; --digit) {
+            typedef std::int8_t Digits __attribute__((vector_size(lanes)));
+            const Ints low = number << 24 >> 24;
+            store(bytes + digit * size + d, __builtin_convertvector(low, Digits));
+            number = (number - low) >> 8;
+        }
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
     for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
         const std::int64_t at = place_of(c, i, b), lane = at % lanes;
         for (int part = 0; part < parts; ++part) {
-            std::int8_t digits[2][4];
-            for (int j = 0; j < 4; ++j) {
-                digits[0][j] = highs[c * word + j * parts + part];
-                digits[1][j] = lows[c * word + j * parts + part];
+            std::uint32_t *const vector = to + (at / lanes * parts + part) * digits * lanes + lane;
+            for (int digit = 0; digit < digits; ++digit) {
+                std::int8_t four[4];
+                for (int j = 0; j < 4; ++j) four[j] = bytes[digit * size + c * word + j * parts + part];
+                std::memcpy(vector + digit * lanes, four, 4);
             }
-            std::uint32_t *const vector = to + (at / lanes * parts + part) * 2 * lanes + lane;
-            std::memcpy(vector, digits[0], 4);
-            std::memcpy(vector + lanes, digits[1], 4);
         }
     }
     return true;
@@ -260,16 +263,17 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
 template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) {
     const Words raised = all(static_cast<std::uint32_t>(F::raised) * 0x01010101u);
     for (int vector = 0; vector < b.vectors; ++vector) {
-        const Words *q = w.query(b.row) + vector * F::parts * 2;
-        Ints high = {}, low = {};
-        for (std::int64_t c = 0; c < w.sizes.key_words; c += b.phases, q += b.vectors * F::parts * 2) {
-            for (int part = 0; part < F::parts; ++part) {
-                high = F::dot(high, raised, load<Words>(q + part * 2));
-                low = F::dot(low, raised, load<Words>(q + part * 2 + 1));
+        const Words *q = w.query(b.row) + vector * F::parts * F::digits;
+        Ints sum[F::digits] = {};
+        for (std::int64_t c = 0; c < w.sizes.key_words; c += b.phases, q += b.vectors * F::parts * F::digits) {
+            for (int at = 0; at < F::parts * F::digits; ++at) {
+                sum[at % F::digits] = F::dot(sum[at % F::digits], raised, load<Words>(q + at));
             }
         }
-        store(w.start(b.row) + vector * 2, -high);
-        store(w.start(b.row) + vector * 2 + 1, -low);
+        for (int digit = 0; digit < F::digits; ++digit) {
+            const std::int32_t rounding = digit + 1 == F::digits ? F::rounding : 0;
+            store(w.start(b.row) + vector * F::digits + digit, all(rounding) - sum[digit]);
+        }
     }
 }
 
@@ -280,7 +284,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
         const RowBlock b = w.block(row);
         const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases) * b.vectors;
         if constexpr (F::integer) {
-            std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * 2 * 4);
+            std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * F::digits * 4);
         } else {
             std::memset(static_cast<void *>(w.query(row)), 0, words * 4);
         }

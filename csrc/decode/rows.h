@@ -62,6 +62,13 @@ inline bool all_finite(const float *values, std::int64_t count) {
     return true;
 }
 
+inline bool any_negative(const float *values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (values[i] < 0.0f) return true;
+    }
+    return false;
+}
+
 template <class T> FUSION_INLINE void widen_row(const char *row, std::int64_t n, float *to) {
     const T *from = reinterpret_cast<const T *>(row);
     for (std::int64_t d = 0; d < n; d += lanes) store_floats(to + d, load_floats(from + d, n - d), n - d);
@@ -120,21 +127,21 @@ FUSION_INLINE const char *whole_row(const Cache &c, const char *row, std::int64_
 }
 
 // Rows of n elements become rows of `words` words behind each other, filled up with zeros: of float32 that carry their
-// meaning, or (F::stored) as they are. line: memory for one row.
-template <class F>
+// meaning, or (several to a word) as they are. line: memory for one row.
+template <int Elements>
 void stage_rows(const Cache &cache, const char **rows, std::int64_t count, Storage storage, const Meaning &meaning,
                 std::int64_t n, std::int64_t words, char *to, char *line) {
-    const std::int64_t size = words * 4, used = (n + F::elements - 1) / F::elements;
+    const std::int64_t size = words * 4, used = (n + Elements - 1) / Elements;
     for (std::int64_t i = 0; i < count; ++i, to += size) {
         const char *const from = whole_row(cache, rows[i], row_bytes(storage, n), line);
-        if constexpr (F::elements == 1) {
+        if constexpr (Elements == 1) {
             float *row = reinterpret_cast<float *>(to);
             widen_row(storage, from, n, row);
             meaning.apply(row, n, i);
         } else {
             std::memset(to + used * 4 - 4, 0, 4);
-            std::memcpy(to, from, F::elements == 8 ? (n + 1) / 2 : n * (4 / F::elements));
-            if (F::elements == 8 && n % 2) to[n / 2] &= 15;
+            std::memcpy(to, from, Elements == 8 ? (n + 1) / 2 : n * (4 / Elements));
+            if (Elements == 8 && n % 2) to[n / 2] &= 15;
         }
         std::memset(to + used * 4, 0, size - used * 4);
         rows[i] = to;

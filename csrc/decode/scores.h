@@ -106,24 +106,26 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
 template <class F, int P>
 FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
                               std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
-    constexpr int half = least(lanes, 8);  // as many pairs of sums as registers hold
+    constexpr int half = least(lanes, 8);  // as many sums of all digits as registers hold
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
-        Ints high[half], low[half];
-        FUSION_UNROLL for (int i = 0; i < half; ++i) high[i] = load<Ints>(start), low[i] = load<Ints>(start + 1);
+        Ints digit[F::digits][half];
+        FUSION_UNROLL for (int n = 0; n < F::digits; ++n) {
+            FUSION_UNROLL for (int i = 0; i < half; ++i) digit[n][i] = load<Ints>(start + n);
+        }
         for (std::int64_t step = 0; step < steps; ++step) {
-            const Words *query = q + step * F::parts * 2;
+            const Words *query = q + step * F::parts * F::digits;
             follow<P, half>(ahead, step);
             if (from == 0) again.follow<P>(step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
                 Words part[F::parts];
                 F::split(repeat<P>(rows[from + i] + step * P * 4), part);
-                FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
-                    high[i] = F::dot(high[i], part[j], load<Words>(query + 2 * j));
-                    low[i] = F::dot(low[i], part[j], load<Words>(query + 2 * j + 1));
+                FUSION_UNROLL for (int j = 0; j < F::parts * F::digits; ++j) {
+                    Ints &to = digit[j % F::digits][i];
+                    to = F::dot(to, part[j / F::digits], load<Words>(query + j));
                 }
             }
         }
-        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = (high[i] << 8) + low[i];
+        FUSION_UNROLL for (int i = 0; i < half; ++i) sum[from + i] = F::joined(&digit[0][i], half);
     }
 }
 
@@ -132,12 +134,32 @@ template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
     const std::int64_t upcoming = key + again_keys - t.count;
-    if (b.row == 0 && w.sizes.direct_keys && upcoming < 0)
-        return {w.s.key_rows + key + again_keys, w.sizes.key_words * 4};
+    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
+        return {w.s.key_rows + key + again_keys, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
     }
     return {};
+}
+
+// Converts keys shortly before they are met, while they are in the first cache, but not at once: what has just been
+// stored is slow to load.
+template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                                 std::int64_t key) {
+    if constexpr (F::widened) {
+        if (b.row > 0) return;
+        const std::int64_t words = w.sizes.key_words, n = w.p.dim_qk;
+        const bool stay = w.rows() > lanes;
+        const std::int64_t begin = key ? key + lanes : 0, end = least(key + 2 * lanes, t.count);
+        for (std::int64_t i = begin; i < end; ++i) {
+            auto *const to = reinterpret_cast<float *>(w.s.keys) + (stay ? i : i % (2 * lanes)) * words;
+            if (n % lanes) store(to + words - lanes, Floats{});
+            const char *const row =
+                whole_row(w.keys, w.s.key_rows[i], row_bytes(F::stored, n), reinterpret_cast<char *>(w.s.line));
+            widen_row<typename F::Element>(row, n, to);
+            w.s.key_rows[i] = reinterpret_cast<const char *>(to);
+        }
+    }
 }
 
 #if defined(__AVX512F__)
@@ -170,6 +192,7 @@ __attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
+        widen_keys(w, b, t, from);
         for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
             NarrowFloats sum[2][narrow_keys] = {};
             add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
@@ -193,20 +216,21 @@ FUSION_INLINE void fetch_four(const char *const *rows, std::int64_t byte) {
 
 // 32 bytes of four keys.
 template <class F>
-FUSION_INLINE void add_pairs(Ints (&high)[2][4], Ints (&low)[2][4], const char *const (&row)[4], std::int64_t byte,
+FUSION_INLINE void add_pairs(Ints (&sum)[2][F::digits][4], const char *const (&row)[4], std::int64_t byte,
                              const Words *&digits) {
-    FUSION_UNROLL for (int k = 0; k < 4; ++k) {
-        Words part[F::parts];
-        F::split_repeated(row[k] + byte, part);
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int j = 0; j < F::parts; ++j) {
-                const Words *const at = digits + 2 * (pair * F::parts + j);
-                high[pair][k] = F::added(high[pair][k], part[j], load<Words>(at));
-                low[pair][k] = F::added(low[pair][k], part[j], load<Words>(at + 1));
+    constexpr int keys = F::digits == 2 ? 1 : 4;  // that meet a vector of digits while it is in a register
+    FUSION_UNROLL for (int from = 0; from < 4; from += keys) {
+        Words part[keys][F::parts];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::split_repeated(row[from + k] + byte, part[k]);
+        FUSION_UNROLL for (int at = 0; at < 2 * F::parts * F::digits; ++at) {
+            const Words digit = load<Words>(digits + at);
+            Ints *const to = sum[at / (F::parts * F::digits)][at % F::digits] + from;
+            FUSION_UNROLL for (int k = 0; k < keys; ++k) {
+                to[k] = F::added(to[k], part[k][at / F::digits % F::parts], digit);
             }
         }
     }
-    digits += 4 * F::parts;
+    digits += 2 * F::parts * F::digits;
 }
 
 // Three or four rows of integers, a pair of them in a vector. Sums of four keys are gathered among the products of the
@@ -229,26 +253,22 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
         if (Fetches && key == count - again_keys) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
-        Ints high[2][4], low[2][4];
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int k = 0; k < 4; ++k) {
-                high[pair][k] = load<Ints>(start + 2 * pair), low[pair][k] = load<Ints>(start + 2 * pair + 1);
-            }
+        Ints digit[2][F::digits][4];
+        FUSION_UNROLL for (int at = 0; at < 2 * F::digits; ++at) {
+            FUSION_UNROLL for (int k = 0; k < 4; ++k) digit[at / F::digits][at % F::digits][k] = load<Ints>(start + at);
         }
         if (Fetches) next.fetch<4>(), fetch_four(upcoming, 0);
-        add_pairs<F>(high, low, row, 0, digits);
+        add_pairs<F>(digit, row, 0, digits);
         F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
-            add_pairs<F>(high, low, row, byte, digits);
+            add_pairs<F>(digit, row, byte, digits);
             if (Fetches) next.fetch<4>(), fetch_four(upcoming, byte + 32);
-            add_pairs<F>(high, low, row, byte + 32, digits);
+            add_pairs<F>(digit, row, byte + 32, digits);
         }
-        if (byte < bytes) add_pairs<F>(high, low, row, byte, digits);
-        FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-            FUSION_UNROLL for (int k = 0; k < 4; ++k) sum[pair][k] = (high[pair][k] << 8) + low[pair][k];
-        }
+        if (byte < bytes) add_pairs<F>(digit, row, byte, digits);
+        FUSION_UNROLL for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = F::joined(&digit[i / 4][0][i % 4], 4);
         if (Fetches) upcoming += 4;
     }
     F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
@@ -263,6 +283,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
+        widen_keys(w, b, t, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
@@ -320,6 +341,7 @@ __attribute__((noinline)) void score_both(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
+        widen_keys(w, b, t, key);
         Floats sums[2][lanes];
         for (int from = 0; from < lanes; from += half) {
             Floats sum[2][half] = {};

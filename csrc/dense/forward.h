@@ -6,93 +6,18 @@
 
 #pragma once
 
-#include "dense/bias.h"
-#include "simd/prefetch.h"
+#include "dense/short.h"
 #include "simd/masks.h"
-#include "dense/stored.h"
 #include "simd/statistics.h"
-#include "simd/tile.h"
 
 namespace fusion {
 namespace {
-
-constexpr std::int64_t most_step = 512;                       // keys that a tile meets at a time, at most,
-constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
-
-static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
-
-// A function of the problem alone, since it decides in which order weights are summed.
-template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
-    std::int64_t keys = most_step;
-    while (keys > 128 && keys * (sizes.words + sizes.value_columns / Format::depth) * 4 > step_bytes) keys /= 2;
-    return keys;
-}
-
-template <class Format> struct Scratch {  // one thread's
-    using Word = typename Format::Word;
-    Word *q;        // [tile_rows][words]
-    float *out;     // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
-    float *sum;     // [tile_rows][lanes], one sum per lane
-    float *peak;    // [tile_rows + lanes], the largest score so far
-    float *shift;   // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
-    float *scores;  // [block_rows][most_step]
-    Word *weights;  // [block_rows][most_step / depth]; in the scores' place where they have the same size
-    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
-    std::size_t bytes;
-
-    Scratch(const Sizes<Format> &sizes, void *memory) {
-        Carver carver(memory);
-        carver.take(q, tile_rows * sizes.words);
-        carver.take(out, tile_rows * sizes.value_columns);
-        carver.take(sum, tile_rows * lanes);
-        carver.take(peak, tile_rows + lanes);
-        carver.take(shift, tile_rows + lanes);
-        carver.take(scores, block_rows * most_step);
-        if constexpr (Format::depth == 1) {
-            weights = scores;
-        } else {
-            carver.take(weights, block_rows * most_step / Format::depth);
-        }
-        carver.take(seen, block_rows * most_step / 8);
-        carver.take(keep, block_rows * most_step / 8);
-        bytes = carver.bytes();
-    }
-};
-
-template <class Format> struct Work {  // a tile and all that it needs
-    const Problem &p;
-    const Operands &o;
-    const Sequence &seq;
-    const Sizes<Format> sizes;
-    const Packed<Format> packed;
-    const Scratch<Format> s;
-    const Unit &unit;
-    const Tile &tile;
-    const std::int64_t head;
-    const bool bias_pass;  // scores are scaled and biased in a pass of their own
-    const float natural;   // what a score is multiplied by to give the problem's score
-    const float factor;    // and to give it as a power of two
-    const Job &job;
-
-    Work(const Job &job_, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
-        : p(*job_.problem), o(*job_.operands), seq(job_.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
-          s(sizes, scratch), unit(unit_), tile(tile_), head(head_), bias_pass(needs_bias_pass(p)),
-          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e), job(job_) {}
-};
-
-// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
-// first, some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin,
-// full_end).
-struct Block {
-    std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
-    bool hidden;  // some row does not see some key
-};
 
 // ---------------------------------------------------------------------------------------------------------- products
 
 // A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
-__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue<3> &queue) {
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
     const std::int64_t words = w.sizes.words;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
@@ -179,11 +104,6 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         if (nonfinite) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
-}
-
-template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
-    if constexpr (Format::fused) return exp2(scores * factor - shift);
-    return exp2<6>((scores - shift) * factor);
 }
 
 // The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
@@ -295,20 +215,8 @@ template <class Format, class T> void add_nonfinite_values(const Work<Format> &w
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-// The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
-template <class Format>
-Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
-    const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
-    const std::int64_t some_begin = most(begin, first_key(w.seq, top)), some_end = least(end, end_key(w.seq, bottom));
-    if (some_end <= some_begin) return {};
-    const std::int64_t first = some_begin / panel * panel, count = round_up<std::int64_t>(some_end, panel) - first;
-    const std::int64_t full_begin = first_key(w.seq, bottom) - first, full_end = end_key(w.seq, top) - first;
-    const bool hidden = w.p.has_blocked || full_begin > 0 || full_end < count;
-    return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
-}
-
 template <class Format, class T>
-void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue<3> &queue) {
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue<2> &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     // The last block of a tile may be short.
     with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, queue); });
@@ -361,8 +269,9 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
     std::int64_t empty = 0;
     for (std::int64_t first = 0; first < rows; first += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
-        Floats sum = {}, share = all(1.0f);
-        for (std::int64_t i = 0; i < here; ++i) sum[i] = sum_of(load<Floats>(w.s.sum + (first + i) * lanes));
+        Floats sums_by_lane[lanes] = {};
+        for (std::int64_t i = 0; i < here; ++i) sums_by_lane[i] = load<Floats>(w.s.sum + (first + i) * lanes);
+        Floats sum = sums_of(sums_by_lane), share = all(1.0f);
         const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
@@ -397,21 +306,21 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
 }
 
 // What is asked for during a tile: its own results' memory, and what the thread reads next.
-template <class Format, class T> PrefetchQueue<3> queue_of(const Work<Format> &w, const Prefetches &ahead) {
+template <class Format, class T> PrefetchQueue<2> queue_of(const Work<Format> &w, const Prefetches &ahead) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
-    PrefetchQueue<3> out;
+    PrefetchQueue<2> out;
     out.add(prefetch_rows<T>(w.o.out, seq, w.head, row0, rows, w.p.dim_v));
     if (w.o.max.base) {
         out.add(prefetch_rows<float>(w.o.max, seq, w.head, row0, rows, 1));
         out.add(prefetch_rows<float>(w.o.sum, seq, w.head, row0, rows, 1));
     }
     for (int i = 0; i < ahead.count; ++i) out.add(ahead.parts[i]);
-    std::int64_t panels = 0;  // that some block of rows meets
-    for (std::int64_t row = 0; row < rows; row += block_rows) {
-        panels +=
-            cut_block(w, row, least<std::int64_t>(block_rows, rows - row), w.tile.begin, w.tile.end).count / panel;
+    std::int64_t steps = 0;
+    const std::int64_t height = height_of(rows);
+    for (std::int64_t row = 0; row < rows; row += height) {
+        steps += steps_of(w, cut_block(w, row, least(height, rows - row), w.tile.begin, w.tile.end));
     }
-    out.spread(most<std::int64_t>(panels, 1));
+    out.spread(most<std::int64_t>(steps, 1));
     return out;
 }
 
@@ -419,18 +328,20 @@ template <class Format, class T>
 std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
     const Work<Format> w(job, unit, head, tile, scratch);
-    PrefetchQueue<3> queue = queue_of<Format, T>(w, ahead);
+    PrefetchQueue<2> queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
     const std::int64_t step = step_keys(w.sizes);
     bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    const std::int64_t height = height_of(rows);
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
-        for (std::int64_t row = 0; row < rows; row += block_rows) {
-            const Block b = cut_block(w, row, least<std::int64_t>(block_rows, rows - row), begin, begin + step);
+        for (std::int64_t row = 0; row < rows; row += height) {
+            const Block b = cut_block(w, row, least(height, rows - row), begin, begin + step);
             if (!b.count) continue;
-            attend_block<Format, T>(w, b, !met[row / block_rows], met_nonfinite, queue);
-            met[row / block_rows] = true;
+            if (!sees_nonfinite(w, b) && attend_short(w, b, queue)) continue;
+            attend_block<Format, T>(w, b, !met[row / height], met_nonfinite, queue);
+            met[row / height] = true;
         }
     }
     return store_rows<Format, T>(w);

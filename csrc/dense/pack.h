@@ -202,5 +202,22 @@ void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int6
     }
 }
 
+// What two units share of what is packed, in the same memory: from where the first has it to where the second does. All
+// moves forward, in the order of memory, so that nothing is written over that is still to be moved.
+template <class Format>
+void carry_panels(const Problem &p, const Unit &from, const Unit &to, std::int64_t panels) {
+    using Word = typename Format::Word;
+    const Sizes<Format> sizes(p);
+    const Packed<Format> old(sizes, from), fresh(sizes, to);
+    const std::int64_t gone = to.key_begin - from.key_begin, keys = panels * panel;
+    std::memmove(fresh.k, old.k + gone * sizes.words, keys * sizes.words * sizeof(Word));
+    for (std::int64_t d = 0; d < sizes.value_columns; d += panel) {
+        const std::int64_t width = least<std::int64_t>(panel, sizes.value_columns - d);
+        std::memmove(fresh.values(d, 0, width), old.values(d, gone, width),
+                     keys / Format::depth * width * sizeof(Word));
+    }
+    std::memmove(fresh.nonfinite, old.nonfinite + gone / panel, panels);
+}
+
 }  // namespace
 }  // namespace fusion

@@ -5,15 +5,14 @@
 #include "plan/team.h"
 
 #include <algorithm>
+#include <functional>
 #include <new>
 #include <utility>
 
 namespace fusion {
 namespace {
 
-// Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for anyone.
-constexpr std::size_t small_unit = std::size_t{960} << 10;
-// Larger ones are shared by all threads. What lies packed at a time bounds the memory for any batch: two waves, so that
+// What lies packed at a time bounds the memory for any batch: two waves, so that
 // nobody waits between them.
 constexpr std::size_t most_packed = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
@@ -21,6 +20,9 @@ constexpr std::int64_t run_panels = 8;
 constexpr std::size_t ahead = 8;
 // Pieces of work for each thread, from which on their lengths do not matter: threads end together.
 constexpr std::size_t fair_share = 16;
+// Neighbouring pieces of a band that a thread takes together, at most: all but an eighth of what they share is then
+// packed once instead of twice.
+constexpr std::size_t most_stretch = 8;
 // A tile is short that meets less than such a part of the keys that another of its unit does.
 constexpr std::int64_t short_tile = 3;
 // What loading and storing a row takes, and packing a key, in pairs of a row and a key.
@@ -43,7 +45,7 @@ void put_in_order(std::vector<std::pair<Place, T>> &placed, std::vector<T> &to, 
 ForwardPlan::ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences,
                          std::vector<Tile> tiles)
     : variant_(variant), kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
-      tiles_(std::move(tiles)) {
+      tiles_(std::move(tiles)), small_unit_(variant.cache / 16 * 15) {
     check();
     scratch_bytes_ = kernels_.scratch_bytes(problem_);
     cut_units();
@@ -69,50 +71,77 @@ void ForwardPlan::check() const {
     }
 }
 
-// Where a band is narrow a sequence becomes several small units, which pack the keys between two of them twice.
+// Where a band is narrow a sequence becomes several small units, a chain for each head. The keys between two of them
+// are packed twice, unless one thread computes both (carry).
 void ForwardPlan::cut_units() {
-    const std::int64_t panel = variant_.panel;
-    for (std::size_t first = 0, end; first < tiles_.size(); first = end) {
-        PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
-        std::int64_t widest = 0;
-        const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
-            if (tile.begin == tile.end) return true;
-            Unit grown = piece.unit;
-            const bool bare = grown.key_begin == grown.key_end;
-            grown.key_begin = std::min(bare ? tile.begin : grown.key_begin, tile.begin) / panel * panel;
-            grown.key_end = std::max(grown.key_end, round_up(tile.end, panel));
-            const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
-            const std::int64_t wider = std::max(widest, tile.end - tile.begin);
-            const bool leaves = piece.bytes <= small_unit && bytes > small_unit;
-            if (leaves && 4 * wider < piece.unit.key_end - piece.unit.key_begin) return false;
-            piece.unit = grown;
-            piece.bytes = bytes;
-            widest = wider;
-            return true;
-        };
-        for (end = first; end < tiles_.size() && tiles_[end].seq == tiles_[first].seq && grow(tiles_[end]);) ++end;
-        piece.end = end;
-        for (piece.unit.head = 0; piece.unit.head < problem_.heads_kv; ++piece.unit.head) units_.push_back(piece);
-    }
-    const std::int64_t heads = problem_.heads_q / problem_.heads_kv;
-    const auto group = static_cast<double>(heads);
-    // Long ones first: short work at the end keeps threads level.
+    std::vector<PlannedUnit> pieces;  // of one sequence
     std::vector<std::pair<double, PlannedUnit>> placed;
-    placed.reserve(units_.size());
-    for (PlannedUnit &u : units_) {
-        u.work = key_work * static_cast<double>(u.unit.key_end - u.unit.key_begin);
-        for (std::size_t t = u.first; t < u.end; ++t) {
-            u.longest = std::max(u.longest, tiles_[t].end - tiles_[t].begin);
-            const auto rows = static_cast<double>(tiles_[t].row1 - tiles_[t].row0);
-            u.work += group * rows * (row_work + static_cast<double>(tiles_[t].end - tiles_[t].begin));
-        }
-        placed.emplace_back(-u.work, u);
+    for (std::size_t first = 0; first < tiles_.size(); first = pieces.back().end) {
+        if (!pieces.empty() && tiles_[first].seq != pieces.back().unit.seq) add_chains(pieces, placed);
+        pieces.push_back(cut_piece(first));
     }
+    if (!pieces.empty()) add_chains(pieces, placed);
+    units_.resize(placed.size());
     put_in_order(placed, units_, 0);
     for (PlannedUnit &u : units_) {
         u.before = work_;
         work_ += u.work;
+        works_.push_back(u.work);
+        longest_chain_ = std::max(longest_chain_, u.chain);
     }
+    std::sort(works_.begin(), works_.end(), std::greater<>());
+}
+
+// Tiles from the first on, of one sequence.
+ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
+    const std::int64_t panel = variant_.panel;
+    PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
+    const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
+        if (tile.begin == tile.end) return true;
+        Unit grown = piece.unit;
+        const bool bare = grown.key_begin == grown.key_end;
+        grown.key_begin = std::min(bare ? tile.begin : grown.key_begin, tile.begin) / panel * panel;
+        grown.key_end = std::max(grown.key_end, round_up(tile.end, panel));
+        const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
+        const std::int64_t wider = std::max(piece.longest, tile.end - tile.begin);
+        const bool leaves = piece.bytes <= small_unit_ && bytes > small_unit_;
+        if (leaves && 2 * wider < piece.unit.key_end - piece.unit.key_begin) return false;
+        piece.unit = grown;
+        piece.bytes = bytes;
+        piece.longest = wider;
+        return true;
+    };
+    const auto group = static_cast<double>(problem_.heads_q / problem_.heads_kv);
+    for (; piece.end < tiles_.size() && tiles_[piece.end].seq == piece.unit.seq && grow(tiles_[piece.end]);
+         ++piece.end) {
+        const Tile &tile = tiles_[piece.end];
+        piece.work += group * static_cast<double>(tile.row1 - tile.row0) *
+                      (row_work + static_cast<double>(tile.end - tile.begin));
+    }
+    piece.work += key_work * static_cast<double>(piece.unit.key_end - piece.unit.key_begin);
+    return piece;
+}
+
+// A chain of these pieces for every head, placed by its work: short work at the end keeps threads level.
+void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
+                             std::vector<std::pair<double, PlannedUnit>> &placed) const {
+    double work = 0;
+    std::int64_t room = 0;
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+        work += pieces[i].work;
+        room = std::max(room, pieces[i].unit.key_end - pieces[i].unit.key_begin);
+    }
+    for (std::int64_t head = 0; head < problem_.heads_kv; ++head) {
+        for (std::size_t i = 0; i < pieces.size(); ++i) {
+            PlannedUnit u = pieces[i];
+            u.unit.head = head;
+            u.chain = pieces.size();
+            u.left = pieces.size() - i;
+            u.room = room;
+            placed.emplace_back(-work, u);
+        }
+    }
+    pieces.clear();
 }
 
 void ForwardPlan::list_items() {
@@ -188,31 +217,52 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
 // Whether each unit belongs to one thread: all are small, and threads that take them by length end together. Of the
 // first k * threads + 1 units some thread has k + 1.
 bool ForwardPlan::alone(int threads) const {
-    if (unit_bytes_ > small_unit) return false;
+    if (unit_bytes_ > small_unit_) return false;
     const auto count = static_cast<std::size_t>(threads);
     double longest = 0;
-    for (std::size_t k = 0; k < fair_share && k * count < units_.size(); ++k) {
-        longest = std::max(longest, static_cast<double>(k + 1) * units_[k * count].work);
+    for (std::size_t k = 0; k < fair_share && k * count < works_.size(); ++k) {
+        longest = std::max(longest, static_cast<double>(k + 1) * works_[k * count]);
     }
     return longest * threads <= work_ * (1 + 1.0 / fair_share);
 }
 
-// How many units a thread takes at a time: heads of one sequence, as many as leave threads enough bundles to end
-// together. Their statistics may lie in the same cache lines, as their rows do where heads are narrow, and a line that
-// two threads write goes to and fro between them: that was a tenth to a third of the time of a mix of short packed
-// sequences.
-std::size_t ForwardPlan::bundle(const PlannedUnit &u, std::size_t team) const {
-    const double most = work_ / static_cast<double>(fair_share * team);
+// How many neighbouring pieces of a chain a thread takes at a time: as many as let threads end together.
+std::size_t ForwardPlan::stretch(std::size_t team) const {
+    std::size_t length = std::min(most_stretch, longest_chain_);
+    for (; team > 1 && length > 1; --length) {
+        double longest = 0;
+        std::size_t count = 0;
+        for (std::size_t u = 0; u < units_.size(); ++count) {
+            double work = 0;
+            for (const std::size_t end = u + std::min(units_[u].left, length); u < end; ++u) work += units_[u].work;
+            longest = std::max(longest, work);
+        }
+        // So many rounds of the longest, or so many pieces of work that their lengths do not matter.
+        const auto rounds =
+            std::min(static_cast<double>(ceil_div(count, team)) / (1 + 1.0 / fair_share), 1.0 * fair_share);
+        if (longest * rounds * static_cast<double>(team) <= work_) break;
+    }
+    return length;
+}
+
+// How many units a thread takes at a time: pieces of one chain, or heads of one sequence, as many as leave threads
+// enough bundles to end together. Their statistics may lie in the same cache lines, as their rows do where heads are
+// narrow, and a line that two threads write goes to and fro between them: that was a tenth to a third of the time of a
+// mix of short packed sequences.
+std::size_t ForwardPlan::bundle(const PlannedUnit &u, const Shared &shared) const {
+    if (u.chain > 1) return std::min(u.left, shared.stretch);
+    const double most = work_ / static_cast<double>(fair_share * shared.team);
     auto heads = static_cast<std::size_t>(problem_.heads_kv);
     while (heads > 1 && (problem_.heads_kv % heads != 0 || static_cast<double>(heads) * u.work > most)) --heads;
     return heads;
 }
 
 // Whether the others have enough to do if a thread that computes a unit takes what comes next too.
-bool ForwardPlan::plenty(const PlannedUnit &u, std::size_t next, std::size_t team) const {
+bool ForwardPlan::plenty(const PlannedUnit &u, const Shared &shared) const {
+    const std::size_t next = shared.next;
     if (next >= units_.size()) return false;
-    const double then = units_[next].work * static_cast<double>(bundle(units_[next], team));
-    return (u.work + then) * static_cast<double>(team) <= work_ - units_[next].before;
+    const double then = units_[next].work * static_cast<double>(bundle(units_[next], shared));
+    return (u.work + then) * static_cast<double>(shared.team) <= work_ - units_[next].before;
 }
 
 std::size_t ForwardPlan::team(int threads) const {
@@ -261,8 +311,10 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
     const std::size_t count = team(threads);
     const bool own = alone(static_cast<int>(count));
     char *const scratch = memory.data() + (own ? count * unit_bytes_ : slots() * wave_bytes_);
-    Shared shared{.job = job, .packed = memory.data()};
-    if (!own) {
+    Shared shared{.job = job, .packed = memory.data(), .team = count};
+    if (own) {
+        shared.stretch = stretch(count);
+    } else {
         shared.left = reinterpret_cast<std::atomic<std::int64_t> *>(scratch + count * scratch_bytes_);
         shared.ready = reinterpret_cast<std::atomic<bool> *>(shared.left + wave_ends_.size());
         for (std::size_t w = 0, first = 0; w < wave_ends_.size(); first = wave_ends_[w++]) {
@@ -280,11 +332,11 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
 }
 
 // The next unit of a thread's bundle, or of a new one.
-std::size_t ForwardPlan::take(Shared &shared, Bundle &own, std::size_t team) const {
+std::size_t ForwardPlan::take(Shared &shared, Bundle &own) const {
     if (own.first == own.end) {
         own.first = shared.next;
         do {
-            own.end = own.first + (own.first < units_.size() ? bundle(units_[own.first], team) : 1);
+            own.end = own.first + (own.first < units_.size() ? bundle(units_[own.first], shared) : 1);
         } while (!shared.next.compare_exchange_weak(own.first, own.end));
     }
     return own.first++;
@@ -294,11 +346,13 @@ std::size_t ForwardPlan::take(Shared &shared, Bundle &own, std::size_t team) con
 // first keys during all tiles that need no more of this one's.
 std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const {
     const Job &job = shared.job;
-    const auto members = static_cast<std::size_t>(team.size);
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
     const Operands &o = *job.operands;
-    const auto panels_to = [&](const PlannedUnit &u, const Tile &tile) {
-        return tile.begin < tile.end ? ceil_div(tile.end - u.unit.key_begin, panel) : 0;
+    const auto panels_to = [&](const Unit &unit, const Tile &tile) {
+        return tile.begin < tile.end ? ceil_div(tile.end - unit.key_begin, panel) : 0;
+    };
+    const auto ask_queries = [&](Prefetches &ahead, std::int64_t head, const Tile &tile) {
+        ahead.add(part_of(o.q, problem_.dtype, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk));
     };
     const auto ask_keys = [&](Prefetches &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
         if (job.cache) return;
@@ -306,37 +360,35 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
     Bundle own;
-    std::int64_t empty = 0;
-    for (std::size_t i = take(shared, own, members), after; i < units_.size(); i = after) {
+    std::int64_t empty = 0, done = 0;  // panels of the unit that are packed
+    Unit unit = {};
+    for (std::size_t i = take(shared, own), before = units_.size(), after; i < units_.size(); before = i, i = after) {
         // The next one is taken now, to ask for its memory, if enough are left for the others too.
         const PlannedUnit &u = units_[i];
-        const bool known = own.first < own.end || plenty(u, shared.next, members);
-        after = known ? take(shared, own, members) : units_.size();
-        const PlannedUnit *const then = after < units_.size() ? &units_[after] : nullptr;
+        const bool known = own.first < own.end || plenty(u, shared);
+        after = known ? take(shared, own) : units_.size();
+        const bool goes_on = u.left > 1 && after == i + 1;
+        const PlannedUnit *const then = after < units_.size() && !goes_on ? &units_[after] : nullptr;
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
-        Unit unit = u.unit;
-        unit.packed = packed;
-        std::int64_t done = 0, slice = 0, slices = 0;  // panels; tiles since all are packed, and from then on
+        done = begin_unit(u, before + 1 == i && units_[before].left > 1, packed, unit, done);
+        std::int64_t slice = 0, slices = 0;  // tiles since all are packed, and from then on
         for (std::size_t t = u.first; t < u.end; ++t) {
-            const std::int64_t needed = panels_to(u, tiles_[t]);
+            const std::int64_t needed = panels_to(unit, tiles_[t]);
             if (done < needed) {
                 pack(job, unit, done, needed);
                 done = needed;
             }
-            if (done == all && slices == 0) slices = (u.end - t) * group;
+            if (done == all && slices == 0) slices = static_cast<std::int64_t>(u.end - t) * group;
             for (std::int64_t h = 0; h < group; ++h) {
                 if (team.cancelled()) return empty;
                 Prefetches ahead;
-                const bool last = h + 1 == group, ends = last && t + 1 == u.end;
-                if (!ends) {
+                const bool last = h + 1 == group;
+                if (!last || t + 1 < u.end || goes_on) {
                     const Tile &tile = tiles_[last ? t + 1 : t];
-                    const std::int64_t head = unit.head * group + (last ? 0 : h + 1);
-                    ahead.add(part_of(o.q, problem_.dtype, tile.seq, head, tile.row0, tile.row1, problem_.dim_qk));
-                    if (done < all) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
+                    ask_queries(ahead, unit.head * group + (last ? 0 : h + 1), tile);
+                    if (done < all || goes_on) ask_keys(ahead, unit, unit.key_begin + done * panel, tile.end);
                 } else if (then) {
-                    const Tile &tile = tiles_[then->first];
-                    ahead.add(part_of(o.q, problem_.dtype, tile.seq, then->unit.head * group, tile.row0, tile.row1,
-                                      problem_.dim_qk));
+                    ask_queries(ahead, then->unit.head * group, tiles_[then->first]);
                 }
                 if (slices && then) {
                     const Tile &tile = tiles_[then->first];
@@ -348,9 +400,23 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
                 empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
-        if (!known) after = take(shared, own, members);
+        if (!known) after = take(shared, own);
     }
     return empty;
+}
+
+// Makes `unit`, of which `done` panels are packed, the planned one; returns how many of that are packed already. All of
+// a chain are laid out as the longest one of them is.
+std::int64_t ForwardPlan::begin_unit(const PlannedUnit &next, bool goes_on, char *packed, Unit &unit,
+                                     std::int64_t done) const {
+    const Unit before = unit;
+    unit = next.unit;
+    unit.packed = packed;
+    unit.key_end = unit.key_begin + next.room;
+    const std::int64_t gone = (unit.key_begin - before.key_begin) / variant_.panel;
+    if (!goes_on || gone < 0 || gone >= done) return 0;
+    kernels_.carry(problem_, before, unit, done - gone);
+    return done - gone;
 }
 
 // Called by every thread of a team. Items are taken in order, and packing waits for earlier waves alone, so no item

@@ -7,6 +7,7 @@
 #include "data/variant.h"
 
 #include <atomic>
+#include <utility>
 #include <vector>
 
 namespace fusion {
@@ -41,6 +42,8 @@ private:
         std::size_t runs = 0;               // how many come before its own
         std::int64_t longest = 0;           // keys of a tile
         double work = 0, before = 0;        // in pairs of a row and a key; of all units before it
+        std::size_t chain = 1, left = 1;    // units of its chain, which follow one another; from this one on
+        std::int64_t room = 0;              // keys of the longest of them
     };
     // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
     // that hold its keys. Runs are counted over the whole plan.
@@ -54,6 +57,7 @@ private:
     struct Shared {  // by the threads of a run
         const Job &job;
         char *packed;
+        std::size_t team, stretch = 1;              // threads; neighbouring units of a chain that one takes
         std::atomic<std::size_t> next = 0;          // the first unit or item that no thread has taken
         std::atomic<std::int64_t> *left = nullptr;  // of each wave: its unfinished items
         std::atomic<bool> *ready = nullptr;         // of each run of panels: is packed
@@ -67,15 +71,19 @@ private:
     void pack(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) const;
     void check() const;
     void cut_units();
+    PlannedUnit cut_piece(std::size_t first) const;
+    void add_chains(std::vector<PlannedUnit> &pieces, std::vector<std::pair<double, PlannedUnit>> &placed) const;
     void list_items();
     std::size_t runs_of(const PlannedUnit &u) const;
     void add_items(std::size_t first, std::size_t end);
     bool alone(int threads) const;
     std::size_t team(int threads) const;
     std::size_t slots() const;
-    std::size_t bundle(const PlannedUnit &u, std::size_t team) const;
-    std::size_t take(Shared &shared, Bundle &own, std::size_t team) const;
-    bool plenty(const PlannedUnit &u, std::size_t next, std::size_t team) const;
+    std::size_t stretch(std::size_t team) const;
+    std::size_t bundle(const PlannedUnit &u, const Shared &shared) const;
+    std::size_t take(Shared &shared, Bundle &own) const;
+    bool plenty(const PlannedUnit &u, const Shared &shared) const;
+    std::int64_t begin_unit(const PlannedUnit &next, bool goes_on, char *packed, Unit &unit, std::int64_t done) const;
     std::int64_t work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const;
     std::int64_t work_together(Shared &shared, const Team &team, void *scratch) const;
     std::int64_t do_item(const Item &item, std::size_t wave, Shared &shared, const Team &team, void *scratch) const;
@@ -86,9 +94,13 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<Tile> tiles_;
     std::vector<PlannedUnit> units_;
+    std::vector<double> works_;  // of the units, most first
     std::vector<Item> items_;
     std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
-    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0;
+    // Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for
+    // anyone. Larger ones are shared by all threads.
+    std::size_t small_unit_;
+    std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0, longest_chain_ = 1;
     double work_ = 0;  // of all units
 };
 

@@ -37,7 +37,14 @@ public:
     FUSION_INLINE void step() {
         const char *at = at_;
         for (std::int64_t left = pace_; left > 0; --left, at += line) {
-            if (at >= end_ && !(at = next_row())) return;
+            if (at >= end_) {
+                if (--left_ > 0) {
+                    at = row_ += stride_;
+                    end_ = at + bytes_;
+                } else if (!(at = next_part())) {
+                    return;
+                }
+            }
             __builtin_prefetch(at, 0, locality);
         }
         at_ = at;
@@ -46,25 +53,23 @@ public:
 private:
     static constexpr std::int64_t line = 64, most_lines = locality == 3 ? 64 : 1024;  // of a step, near and less near
 
-    // Where the next row begins; null behind the last one, and then no step has anything to do. Out of line: the loop
+    // Where the next part begins; null behind the last one, and then no step has anything to do. Out of line: the loop
     // over panels that asks needs its registers.
-    __attribute__((noinline)) const char *next_row() {
-        if (end_ && ++row_ == parts_[part_].rows) {
-            row_ = 0;
-            ++part_;
-        }
+    __attribute__((noinline)) const char *next_part() {
         if (part_ == count_) {
             pace_ = 0;
             return nullptr;
         }
-        const char *const at = parts_[part_].first + row_ * parts_[part_].stride;
-        end_ = at + parts_[part_].bytes;
-        return at;
+        const PrefetchRows &part = parts_[part_++];
+        row_ = part.first, stride_ = part.stride, left_ = part.rows, bytes_ = part.bytes;
+        end_ = row_ + bytes_;
+        return row_;
     }
 
     PrefetchRows parts_[Prefetches::most];
-    const char *at_ = nullptr, *end_ = nullptr;  // of the present row
-    std::int64_t lines_ = 0, pace_ = 0, row_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr, *row_ = nullptr;  // of the present row
+    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // and of its part, with the rows that are left
+    std::int64_t lines_ = 0, pace_ = 0;
     int count_ = 0, part_ = 0;
 };
 

@@ -23,17 +23,23 @@ FUSION_INLINE Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>
     return __builtin_shufflevector(a, b, ((I & half ? lanes : 0) + (I & ~half) + (Upper ? half : 0))...);
 }
 
-template <int half> FUSION_INLINE void fold(Floats *x) {
+template <int half, class Join> FUSION_INLINE void fold(Floats *x, Join join) {
     using Lanes = std::make_integer_sequence<int, lanes>;
     FUSION_UNROLL for (int i = 0; i < half; ++i) {
-        x[i] = folded<half, false>(x[i], x[i + half], Lanes{}) + folded<half, true>(x[i], x[i + half], Lanes{});
+        x[i] = join(folded<half, false>(x[i], x[i + half], Lanes{}), folded<half, true>(x[i], x[i + half], Lanes{}));
     }
-    if constexpr (half > 1) fold<half / 2>(x);
+    if constexpr (half > 1) fold<half / 2>(x, join);
 }
 
 // Lane i is sum_of(x[i]), to the last bit.
 FUSION_INLINE Floats sums_of(Floats (&x)[lanes]) {
-    fold<lanes / 2>(x);
+    fold<lanes / 2>(x, [](Floats a, Floats b) __attribute__((always_inline)) { return a + b; });
+    return x[0];
+}
+
+// Lane i is the largest of x[i]; of NaN and numbers one of these.
+FUSION_INLINE Floats maxima_of(Floats (&x)[lanes]) {
+    fold<lanes / 2>(x, [](Floats a, Floats b) __attribute__((always_inline)) { return larger(a, b); });
     return x[0];
 }
 

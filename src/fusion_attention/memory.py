@@ -4,7 +4,8 @@ serves again when it is given back.
 A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
 microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
 but they are cleared one by one, and under a hypervisor that can take a millisecond each. So memory of large results is
-lent: what their storages give back when they die serves the next result of that size. Refuses to know what is stored.
+lent: what their storages give back when they die serves the next result of that size. The largest wait as memory that
+the system may take whenever it needs some. Refuses to know what is stored.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 LARGE = 4 << 20
 # Bytes that wait to be lent again, at most: an output of 32 MiB and its three gradients.
 IDLE = 128 << 20
+# The same of those larger than that, where the system may take what waits.
+LENDABLE = 1 << 30
 _HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
+_MADV_FREE, _MADV_HUGEPAGE = 8, 14
 # By address, the first given back first. A dictionary's own operations are atomic: threads, and storages that die at
 # any time, need no lock, which a fork could leave locked.
 _idle: dict[int, torch.Tensor] = {}
@@ -56,7 +59,7 @@ def _ready(fresh: torch.Tensor) -> torch.Tensor:
     # All that is given out comes through here, where tests poison it. The tensors of a trace have another type, and no
     # memory.
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
-        if fresh.nbytes <= IDLE:  # Nobody has touched what it had: it costs nothing.
+        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # Nobody has touched what it had: it costs nothing.
             fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())
         else:
             _ask(fresh)
@@ -83,19 +86,27 @@ def _taken(size: int) -> torch.Tensor | None:
 
 
 def _give_back(block: torch.Tensor) -> None:
+    freed = block.nbytes > IDLE
+    if freed:  # Until the system takes them its pages stay, and whoever writes has them back without a fault.
+        _tell(block, _MADV_FREE)
     _idle[block.data_ptr()] = block
-    idle = _idle.copy()
-    left = sum(block.nbytes for block in idle.values())
+    idle = {place: block for place, block in _idle.copy().items() if (block.nbytes > IDLE) == freed}
+    left, most = sum(block.nbytes for block in idle.values()), LENDABLE if freed else IDLE
     for place, block in idle.items():
-        if left > IDLE and _idle.pop(place, None) is not None:
+        if left > most and _idle.pop(place, None) is not None:
             left -= block.nbytes
 
 
 def _ask(fresh: torch.Tensor) -> None:
+    _tell(fresh, _MADV_HUGEPAGE)
+
+
+def _tell(memory: torch.Tensor, advice: int) -> None:
+    # Of the whole huge pages. A wish: nothing depends on its being granted.
     if _advise is not None:
-        first = -(-fresh.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        end = (fresh.data_ptr() + fresh.nbytes) // _HUGE_PAGE * _HUGE_PAGE
-        _advise(first, end - first, _MADV_HUGEPAGE)  # A wish: nothing depends on its being granted.
+        first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        end = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        _advise(first, end - first, advice)
 
 
 def _adviser() -> Callable[[int, int, int], int] | None:

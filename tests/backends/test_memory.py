@@ -186,8 +186,39 @@ def test_what_waits_is_bounded() -> None:
     assert place in memory._idle
     large()
     assert idle() == half + memory.LARGE
-    large(memory.IDLE + 1)
-    assert idle() == half + memory.LARGE
+
+
+@pytest.mark.skipif(memory._advise is None, reason="a system that cannot take back what waits")
+def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "IDLE", 8 << 20)
+    monkeypatch.setattr(memory, "LENDABLE", 32 << 20)
+    advice: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(memory, "_advise", lambda *given: advice.append(given))
+    small, first, second = large(8 << 20), large(16 << 20), large(16 << 20)
+    whole = [
+        (tensor.data_ptr() + begin, end - begin) for tensor in (first, second) for begin, end in [whole_pages(tensor)]
+    ]
+    places = first.data_ptr(), second.data_ptr()
+    advice.clear()
+    del small
+    assert not advice
+    del first, second
+    assert advice == [(*pages, memory._MADV_FREE) for pages in whole]
+    assert idle() == 40 << 20  # neither kind takes the other's room
+    assert large(16 << 20).data_ptr() in places
+    large(24 << 20)
+    assert idle() == 32 << 20  # what was given back first is gone
+    advice.clear()
+    large((32 << 20) + 1)  # is not lent
+    assert [given for *_, given in advice] == [memory._MADV_HUGEPAGE]
+
+
+def test_where_the_system_takes_nothing_back_the_largest_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_advise", None)
+    monkeypatch.setattr(memory, "IDLE", 8 << 20)
+    large(8 << 20)
+    large(16 << 20)
+    assert idle() == 8 << 20
 
 
 def test_threads_never_get_the_same_memory() -> None:

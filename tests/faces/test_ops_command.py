@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fusion_attention import aclnn
 from fusion_attention.cli import app
 from fusion_attention.cli.stubs import stub
+from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
@@ -49,9 +50,24 @@ def test_unknown_operator_suggests() -> None:
 def test_write_then_check(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "pages"
     assert invoke("--write", folder)[0] == 0
-    assert {path.stem for path in folder.iterdir()} == {*RECORDS, "index"}
+    assert {path.stem for path in folder.iterdir()} == {*RECORDS, "index", "versions"}
     assert f"[{NAME}]({NAME}.md)" in (folder / "index.md").read_text(encoding="utf-8")
     assert invoke("--check", folder)[0] == 0
+
+
+def test_versions_say_what_each_takes() -> None:
+    for page in doc_pages.versions(RECORDS.values()).split("\n## ")[1:]:
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:] if line]
+        ops = [RECORDS[re.search(r"\((\w+)\.md\)", title)[1]] for title in lines[0][1:]]  # type: ignore[index]
+        assert len(ops) > 1
+        taken: dict[str, list[str]] = {op.name: [] for op in ops}
+        for name, *cells in lines[2:]:
+            for op, cell in zip(ops, cells, strict=True):
+                taken[op.name] += [name if cell == "yes" else cell] if cell else []
+        for op in ops:
+            shown = {f"`{p.shown}`" for p in op.params}
+            assert {name for name in taken[op.name] if name[0] == "`"} == shown
+            assert {name[7:] for name in taken[op.name] if name[0] != "`"} in (set(op.layouts), set())
 
 
 def test_check_names_each_wrong_page(tmp_path: Path) -> None:
@@ -69,7 +85,7 @@ def test_check_names_each_wrong_page(tmp_path: Path) -> None:
 def test_check_of_an_absent_folder_fails(tmp_path: Path) -> None:
     code, text = invoke("--check", tmp_path / "absent")
     assert code == 1
-    assert text.count("missing:") == len(RECORDS) + 1
+    assert text.count("missing:") == len(RECORDS) + 2  # the index, and what versions take
 
 
 def test_options_exclude_each_other(tmp_path: Path) -> None:

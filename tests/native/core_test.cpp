@@ -33,6 +33,10 @@ struct Case {
 // clang-format off: a table, which it would lay out one field a line
 const Case cases[] = {
     {.name = "plain", .dim_qk = 64, .dim_v = 64, .lengths = {{40, 50}}},
+    {.name = "few keys", .heads_q = 4, .heads_kv = 2, .dim_qk = 40, .dim_v = 72,
+     .lengths = {{16, 16}, {5, 5}, {0, 0}, {31, 32}, {32, 31}, {3, 8}}, .lo = -20, .hi = 9},
+    {.name = "few keys, at a panel's end", .dim_qk = 33, .dim_v = 31, .lengths = {{1, 32}, {1, 31}, {1, 40}}, .lo = 29,
+     .hi = 32},
     {.name = "causal, grouped heads", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40,
      .lengths = {{70, 70}, {0, 5}, {3, 0}, {1, 1}}, .hi = 1},
     {.name = "window, odd dims, rope", .heads_q = 2, .dim_qk = 33, .dim_v = 7, .dim_rope = 5,
@@ -56,6 +60,7 @@ const Case cases[] = {
      .dropout = Dropout::philox},
     {.name = "long window", .heads_q = 2, .dim_qk = 5, .dim_v = 7, .lengths = {{2600, 2600}, {1200, 700}, {100, 900}},
      .lo = -60, .hi = 9},
+    {.name = "pieces of a band", .dim_qk = 250, .dim_v = 250, .lengths = {{1400, 1400}}, .lo = -40, .hi = 3},
     {.name = "many keys", .dim_v = 16, .lengths = {{7, 3000}}},
 };
 // clang-format on

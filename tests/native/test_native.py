@@ -107,6 +107,19 @@ def test_head_dims_up_to_the_limit(dim: int, dim_v: int, dtype: str) -> None:
         judge(call, native(call, variant), want, variant)
 
 
+# A band so narrow that a sequence is packed in pieces: one thread carries what two of them share, 64 pack all of it.
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dtype", "dim_v"), [("float32", 136), ("bfloat16", 264)])
+def test_what_pieces_of_a_band_share_is_packed_once_or_twice(variant: str, dtype: str, dim_v: int) -> None:
+    rows = (1500, 900)
+    problem = Problem(2, 1, 264, dim_v, dtype=dtype, scale=0.06)
+    call = converted(make(problem, rows, rows, Band.window(170, 3)), problem.torch_dtype)
+    call.v[0][:, 700, 5] = float("inf")  # which rows see it is noted beside what is packed
+    got = native(call, variant, threads=1)
+    same_where_not_finite(got, forward(call), variant)
+    same_bits(native(call, variant, threads=64), got)
+
+
 # ------------------------------------------------------------------------------------------------- memory and threads
 
 

@@ -53,10 +53,11 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
         same_where_not_finite(native(case, variant), want, f"{variant} {case.problem}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
+def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel"}
-    problem = Problem(8, 2, 64, 64, dtype="bfloat16", scale=0.02, **form)
+    problem = Problem(8, 2, 64, 64, dtype=dtype, scale=0.02, **form)
     case = plain_case(problem, (1, 1), (200, 129), seed=1)
     for q in case.call.q:
         q[0] *= 1e-30  # a row of tiny numbers
@@ -72,6 +73,35 @@ def test_integers_meet_rows_of_far_sizes(kind: str) -> None:
         judge(narrowed(case), native(case, variant), want, variant)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [40, 256, 257])
+@pytest.mark.parametrize("group", [1, 4, 6, 16])
+def test_float32_queries_meet_integers_as_exactly_as_floats(kind: str, dim: int, group: int) -> None:
+    form = {"kv_dtype": kind, "dequant_k": "token", "dequant_v": "token" if dim % 2 else "channel"}
+    problem = Problem(2 * group, 2, dim, dim, dtype="float32", scale=dim**-0.5, **form)
+    case = plain_case(problem, (1, 2), (140, 129), seed=dim)
+    for stored in (case.k, case.v):
+        for numbers in stored.numbers:
+            numbers[:, :40] = -8 if kind == "int4" else -128
+    for q in case.call.q:
+        q[0] = 1.5  # meets them in the largest sums there are
+    case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
+    want = forward(case.call)
+    for variant in VARIANTS:
+        judge(narrowed(case), native(case, variant), want, variant)
+
+
+def test_values_whose_scales_turn_their_sign() -> None:
+    form = {"kv_dtype": "int8", "dequant_k": "token", "dequant_v": "token"}
+    case = plain_case(Problem(4, 2, 64, 64, dtype="float32", scale=0.1, **form), (1, 1), (300, 129))
+    for scale in case.v.scale:
+        scale.view(-1)[::3] *= -1
+    case = replace(case, call=replace(case.call, v=case.v.meaning()))
+    want = forward(case.call)
+    for variant in VARIANTS:
+        judge(narrowed(case), native(case, variant), want, variant)
+
+
 # ------------------------------------------------------------------------------------------------------------ same bits
 
 
@@ -81,6 +111,7 @@ BASES = [
     Problem(6, 2, 40, 24, dtype="float32", scale=0.2, has_blocked=True),
     Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09, kv_dtype="int8", dequant_k="channel", dequant_v="token"),
     Problem(4, 2, 64, 64, dtype="float16", scale=0.02, kv_dtype="int4", dequant_k="token", dequant_v="channel"),
+    Problem(8, 2, 128, 96, dtype="float32", scale=0.09, kv_dtype="int8", dequant_k="channel", dequant_v="token"),
 ]
 
 
@@ -128,13 +159,13 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
         assert not got["out"][0][6:8].isfinite().any()
 
 
-def test_sequences_with_many_rows_go_to_the_dense_kernel_and_the_others_do_not() -> None:
+def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_others_do_not() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1, empty_rows="mean")
-    call = converted(make(problem, (1, 200, 0, 2), (300, 200, 4, 0), Band.causal()), torch.bfloat16)
+    call = converted(make(problem, (1, 200, 0, 2, 3, 3), (300, 200, 4, 0, 33, 32), Band.causal()), torch.bfloat16)
     operands = load(call, torch.bfloat16, torch.float32)
     schedule = cpu.schedule(problem, call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    assert schedule.own.tolist() == [True, False, True, True]
+    assert schedule.own.tolist() == [True, False, False, True, True, False]
     cpu.attention_forward(problem, call.extents, schedule, operands)
     judge(call, results(call, operands), forward(call), "mixed")
 
@@ -235,6 +266,17 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
             each.run(operands)
             found.append(results(call, operands))
         same_bits(*found, f"{lengths}")
+
+
+def test_rows_go_to_another_kernel_where_an_update_leaves_few_keys() -> None:
+    problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1)
+    call = converted(make(problem, (0, 4), (64, 64)), torch.bfloat16)
+    plan = planning.plan(problem, call.extents, torch.device("cpu"), updatable=True)
+    found = []
+    for keys in (64, 32, 64, 33):
+        plan.update([64, keys])
+        found.append(isinstance(plan.schedule, decode.Schedule))
+    assert found == [True, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,8 @@ def stored_case(call: Call, p: Problem, forms: list[str], rng: random.Random, se
 def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
     operands, extents = case.operands(), case.call.extents
     schedule = cpu.schedule(case.problem, extents, "attention_forward", variant)
-    assert not len(extents) or not extents.q_len.any() or isinstance(schedule, decode.Schedule)
+    some = extents.kv_len[extents.q_len > 0] > 32  # of fewer keys the dense forward may compute the rows
+    assert not some.any() or isinstance(schedule, decode.Schedule)
     torch.set_num_threads(threads)
     cpu.attention_forward(case.problem, extents, schedule, operands)
     return results(case.call, operands)

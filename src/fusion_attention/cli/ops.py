@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from fusion_attention.contract import Op
 
-INDEX = "index.md"
+INDEX, VERSIONS = "index.md", "versions.md"
 
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
-    """Every generated page by file name: one per record, and the index."""
-    from fusion_attention.contract.doc_pages import render
+    """Every generated page by file name: one per record, what versions differ in, and the index."""
+    from fusion_attention.contract.doc_pages import render, versions
 
     texts = {f"{name}.md": render(record) for name, record in records.items()}
-    texts[INDEX] = index(records)
+    texts[INDEX], texts[VERSIONS] = index(records), versions(records.values())
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
@@ -36,6 +36,7 @@ def index(records: Mapping[str, Op]) -> str:
     """The page that lists all pages."""
     lines = [f"| [{name}]({name}.md) | {_cell(record.summary)} |" for name, record in sorted(records.items())]
     head = ["# Operators", "", "Generated from the contract records by `fusion-attention ops --write`.", ""]
+    head += [f"Which version has which parameter: [versions]({VERSIONS}).", ""]
     return "\n".join([*head, "| Operator | What it computes |", "|---|---|", *lines])
 
 

@@ -6,6 +6,7 @@ Knows records and Markdown tables. Refuses to know what any operator computes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from fusion_attention.contract.expressions import shape_text
 from fusion_attention.contract.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
@@ -43,6 +44,8 @@ AXES = {
 }
 # What may hold axis words: shapes and expressions.
 _SYMBOLS = re.compile(r"\[[^]`]*\]|`[^`]*`")
+# What distinguishes the name of a version from that of the first one.
+_VERSION = re.compile(r"_?[vV](\d+)$")
 # In the text of a rule on dtypes.
 _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
@@ -64,6 +67,33 @@ def render(op: Op) -> str:
         numbers = ", ".join(map(str, sorted(set(op.rulings))))
         lines += ["", f"Where the source is silent: [rulings](../rulings.md) {numbers}."]
     return "\n".join([*lines, "", f"Source: {op.page}.", ""])
+
+
+def versions(records: Iterable[Op]) -> str:
+    """The page that says which version of an operator has which parameters and layouts."""
+    named: dict[str, list[Op]] = {}
+    for op in records:
+        named.setdefault(_VERSION.sub("", op.name), []).append(op)
+    lines = ["# Versions", "", "What each version of an operator takes; generated from the contract records."]
+    for base, found in sorted(named.items()):
+        if len(found) > 1:
+            lines += ["", f"## {base}", "", *_versions(found)]
+    return "\n".join([*lines, ""])
+
+
+def _versions(ops: list[Op]) -> list[str]:
+    """A line for each parameter and layout of some version, the newest version's order first."""
+    parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
+    layouts = dict.fromkeys(name for op in ops for name in op.layouts)
+    numbers = [found[1] if (found := _VERSION.search(op.name)) else "1" for op in ops]
+    lines = _table("", *(f"[V{number}]({op.name}.md)" for number, op in zip(numbers, ops, strict=True)))
+    for name in parameters:
+        spelled = [f"`{op.by_name[name].shown}`" if name in op.by_name else "" for op in ops]
+        title = next(filter(None, reversed(spelled)))
+        lines.append(_line(title, *("yes" if cell == title else cell for cell in spelled)))
+    for name in layouts if len(layouts) > 1 else ():
+        lines.append(_line(f"layout {name}", *("yes" if name in op.layouts else "" for op in ops)))
+    return lines
 
 
 def _rules(op: Op) -> list[str]:

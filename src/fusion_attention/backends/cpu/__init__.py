@@ -93,8 +93,7 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
 
 def reschedule(problem: Problem, extents: Extents, verb: str, planned: Schedule) -> Schedule:
     """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
-    if isinstance(planned, decode.Schedule) and planned.dense is None:
-        planned.update(extents)
+    if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
     return schedule(problem, extents, verb)
 

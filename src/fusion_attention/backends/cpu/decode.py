@@ -21,10 +21,12 @@ _STORED = {"int8": torch.int8, "int4": torch.uint8}
 _DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
 # Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them:
-# of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured; a sequence's
-# number of keys may not decide, since it changes from step to step of one plan.
+# of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
 _ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
+# Keys up to which it is not, but for the fewest tokens: scores of so few stay in registers (csrc/dense/short.h). No
+# other number of keys may decide, since it changes from step to step of one plan.
+_FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
@@ -51,13 +53,15 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     """[sequences] bool: whose rows the decode computes; by the problem and a sequence's own lengths alone."""
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
+    rows = extents.q_len * problem.group
     if needed(problem):
-        most: Any = _ROWS_OF_CACHE
-    elif problem.dropout != "none" or problem.dim_rope:
+        few: np.ndarray = rows <= _ROWS_OF_CACHE
+        return few
+    if problem.dropout != "none" or problem.dim_rope:
         return np.zeros(len(extents), bool)
-    else:
-        most = np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
-    few: np.ndarray = extents.q_len * problem.group <= most
+    few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+    few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
+    few[rows == 0] = few[rows > 0].all()  # where the others go
     return few
 
 
@@ -68,6 +72,7 @@ class Schedule:
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
     own: np.ndarray  # [sequences] bool: whose rows the decode computes
+    stays: bool  # they are all its own, with any numbers of keys
 
     @property
     def variant(self) -> str:
@@ -79,10 +84,12 @@ class Schedule:
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
-    def update(self, extents: Extents) -> None:
-        """New key lengths and bands of the same sequences."""
-        assert self.dense is None
+    def update(self, problem: Problem, extents: Extents) -> bool:
+        """New key lengths and bands of the same sequences; false where these want another plan."""
+        if self.dense is not None or not (self.stays or chosen(problem, extents).all()):
+            return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
+        return True
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
@@ -97,7 +104,8 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
     own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
     decode = _native.DecodePlan(native.problem_of(p), more, native.extents_of(own_extents), variant)
     rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
-    return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own)
+    stays = needed(p) or bool((extents.q_len <= _FEWER_TOKENS).all() and own.all())
+    return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own, stays)
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:

@@ -1,0 +1,121 @@
+// Blocks of rows that meet one panel of keys, and no more: sequences of few tokens, packed by the thousand.
+//
+// Scores go from product to product in registers, and a row's softmax is done at once. The arithmetic is that of
+// dense/forward.h, sum by sum: bits are the same, so what needs more than this goes there. Start reading at
+// attend_short().
+
+#pragma once
+
+#include "dense/block.h"
+
+namespace fusion {
+namespace {
+
+template <class Format> FUSION_INLINE bool is_plain(const Work<Format> &w) {
+    return !w.bias_pass && !w.p.has_blocked && w.p.dropout == Dropout::none;
+}
+
+// Whether the block's keys lie in one panel, all that its rows see.
+template <class Format> FUSION_INLINE bool is_short(const Work<Format> &w, const Block &b) {
+    return b.count == panel && w.tile.end <= w.tile.begin / panel * panel + step_keys(w.sizes);
+}
+
+// How many steps of prefetching a block has.
+template <class Format> FUSION_INLINE std::int64_t steps_of(const Work<Format> &w, const Block &b) {
+    return is_short(w, b) && is_plain(w) ? 1 + (w.sizes.value_columns + panel - 1) / panel : b.count / panel;
+}
+
+// The keys that M rows see of N vectors, from the panel's vector `from` on; others' scores become -inf.
+template <class Format, int M, int N>
+FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std::int64_t from, Floats (&scores)[M][N]) {
+    std::uint64_t seen[M];
+#pragma GCC unroll 1
+    for (int i = 0; i < M; ++i) {
+        const std::int64_t row = w.tile.row0 + b.row + least<std::int64_t>(i, b.rows - 1);
+        const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
+        seen[i] = (low_bits(end) & ~low_bits(begin)) >> (from * lanes);
+    }
+    FUSION_UNROLL for (int i = 0; i < M; ++i) {
+        FUSION_UNROLL for (int j = 0; j < N; ++j) {
+            const auto bits = static_cast<std::uint32_t>(seen[i] >> (j * lanes));
+            scores[i][j] = pick(bits, scores[i][j], all(-infinity));
+        }
+    }
+}
+
+// Peaks and shifts of M rows; false where one is not finite, and then all are as they were.
+template <class Format, int M, int N>
+FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Floats (&scores)[M][N]) {
+    bool finite = true;
+    FUSION_UNROLL for (int first = 0; first < M; first += lanes) {
+        Floats best[lanes];
+        FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
+            best[i] = all(-infinity);  // rows behind these come later, and are so
+            if (first + i >= M) continue;
+            FUSION_UNROLL for (int j = 0; j < N; ++j) best[i] = larger(best[i], scores[first + i][j]);
+        }
+        const Floats peak = maxima_of(best), shift = Format::fused ? rounded(peak * w.factor) : peak;
+        const auto rows = static_cast<std::uint32_t>(low_bits(least(M - first, lanes)));
+        finite &= (mask_of((all(-infinity) < shift) & (shift < all(infinity))) & rows) == rows;
+        store(w.s.peak + b.row + first, peak);
+        store(w.s.shift + b.row + first, shift);
+    }
+    for (int i = 0; !finite && i < M; ++i) w.s.peak[b.row + i] = w.s.shift[b.row + i] = -infinity;
+    return finite;
+}
+
+// Vectors [from, from + N) of the panel hold all keys that some row sees.
+template <class Format, int M, int N>
+__attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const Block &b, std::int64_t from,
+                                                   PrefetchQueue<2> &queue) {
+    constexpr std::int64_t pitch = panel / Format::depth;  // of weights
+    const std::int64_t words = w.sizes.words, columns = w.sizes.value_columns;
+    const auto *q = w.s.q + b.row * words;
+    const auto *k = w.packed.k + (b.first - w.packed.first_key) * words + from * lanes;
+    {
+        RegisterTile<Format, M, N> scores;
+        queue.step();
+        scores.add(0, words, RowMajor<typename Format::Word>{q, words}, k, panel);
+        if (b.full_begin > from * lanes || b.full_end < (from + N) * lanes) hide_in_registers(w, b, from, scores.sum);
+        if (!find_peaks(w, b, scores.sum)) return false;
+        FUSION_UNROLL for (int i = 0; i < M; ++i) {
+            const float shift = w.s.shift[b.row + i];
+            Floats sums[2] = {};
+            for (int j = 0; j < N; j += 2) {
+                const Floats low = weight_of<Format>(scores.sum[i][j], w.factor, shift);
+                const Floats high = N > 1 ? weight_of<Format>(scores.sum[i][j + (N > 1)], w.factor, shift) : Floats{};
+                sums[0] += low;
+                sums[1] += high;
+                Format::store_elements(w.s.weights + i * pitch, j * lanes, low, high);
+            }
+            store(w.s.sum + (b.row + i) * lanes, sums[0] + sums[1]);
+        }
+    }
+    const std::int64_t first = from * lanes / Format::depth, begin = b.some_begin / Format::depth,
+                       end = (b.some_end + Format::depth - 1) / Format::depth;
+    for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
+        constexpr int width = vectors();
+        queue.step();
+        const auto *v = w.packed.values(d, b.first - w.packed.first_key, width * lanes) + begin * width * lanes;
+        multiply<Format, M, width, width, true>(w.s.weights + begin - first, pitch, v, end - begin,
+                                                w.s.out + b.row * columns + d, columns, nullptr);
+    });
+    return true;
+}
+
+// False where the block needs more: then it is as it was.
+template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
+    if (!is_short(w, b) || !is_plain(w)) return false;
+    constexpr int half = panel_vectors / 2;
+    bool done = false;
+    with_height(b.rows, [&](auto height) {
+        constexpr int rows = height();
+        if (b.some_end <= half * lanes) done = attend_in_registers<Format, rows, half>(w, b, 0, queue);
+        else if (b.some_begin >= half * lanes) done = attend_in_registers<Format, rows, half>(w, b, half, queue);
+        else done = attend_in_registers<Format, rows, panel_vectors>(w, b, 0, queue);
+    });
+    return done;
+}
+
+}  // namespace
+}  // namespace fusion

@@ -1,0 +1,129 @@
+"""The native forward of sequences of few tokens, packed by the thousand: their scores stay in registers.
+
+Every variant, forced, against the float64 specification; and bit by bit against the way that longer ones take, which a
+mask that blocks nothing asks for.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits, same_where_not_finite
+from support.native_dense import VARIANTS, converted, judge, native, plain_scores
+from support.witness import Call, forward, make
+
+from fusion_attention import attention
+from fusion_attention._native import ForwardPlan
+from fusion_attention.backends import cpu
+from fusion_attention.backends.cpu import decode
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Problem
+
+DTYPES = ["bfloat16", "float16", "float32"]
+EVERY = (0, *random.Random(0).sample(range(1, 41), 40), 0)
+LENGTHS = (16, 0, 1, 33, 12, 31, 3, 17, 32, 8, 0, 25)
+BANDS = [None, Band.causal(), Band.window(5, 3), Band.window(40, -20)]
+
+
+def packed(
+    dtype: str, band: Band | None, q_len: tuple[int, ...] = LENGTHS, kv_len: tuple[int, ...] = (), **more: object
+) -> Call:
+    """Short sequences, empty ones among them, of grouped heads whose rows end inside vectors."""
+    problem = replace(Problem(4, 2, 40, 72, dtype=dtype, scale=0.4), **more)  # type: ignore[arg-type]
+    return converted(make(problem, q_len, kv_len or q_len, band), problem.torch_dtype)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_length_against_the_specification(dtype: str, band: Band | None) -> None:
+    call = packed(dtype, band, EVERY if band is None else LENGTHS)
+    want = forward(call)
+    for variant in VARIANTS:
+        judge(call, native(call, variant), want, variant)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_keys_of_different_lengths_a_sink_and_rope(dtype: str) -> None:
+    call = packed(dtype, Band.causal(), LENGTHS, LENGTHS[::-1], dim_rope=24, has_sink=True)
+    want = forward(call)
+    for variant in VARIANTS:
+        judge(call, native(call, variant), want, variant)
+
+
+def in_general(call: Call) -> Call:
+    """The same with a mask that blocks nothing."""
+    blocked = [torch.zeros_like(plain_scores(call, b), dtype=torch.bool) for b in range(len(call.q))]
+    return replace(call, problem=replace(call.problem, has_blocked=True), blocked=blocked)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bits_are_those_of_the_way_that_longer_sequences_take(variant: str, dtype: str, band: Band | None) -> None:
+    call = packed(dtype, band, dim_rope=8)  # with rope no rows are the decode's
+    same_bits(native(call, variant), native(in_general(call), variant))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neither_threads_nor_neighbours_change_a_bit(dtype: str) -> None:
+    call = packed(dtype, Band.causal())
+    want = native(call, threads=1)
+    for threads in (2, 3, 5, 8):
+        same_bits(native(call, threads=threads), want)
+    for b in (0, 4, 7):
+        one = replace(
+            call,
+            extents=type(call.extents)(*(a[b : b + 1] for a in vars(call.extents).values())),
+            **{name: getattr(call, name)[b : b + 1] for name in ("q", "k", "v")},
+        )
+        same_bits(native(one, threads=1), {name: values[b : b + 1] for name, values in want.items()})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_reaches_the_rows_that_see_it(dtype: str, value: float) -> None:
+    for name in ("q", "k", "v"):
+        call = packed(dtype, Band.causal())
+        for tensor in getattr(call, name)[::2]:
+            if tensor.numel():
+                tensor[-1, tensor.shape[1] // 2, 3] = value
+        want = forward(call)
+        for variant in VARIANTS:
+            same_where_not_finite(native(call, variant), want, f"{variant} {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_whose_product_with_the_factor_overflows(dtype: str) -> None:
+    call = packed(dtype, None, dim_rope=8)
+    for tensor in (*call.q[::2], *call.k[::2]):
+        tensor.mul_(2.0**12 if dtype == "float16" else 2.0**61)
+    for variant in VARIANTS:
+        found, want = native(call, variant), native(in_general(call), variant)
+        same_where_not_finite(found, want, variant)
+        same_bits(*({name: [t.nan_to_num(0.0) for t in each[name]] for name in each} for each in (found, want)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 33])
+def test_memory_behind_a_sequence_is_not_met(length: int) -> None:
+    """What lies around a sequence in a packed tensor is NaN."""
+    rows = [torch.full((length + 64, 3, 64), math.nan, dtype=torch.bfloat16) for _ in range(3)]
+    for i, tensor in enumerate(rows):
+        tensor[32 : 32 + length] = torch.randn(length, 3, 64, generator=torch.Generator().manual_seed(i))
+    lengths = [32, length, 32]
+    out = attention(*rows, layout="TND", q_len=lengths, backend="cpu")[32 : 32 + length]
+    inner = [tensor[32 : 32 + length].clone() for tensor in rows]
+    same_bits(out, attention(*inner, layout="TND", q_len=[length], backend="cpu"))
+    assert out.isfinite().all()
+
+
+def test_sequences_of_few_keys_are_the_dense_forwards_and_their_plan_is_laid() -> None:
+    problem = Problem(12, 12, 64, 64, dtype="bfloat16")
+    call = make(problem, (16, 0, 3, 32), (16, 0, 3, 32))
+    assert isinstance(cpu.schedule(problem, call.extents, "attention_forward"), ForwardPlan)
+    few = cpu.schedule(problem, make(problem, (1, 0), (16, 0)).extents, "attention_forward")
+    assert isinstance(few, decode.Schedule)
+    assert few.own.all()
