@@ -30,6 +30,7 @@ DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 @pytest.fixture(autouse=True)
 def _all_by_the_dense_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_ROWS_OF_CACHE", -1)
+    monkeypatch.setattr(decode, "_TOKENS_OF_CACHE", -1)
 
 
 def plainly(call: Call, variant: str, threads: int = 2) -> Results:

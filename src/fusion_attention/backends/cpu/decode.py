@@ -23,7 +23,8 @@ _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
 # Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them:
 # of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
-_ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
+# The same of keys that lie in pages, or that values or sequences share; of the fewest tokens always.
+_ROWS_OF_CACHE, _TOKENS_OF_CACHE = 128, 3
 # Keys up to which it is not, but for the fewest tokens: scores of so few stay in registers (csrc/dense/short.h). No
 # other number of keys may decide, since it changes from step to step of one plan.
 _FEW_KEYS, _FEWER_TOKENS = 32, 2
@@ -55,7 +56,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
         return np.ones(len(extents), bool)
     rows = extents.q_len * problem.group
     if needed(problem):
-        few: np.ndarray = rows <= _ROWS_OF_CACHE
+        few: np.ndarray = (rows <= _ROWS_OF_CACHE) | (extents.q_len <= _TOKENS_OF_CACHE)
         return few
     if problem.dropout != "none" or problem.dim_rope:
         return np.zeros(len(extents), bool)
