@@ -17,6 +17,7 @@ struct Kernels {
     std::size_t (*scratch_bytes)(const Problem &);
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
+    void (*pack_stored)(const Job &, const Unit &, std::int64_t first, std::int64_t end);  // of a job with a cache
     // Of two units that are packed in the same memory with as many keys each, the second of which begins later in the
     // same sequence: moves `panels` panels, from the second one's key_begin on, to where the second has them.
     void (*carry)(const Problem &, const Unit &from, const Unit &to, std::int64_t panels);

@@ -134,7 +134,7 @@ template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
     const std::int64_t upcoming = key + again_keys - t.count;
-    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
+    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && !w.keys.piece && upcoming < 0)
         return {w.s.key_rows + key + again_keys, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
@@ -154,7 +154,8 @@ template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const R
         for (std::int64_t i = begin; i < end; ++i) {
             auto *const to = reinterpret_cast<float *>(w.s.keys) + (stay ? i : i % (2 * lanes)) * words;
             if (n % lanes) store(to + words - lanes, Floats{});
-            widen_row<typename F::Element>(w.s.key_rows[i], n, to);
+            const char *const row = whole_row(w.keys, w.s.key_rows[i], n * 2, reinterpret_cast<char *>(w.s.line));
+            widen_row<typename F::Element>(row, n, to);
             w.s.key_rows[i] = reinterpret_cast<const char *>(to);
         }
     }
@@ -325,6 +326,65 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
             if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
             break;
     }
+}
+
+#if defined(__AVX512F__)
+// Two blocks of rows, whose lanes are all rows, meet the keys together: a word of a key is repeated once for both. Sums
+// have the order that score_rows() gives them. The second block's scores lie behind the first one's.
+template <class F>
+__attribute__((noinline)) void score_both(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const LinePrefetch &ahead) {
+    constexpr int half = lanes / 2;
+    const Words *const first = w.query(b.row), *const second = w.query(b.row + lanes);
+    const std::int64_t ends[2] = {w.sizes.key_words, w.sizes.key_words + w.sizes.rope_words};
+    LinePrefetch next = ahead;
+    for (std::int64_t key = 0; key < t.count; key += lanes) {
+        RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
+        widen_keys(w, b, t, key);
+        Floats sums[2][lanes];
+        for (int from = 0; from < lanes; from += half) {
+            Floats sum[2][half] = {};
+            std::int64_t word = 0;
+            for (int part = 0; part < 2; ++part) {
+                const char *const *rows = (part ? w.s.rope_rows : w.s.key_rows) + key + from;
+                const std::int64_t begin = word;
+                for (; word < ends[part]; ++word) {
+                    const Words one = load<Words>(first + word), other = load<Words>(second + word);
+                    if (!part) follow<1, half>(next, word), again.follow<1>(word);
+                    FUSION_UNROLL for (int i = 0; i < half; ++i) {
+                        const Words repeated = repeat<1>(rows[i] + (word - begin) * 4);
+                        sum[0][i] = F::dot(sum[0][i], one, repeated);
+                        sum[1][i] = F::dot(sum[1][i], other, repeated);
+                    }
+                }
+            }
+            again = {};
+            FUSION_UNROLL for (int i = 0; i < half; ++i) sums[0][from + i] = sum[0][i], sums[1][from + i] = sum[1][i];
+        }
+        for (int block = 0; block < 2; ++block) {
+            Floats sum[lanes];
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) sum[i] = sums[block][i];
+            gather_keys<1, lanes>(sum);
+            float *const to = w.s.scores + block * lanes * decode_tile + key;
+            FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(to + i * decode_tile, sum[i]);
+        }
+    }
+}
+#endif
+
+// Scores of a block of rows; true: and of the next block, behind them.
+template <class F>
+bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
+#if defined(__AVX512F__)
+    if constexpr (!F::integer) {
+        if (b.phases == 1 && b.row + lanes < w.rows() && w.block(b.row + lanes).phases == 1) {
+            score_both(w, b, t, ahead);
+            return true;
+        }
+    }
+#endif
+    score_block(w, b, t, ahead);
+    return false;
 }
 
 }  // namespace decode

@@ -67,11 +67,12 @@ template <class Format> struct Work {  // a tile and all that it needs
     const bool bias_pass;  // scores are scaled and biased in a pass of their own
     const float natural;   // what a score is multiplied by to give the problem's score
     const float factor;    // and to give it as a power of two
+    const Job &job;
 
-    Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
+    Work(const Job &job_, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
+        : p(*job_.problem), o(*job_.operands), seq(job_.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
           s(sizes, scratch), unit(unit_), tile(tile_), head(head_), bias_pass(needs_bias_pass(p)),
-          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e), job(job_) {}
 };
 
 // Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from

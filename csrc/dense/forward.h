@@ -8,6 +8,7 @@
 
 #include "dense/short.h"
 #include "simd/masks.h"
+#include "dense/stored.h"
 #include "simd/statistics.h"
 
 namespace fusion {
@@ -185,12 +186,20 @@ template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     }
 }
 
+// Elements of a value from one on, as many as fill a vector.
+template <class Format, class T>
+const T *value_of(const Work<Format> &w, std::int64_t key, std::int64_t d, T *staged) {
+    if (!w.job.cache) return row_of<const T>(w.o.v, w.tile.seq, w.unit.head, key) + d;
+    stored_values(w.job, w.tile.seq, w.unit.head).copy(key, d, least<std::int64_t>(lanes, w.p.dim_v - d), staged);
+    return staged;
+}
+
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
 // with a weight that is never 0: one that no float can hold is still more than nothing.
 template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
         if (!is_nonfinite(w, b.first + c)) continue;
-        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
+        alignas(64) T staged[lanes];
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if (!bit_of(w.s.seen + i * (most_step / 8), c)) continue;
             if (w.p.dropout != Dropout::none && !bit_of(w.s.keep + i * (most_step / 8), c)) continue;
@@ -198,7 +207,7 @@ template <class Format, class T> void add_nonfinite_values(const Work<Format> &w
             if (weight == 0.0f) weight = least_weight;
             float *out = w.s.out + (b.row + i) * w.sizes.value_columns;
             for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-                const Floats value = load_floats(v + d, w.p.dim_v - d);
+                const Floats value = load_floats(value_of(w, b.first + c, d, staged), w.p.dim_v - d);
                 store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
             }
         }
@@ -215,6 +224,12 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_n
     if (w.bias_pass) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
+            if (w.p.has_row_scale) {
+                const Floats times = all(*row_of<const float>(w.o.row_scale, row.seq, row.head, row.row));
+                for (std::int64_t c = 0; c < b.count; c += lanes) {
+                    store(row.scores + c, load<Floats>(row.scores + c) * times);
+                }
+            }
             add_bias(row, w.p, w.o, w.seq);
         }
     }

@@ -17,7 +17,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import Memo, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import records as inference
-from fusion_attention.ops.inference.call import Decode
+from fusion_attention.ops.inference.call import InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
 from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, logical, pages_of, place, query_of
@@ -25,11 +25,11 @@ from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments,
 HOST = torch.device("cpu")
 
 
-def lowered(args: Args) -> Decode:
+def lowered(args: Args) -> InferenceCall:
     return inference.TORCH.lower(bind(inference.TORCH, args))  # type: ignore[misc, no-any-return]
 
 
-def wide(call: Decode) -> Decode:
+def wide(call: InferenceCall) -> InferenceCall:
     """The same call in float64; stored integers and their scales stay."""
 
     def promote(t: Any) -> Any:
@@ -40,7 +40,7 @@ def wide(call: Decode) -> Decode:
     return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), memo=Memo())
 
 
-def run(call: Decode, backend: str) -> torch.Tensor:
+def run(call: InferenceCall, backend: str) -> torch.Tensor:
     results = call.results()
     for tensor in results.values():
         tensor.view(-1).view(torch.uint8).fill_(0xA5)
@@ -70,7 +70,7 @@ def test_the_cpu_back_end_agrees_with_golden() -> None:
     assert computed > 10
 
 
-def backends(*calls: Decode) -> Iterator[str]:
+def backends(*calls: InferenceCall) -> Iterator[str]:
     yield "golden"
     if not any(cpu.reasons_against(call.problem, HOST) for call in calls):
         yield "cpu"

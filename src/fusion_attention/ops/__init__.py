@@ -7,6 +7,7 @@ from fusion_attention.ops.indexer import own as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import own as own_indexer_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.inference import fused_records as fused_inference
 from fusion_attention.ops.inference import own as decode_attention
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.sparse import own as sparse_attention
@@ -15,7 +16,7 @@ from fusion_attention.ops.training import own as attention
 from fusion_attention.ops.training import records as training
 
 FAMILIES = (
-    *(attention, decode_attention, training, inference),
+    *(attention, decode_attention, training, inference, fused_inference),
     *(indexer, lightning_indexer, sparse, sparse_attention, indexer_loss, own_indexer_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

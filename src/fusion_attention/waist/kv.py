@@ -50,7 +50,11 @@ class PagedView:
 
         table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
 
-    elements from the pool's first one. Table entries beyond a sequence's length, pages that no entry names and slots
+    elements from the pool's first one. Its elements are neighbours, or lie in pieces: element d of the row is
+
+        d // piece * stride_piece + d % piece
+
+    elements behind the first. Table entries beyond a sequence's length, pages that no entry names and slots
     behind a sequence's last token are never read: anything may lie there.
 
     Args:
@@ -59,6 +63,8 @@ class PagedView:
         page_size: tokens of a page.
         stride_page, stride_token, stride_head: elements.
         dim: elements of a row.
+        piece: neighbouring elements of a row that lies in pieces; 0: all of them.
+        stride_piece: elements from one piece to the next; 0 without pieces.
     """
 
     pool: torch.Tensor
@@ -68,6 +74,8 @@ class PagedView:
     stride_token: int
     stride_head: int
     dim: int
+    piece: int = 0
+    stride_piece: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
         """The same rows of another pool."""
@@ -77,9 +85,13 @@ class PagedView:
         """Sequence b as a copy [heads, length, dim], gathered page by page."""
         size = self.page_size
         pages = self.table[b, : -(-length // size)].long()
-        start, strides = self.pool.storage_offset(), (self.stride_page, self.stride_head, self.stride_token, 1)
         count = int(pages.max()) + 1 if len(pages) else 0
-        rows = self.pool.as_strided((count, heads, size, self.dim), strides, start)[pages]
+        piece = self.piece or self.dim
+        strides = self.stride_page, self.stride_head, self.stride_token, self.stride_piece, 1
+        whole = self.pool.as_strided(
+            (count, heads, size, -(-self.dim // piece), piece), strides, self.pool.storage_offset()
+        )
+        rows = whole[pages].flatten(-2)[..., : self.dim]
         return rows.transpose(0, 1).reshape(heads, len(pages) * size, self.dim)[:, :length]
 
 
@@ -88,8 +100,9 @@ class Dequant:
     """What stored integers mean: value = (stored + offset) * scale, applied where a row is loaded and nowhere else.
 
     Args:
-        scale, offset: float32; views as those of the rows that they serve. Per channel: rows of the same dim that all
-            tokens share (stride_token 0). Per token: rows of one element. offset None: 0.
+        scale, offset: float32. Per channel: rows of the same dim that all tokens share (stride_token 0). Per token:
+            rows of one element, which heads may share (stride 0); they need not lie as the rows that they serve do:
+            a RowView counts tokens by their place in the sequence, beside paged keys too. offset None: 0.
     """
 
     scale: RowView | PagedView
@@ -108,6 +121,8 @@ class MatrixView:
         keep: the tensor that the addresses point into.
         address, stride_head, stride_row: int64 [sequences].
         stride_key: 1, or 0 where one value serves all keys.
+        first: of a blocked matrix, int64 [sequences]: keys before it have no element here, and are not blocked; a
+            sequence's address may then lie before the memory. None: 0.
     """
 
     keep: torch.Tensor
@@ -115,8 +130,14 @@ class MatrixView:
     stride_head: np.ndarray
     stride_row: np.ndarray
     stride_key: int
+    first: np.ndarray | None = None
 
     def sequence(self, b: int, heads: int, rows: int, keys: int) -> torch.Tensor:
-        """Sequence b as a view [heads, rows, keys] on the kept memory."""
+        """Sequence b from its first key on, as a view [heads, rows, keys - first] on the kept memory."""
         strides = (int(self.stride_head[b]), int(self.stride_row[b]), self.stride_key)
-        return self.keep.as_strided((heads, rows, keys), strides, self.keep.storage_offset() + int(self.address[b]))
+        start, first = self.keep.storage_offset() + int(self.address[b]), self.first_of(b)
+        return self.keep.as_strided((heads, rows, keys - first), strides, start + first * self.stride_key)
+
+    def first_of(self, b: int) -> int:
+        """The first key of sequence b that has elements."""
+        return 0 if self.first is None else int(self.first[b])

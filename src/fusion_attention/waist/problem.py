@@ -33,7 +33,7 @@ class _Typed:
 class Problem(_Typed):
     """Softmax attention with everything that changes a kernel, and nothing that changes from call to call.
 
-        s   = scale * (q . k + q_rope . k_rope) + bias'         bias' = scale * bias if bias_scaled else bias
+        s   = scale * row_scale * (q . k + q_rope . k_rope) + bias'    bias' = scale * bias if bias_scaled else bias
         out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
 
     over the keys that a row sees; one whose score is -inf it does not see, whatever its v. A row that sees no key is an
@@ -59,6 +59,14 @@ class Problem(_Typed):
         dequant_k, dequant_v: "none", "channel" (a scale per head and element) or "token" (a scale per head and token).
         out_quant: "none"; "tensor" or "channel": out is int8, round(out * out_scale + out_offset) saturated, halves to
             even ("tensor") or away from zero ("channel").
+        common_keys: the first keys of every sequence, so many of them, are the same rows of memory for all sequences
+            (k_common, v_common), and k and v hold the keys behind them: their token 0 is key common_keys. Lengths,
+            bands, biases and blocked count all keys; scales per channel are those of both.
+        has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
+            integers dtype holds exactly); else 1.
+        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
+            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
+            weighs all its keys by round(weight_scale).
         select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
         select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
             ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
@@ -85,6 +93,9 @@ class Problem(_Typed):
     dequant_k: str = "none"
     dequant_v: str = "none"
     out_quant: str = "none"
+    common_keys: int = 0
+    has_row_scale: bool = False
+    has_weight_scale: bool = False
     select_count: int = 0
     select_block: int = 1
 
@@ -196,6 +207,10 @@ class Operands:
     dequant_v: Dequant | None = None
     out_scale: torch.Tensor | None = None  # float32 [heads_q, dim_v], broadcast by strides
     out_offset: torch.Tensor | None = None  # as out_scale
+    k_common: RowView | None = None  # of one sequence, which stands for all
+    v_common: RowView | None = None  # k_common, narrowed to dim_v, where the problem shares them
+    row_scale: RowView | None = None  # float32, dim 1, as out lies
+    weight_scale: torch.Tensor | None = None  # one float32
     indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
 
 
@@ -294,6 +309,14 @@ class IndexerLossProblem(_Typed):
     Args:
         heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem.
         heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
+        common_keys: the first keys of every sequence, so many of them, are the same rows of memory for all sequences
+            (k_common, v_common), and k and v hold the keys behind them: their token 0 is key common_keys. Lengths,
+            bands, biases and blocked count all keys; scales per channel are those of both.
+        has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
+            integers dtype holds exactly); else 1.
+        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
+            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
+            weighs all its keys by round(weight_scale).
         select_count: entries of a row's list, shared by all heads; 0: no selection.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, LaidDecode, LaidForward, SparsePlan
-from fusion_attention.backends.cpu import decode
+from fusion_attention.backends.cpu import decode, full_int8
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
     plan_indexer_loss,
@@ -40,7 +40,7 @@ NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
 
-Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule
+Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule | full_int8.Schedule
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
@@ -59,6 +59,9 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
             ("empty_rows with select_count", problem.empty_rows, ("zero",)),
             ("kv_dtype with select_count", problem.kv_dtype, ("",)),
             ("out_quant with select_count", problem.out_quant, ("none",)),
+            ("common_keys with select_count", problem.common_keys, (0,)),
+            ("has_row_scale with select_count", problem.has_row_scale, (False,)),
+            ("has_weight_scale with select_count", problem.has_weight_scale, (False,)),
         ]
     listed = [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
@@ -66,7 +69,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         if given not in accepted
     ]
     if isinstance(problem, Problem) and not problem.select_count:
-        listed += decode.reasons_against(problem)
+        listed += (full_int8 if problem.has_weight_scale else decode).reasons_against(problem)
     return listed
 
 
@@ -83,6 +86,8 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
         return plan_indexer(problem, extents, verb, variant)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
+    if problem.has_weight_scale:
+        return full_int8.plan(problem)
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
 
 
@@ -99,7 +104,10 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
 
 
 def attention_forward(
-    problem: Problem, extents: Extents, schedule: ForwardPlan | SparsePlan | decode.Schedule, operands: Operands
+    problem: Problem,
+    extents: Extents,
+    schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
+    operands: Operands,
 ) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
     if len(extents) == 0:
@@ -107,7 +115,9 @@ def attention_forward(
     if isinstance(schedule, SparsePlan):
         run_sparse_forward(schedule, problem, operands)
         return
-    if isinstance(schedule, decode.Schedule):
+    if isinstance(schedule, full_int8.Schedule):
+        empty_rows = full_int8.run(schedule, problem, extents, operands)
+    elif isinstance(schedule, decode.Schedule):
         empty_rows = decode.run(schedule, problem, operands)
     else:
         empty_rows = run_forward(schedule, problem, operands)
@@ -116,7 +126,7 @@ def attention_forward(
 
 
 def lay_forward(
-    problem: Problem, schedule: ForwardPlan | SparsePlan | decode.Schedule, operands: Operands
+    problem: Problem, schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule, operands: Operands
 ) -> Callable[..., bool] | None:
     """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
 

@@ -26,31 +26,42 @@ _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
 # Keys up to which it is not, but for the fewest tokens: scores of so few stay in registers (csrc/dense/short.h). No
 # other number of keys may decide, since it changes from step to step of one plan.
 _FEW_KEYS, _FEWER_TOKENS = 32, 2
+_ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
 
 
 def needed(problem: Problem) -> bool:
     """Whether only the decode knows how the keys lie or how the result is stored."""
     p = problem
-    return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none"
+    common = p.common_keys > 0 or p.has_row_scale
+    return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
 
 
 def reasons_against(problem: Problem) -> list[str]:
     """What a problem that needs the decode may not ask for besides."""
-    if needed(problem) and problem.dropout != "none":
-        return ["the cpu back end computes no dropout over pages, quantised keys, shared keys or an int8 result."]
-    return []
+    p, reasons = problem, []
+    if needed(p) and p.dropout != "none":
+        reasons.append(
+            "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
+            "with scales of rows or with an int8 result."
+        )
+    if p.common_keys and (p.dim_rope or "token" in (p.dequant_k, p.dequant_v)):
+        reasons.append("the cpu back end computes common_keys without rope parts and scales of tokens.")
+    return reasons
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     """[sequences] bool: whose rows the decode computes; by the problem and a sequence's own lengths alone."""
-    if needed(problem):
+    if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
-    if problem.dropout != "none" or problem.dim_rope:
-        return np.zeros(len(extents), bool)
     rows = extents.q_len * problem.group
-    few: np.ndarray = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
-    few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
-    few[rows == 0] = few[rows > 0].all()  # where the others go
+    if needed(problem):
+        few: np.ndarray = rows <= _ROWS_OF_CACHE
+    elif problem.dropout != "none" or problem.dim_rope:
+        return np.zeros(len(extents), bool)
+    else:
+        few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+        few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
+        few[rows == 0] = few[rows > 0].all()  # where the others go
     return few
 
 
@@ -84,11 +95,12 @@ class Schedule:
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
     """The decode's plan, the dense forward's, or both where sequences differ."""
     own = chosen(problem, extents)
-    if not own.any():
+    if not own.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
     p = problem
     storage = _STORAGES[p.kv_dtype or p.dtype]
-    more = storage, _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v], _ROUNDINGS[p.out_quant], p.shares_kv
+    dequants = _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v]
+    more = storage, *dequants, _ROUNDINGS[p.out_quant], p.shares_kv, p.common_keys, p.has_row_scale
     own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
     decode = _native.DecodePlan(native.problem_of(p), more, native.extents_of(own_extents), variant)
     rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
@@ -98,10 +110,16 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
-    empty = native.run_forward(schedule.dense, problem, operands) if schedule.dense else 0
+    threads = torch.get_num_threads()
+    if schedule.dense and not needed(problem):
+        empty = native.run_forward(schedule.dense, problem, operands)
+    else:
+        empty = 0
     with native.Floats() as floats:
         values = native.told(_operands, problem, operands, floats)
-        return empty + schedule.decode.run(torch.get_num_threads(), values)
+        if schedule.dense and needed(problem):
+            empty = schedule.decode.run_dense(schedule.dense, threads, values)
+        return empty + schedule.decode.run(threads, values)
 
 
 def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.LaidDecode | None:
@@ -109,6 +127,7 @@ def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.Lai
     part in it."""
     p = problem
     plain = p.bias == "none" and not (p.has_blocked or p.has_sink or p.dim_rope) and p.out_quant == "none"
+    plain = plain and not (p.common_keys or p.has_row_scale)
     if schedule.dense is not None or not plain or p.dequant_k != "none" or p.dequant_v != "none":
         return None
     with native.Floats() as floats:
@@ -135,6 +154,9 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
         *_quantised(o.dequant_v, p.dequant_v),
         _per_channel(o.out_scale) if p.out_quant != "none" else None,
         _per_channel(o.out_offset) if p.out_quant != "none" else None,
+        _cache(o.k_common, stored) if p.common_keys else None,
+        _cache(o.v_common, stored) if p.common_keys else None,
+        native.rows_of(o.row_scale, torch.float32) if p.has_row_scale else None,
     )
 
 
@@ -144,7 +166,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
         if pool.dtype is not dtype or table.dtype is not torch.int32:
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
-        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim
+        pieces = (view.piece, view.stride_piece) if view.piece else ()
+        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *pieces
     start, address, stride_head, stride_token, dim = native.rows_of(view, dtype)
     return start, dtype.itemsize, address, stride_head, stride_token, dim
 

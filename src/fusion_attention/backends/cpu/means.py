@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 import torch
 
+from fusion_attention.backends.cpu import stored
 from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
@@ -35,9 +35,11 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         kv_len = int(extents.kv_len[b])
         mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
-            v = _values(problem, operands, b, keys)
+            v = stored.meant(stored.values(problem, operands, b, keys), operands.dequant_v, b, keys)
             mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))
-        mean = _stored_form(problem, operands, mean / (kv_len * problem.keep_prob))
+        if problem.has_weight_scale and operands.weight_scale is not None:
+            mean *= operands.weight_scale.round().clamp(-128, 127)
+        mean = stored.rounded(problem, operands, mean / (kv_len * problem.keep_prob))
         for view, value in ((operands.out, mean), (operands.stats.sum, float(kv_len))):
             target = view.sequence(b, heads, rows.stop)[:, rows]
             target.copy_(torch.where(empty, value, target.float()))
@@ -77,35 +79,6 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice]]:
     for b in np.flatnonzero(extents.kv_len).tolist():
         for rows in _steps(int(extents.q_len[b]), _ROWS):
             yield b, rows
-
-
-def _values(problem: Problem, operands: Operands, b: int, keys: slice) -> torch.Tensor:
-    """[heads_kv, keys, dim_v] float32: some values of sequence b, whatever form they are stored in."""
-    p, view = problem, operands.v
-    if p.kv_dtype == "int4":
-        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, keys.stop)[:, keys].int()
-        nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., : view.dim]
-        values = ((nibbles ^ 8) - 8).float()
-    else:
-        values = view.sequence(b, p.heads_kv, keys.stop)[:, keys].float()
-    if operands.dequant_v is not None and p.dequant_v != "none":
-        scale, offset = operands.dequant_v.scale, operands.dequant_v.offset
-        if offset is not None:
-            values = values + offset.sequence(b, p.heads_kv, keys.stop)[:, keys]
-        values = values * scale.sequence(b, p.heads_kv, keys.stop)[:, keys]
-    return values
-
-
-def _stored_form(problem: Problem, operands: Operands, mean: torch.Tensor) -> torch.Tensor:
-    """[heads_q, rows, dim_v]: rounded and saturated where the result is int8."""
-    if problem.out_quant == "none":
-        return mean
-    assert operands.out_scale is not None
-    x = mean * operands.out_scale[:, None]
-    if operands.out_offset is not None:
-        x = x + operands.out_offset[:, None]
-    whole = x.round() if problem.out_quant == "tensor" else x.trunc() + ((x - x.trunc()) * 2).trunc()
-    return whole.nan_to_num(0.0).clamp(-128, 127)
 
 
 def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fusion_attention.backends.golden.selection import added_up, scanned
 from fusion_attention.waist import bias
@@ -53,7 +54,8 @@ def _seen(
     seen = ((key >= first) & (key < end)).expand(problem.heads_q, -1, -1)
     if problem.has_blocked:
         assert operands.blocked is not None
-        seen = seen & (operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0)
+        free = operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0
+        seen = seen & F.pad(free, (operands.blocked.first_of(b), 0), value=True)
     return seen, end > first
 
 
@@ -100,14 +102,29 @@ def _keep(
     return keep.to(device), 1.0 / problem.keep_prob
 
 
-def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int, dequant: Dequant | None) -> torch.Tensor:
-    """[heads_kv, length, dim]: the keys or values of sequence b, (stored + offset) * scale where they are integers."""
+def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) -> torch.Tensor:
+    """[heads_kv, length, dim]: rows of sequence b as they are stored."""
     if problem.kv_dtype == "int4":
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., : view.dim]
-        values = ((halves ^ 8) - 8).double()  # two's complement in four bits
-    else:
-        values = view.sequence(b, problem.heads_kv, length).double()
+        return ((halves ^ 8) - 8).double()  # two's complement in four bits
+    return view.sequence(b, problem.heads_kv, length).double()
+
+
+def _meant(
+    problem: Problem,
+    views: tuple[RowView | PagedView, RowView | None],
+    b: int,
+    length: int,
+    dequant: Dequant | None,
+) -> torch.Tensor:
+    """[heads_kv, length, dim]: the keys or values of sequence b, those of all sequences first, from (own, common)
+    views; (stored + offset) * scale where they are integers."""
+    own, common = views
+    shared = min(problem.common_keys, length)
+    values = _stored(problem, own, b, length - shared)
+    if common is not None:
+        values = torch.cat((_stored(problem, common, 0, shared), values), dim=1)
     if dequant is None:
         return values
     if dequant.offset is not None:
@@ -135,10 +152,12 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     def query(view: RowView) -> torch.Tensor:
         return view.sequence(b, problem.heads_q, q_len).double()
 
-    def key(view: RowView | PagedView, dequant: Dequant | None = None) -> torch.Tensor:
-        return _stored(problem, view, b, kv_len, dequant)[kv_heads]
+    def key(view: RowView | PagedView, common: RowView | None, dequant: Dequant | None) -> torch.Tensor:
+        return _meant(problem, (view, common), b, kv_len, dequant)[kv_heads]
 
-    q, k, v = query(operands.q), key(operands.k, operands.dequant_k), key(operands.v, operands.dequant_v)
+    q = query(operands.q)
+    k = key(operands.k, operands.k_common, operands.dequant_k)
+    v = key(operands.v, operands.v_common, operands.dequant_v)
     q_rope = k_rope = None
     scores = q @ k.mT
     if problem.dim_rope:
@@ -148,6 +167,9 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
         k_rope = operands.k_rope.sequence(b, problem.heads_kv, kv_len).double()[kv_heads]
         scores = scores + q_rope @ k_rope.mT
     scores = problem.scale * scores
+    if problem.has_row_scale:
+        assert operands.row_scale is not None
+        scores = scores * query(operands.row_scale)
     if problem.bias != "none":
         added = _bias(problem, extents, operands, b)
         scores = scores + (problem.scale * added if problem.bias_scaled else added)
@@ -174,7 +196,9 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
     return row_max, row_sum.where(row_max != -_INF, takes_mean * kv_len)
 
 
-def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _weights(
+    problem: Problem, operands: Operands, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, from the statistics alone.
 
     softmax (bool) marks the pairs that the softmax weighs: those seen, in rows that are not empty. live (bool) adds to
@@ -188,6 +212,9 @@ def _weights(s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tupl
     # What no double holds is still more than nothing: an infinite value that a row sees reaches it.
     weights = weights.masked_fill((weights == 0) & softmax, torch.finfo(torch.float64).tiny)
     weights = (weights * s.times).where(~mean, 1.0)
+    if problem.has_weight_scale:
+        assert operands.weight_scale is not None
+        weights = (operands.weight_scale.double() * weights).round().clamp(-128, 127)
     return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
 
 
@@ -210,7 +237,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
     for b in range(len(extents)):
         s = _load(problem, extents, operands, b)
         row_max, row_sum = _statistics(problem, operands, s)
-        _, weights, live, divisor = _weights(s, row_max, row_sum)
+        _, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
         # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
         out = weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
         if problem.out_quant != "none":
@@ -241,7 +268,7 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
             view.sequence(b, heads, q_len).double()
             for view in (operands.out, grads.dout, operands.stats.max, operands.stats.sum)
         )
-        softmax, weights, live, divisor = _weights(s, row_max, row_sum)
+        softmax, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
         probabilities = weights / divisor
         delta = (dout * out).sum(-1, keepdim=True)
         dprobabilities = ((dout @ s.v.mT) * s.keep_factor).where(s.keep, 0)

@@ -107,6 +107,9 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
         ("out_quant", p.out_quant, ("none",)),
         ("select_count", p.select_count, (0,)),
+        ("common_keys", p.common_keys, (0,)),
+        ("has_row_scale", p.has_row_scale, (False,)),
+        ("has_weight_scale", p.has_weight_scale, (False,)),
     )
     unknown = [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."

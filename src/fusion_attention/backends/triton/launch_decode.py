@@ -85,7 +85,7 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
     """(table, last page of every pool; -1: some pool holds none) of the caches.
 
     Raises:
-        BackendError: caches with tables of their own, or of another kind than the problem says.
+        BackendError: caches with tables of their own, of another kind than the problem says, or of rows in pieces.
     """
     caches = {name: view for name, view in views.items() if name in CACHES and view is not None}
     paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
@@ -95,8 +95,12 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
                 f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
             )
         return None, 0
+    in_pieces = [name for name, view in paged.items() if view.piece]
+    if in_pieces:
+        raise BackendError(f"fusion_attention: triton: expected rows in one piece, got pieces for {in_pieces[0]}")
     first = paged.get("k")
-    strangers = [name for name in ("k", "v", "k_rope") if name in caches and name not in paged]
+    rows = ("k", "v", "k_rope", *(f"scale_{side}" for side in "kv" if getattr(problem, f"dequant_{side}") == "token"))
+    strangers = [name for name in rows if name in caches and name not in paged]
     if first is None or strangers:
         raise BackendError(f"fusion_attention: triton: expected pages for k and v, got rows for {', '.join(strangers)}")
     table = first.table

@@ -46,6 +46,8 @@ def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
+        if view.first is not None:
+            raise BackendError("fusion_attention: triton: expected a matrix of all keys, got one without the first")
         return view.address, view.stride_head, view.stride_row, view.stride_key
     address = view.address
     if len(view.keep) > 1:

@@ -1,10 +1,12 @@
-"""A decoding call as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
+"""Inference as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
 
-Views are made here, from a cache's layout and its lengths. Refuses to know how an interface says any of it.
+Views are made here, from layouts and lengths; those of a cache in cache.py. Refuses to know how an interface says any
+of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,44 +14,55 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Memo
-from fusion_attention.memory import another, template
+from fusion_attention.memory import another, empty, template
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Places, Scales, as_float, narrowed
 from fusion_attention.ops.shared.call import over, over_nothing
-from fusion_attention.ops.shared.layouts import LAYOUTS, Form, keep, matrix_view, row_shape, row_view, stats_view
-from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ops.shared.layouts import (
+    LAYOUTS,
+    Form,
+    covered,
+    matrix_view,
+    row_view,
+    rows_shape,
+    stats_shape,
+    stats_view,
+    wide,
+)
+from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
-Scales = tuple[Tensor | None, Tensor | None]  # scale and offset
 
-
-@dataclass(frozen=True)
-class Cache:
-    """How keys and values lie.
-
-    Args:
-        layout: of each tensor: "BSND", "BNSD" or "BSH"; its batch axis counts pages where page_size is not 0.
-        page_size: slots of a page; 0: not paged.
-    """
-
-    layout: str
-    page_size: int = 0
+LSE = "softmax_lse"
+_LOWEST = -float(np.finfo(np.float32).max)
+# Rows whose keys are looked at together, to find those of which a mask leaves none.
+_ROWS = 256
 
 
 @dataclass(eq=False)
-class Decode:
-    """A lowered decoding call (waist.lowered.Lowered).
+class InferenceCall:
+    """A lowered call of inference (waist.lowered.Lowered).
 
     Args:
-        layout: of q and out; cache: of k and v.
-        q: query rows. k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
+        layout: of q and q_rope; cache: of k, v and k_rope.
+        q: query rows, perhaps of integers.
+        k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
         table: int32 [sequences, pages] of a paged cache.
         first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
-        k_dequant, v_dequant: (scale, offset). Per channel: [heads_kv, dim]; per token: as k without its last axis.
-        bias, blocked: 4-D, broadcast over [B, N1, S1, slots].
-        sink: float32 [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
-        names: of the results: out, and max and sum where the caller wants them.
+        k_dequant, v_dequant: scales; v's are k's where it has none of its own.
+        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence.
+        sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
+        names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
         memo: shared by all calls of the same shapes, strides and lengths.
+        out_layout: of the result; "": as layout. lse_by_batch: [1, N1, S1, 1] where rows are packed.
+        absent: results that the record has and this call has not: without elements, and never written.
+        q_first: int64 [sequences], the first query row of each sequence in its item, where that is not 0.
+        q_rope, k_rope: as q and k lie, k_rope's pages in pieces of their own.
+        k_common, v_common: the first rows of every sequence, in q's layout, with a batch of 1.
+        row_scale: float32, as q without its last axis ([B, S1, N1] in layout BSH), and one factor on all.
+        weight_scale: of one element.
+        tree: blocked is [B, S1, S1], or [sum of squares] of packed rows, and covers the last q_len keys.
     """
 
     problem: Problem
@@ -61,14 +74,25 @@ class Decode:
     v: tuple[Tensor, ...] | None
     table: Tensor | None = None
     first: np.ndarray | None = None
-    k_dequant: Scales = (None, None)
-    v_dequant: Scales = (None, None)
+    k_dequant: Scales = UNSCALED
+    v_dequant: Scales = UNSCALED
     bias: Tensor | None = None
     blocked: Tensor | None = None
     sink: Tensor | None = None
-    out_quant: Scales = (None, None)
+    out_quant: tuple[Tensor | None, Tensor | None] = (None, None)
     names: tuple[str, ...] = ("attention_out",)
     memo: Memo = field(default_factory=Memo)
+    out_layout: str = ""
+    lse_by_batch: bool = False
+    absent: tuple[str, ...] = ()
+    q_first: np.ndarray | None = None
+    q_rope: Tensor | None = None
+    k_rope: tuple[Tensor, ...] | None = None
+    k_common: Tensor | None = None
+    v_common: Tensor | None = None
+    row_scale: tuple[Tensor, Tensor] | None = None
+    weight_scale: Tensor | None = None
+    tree: bool = False
 
     verb = "attention_forward"
 
@@ -78,17 +102,21 @@ class Decode:
         return self.q.device
 
     def results(self) -> dict[str, Tensor]:
-        """out in the query's layout, and statistics [B, N1, S1] where they have names."""
-        out = another(self._templates()[0])
-        if len(self.names) == 1:
-            return {self.names[0]: out}
-        return dict(zip(self.names, (out, *self.stats()), strict=True))
+        """out in its layout, and what else has names: statistics as stats_shape(), or their logarithm."""
+        out, stats = self._templates()
+        if self.names[1:] == (LSE,):
+            return {self.names[0]: another(out), LSE: empty(stats, self._lse_shape(stats))}
+        more = self.stats() if len(self.names) > 1 else ()
+        found = dict(zip(self.names, (another(out), *more), strict=True))
+        return found | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""
         out, *given = (outputs[name] for name in self.names)
+        if self.names[1:] == (LSE,):
+            return _Logarithms(self, out, self.stats(), given[0])
         max_, sum_ = given or self.stats()
-        return _laid(self, out, (max_, sum_))
+        return Filled(*_laid(self, out, (max_, sum_)))
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
@@ -100,118 +128,176 @@ class Decode:
         made: tuple[Tensor, Tensor] | None = self.memo.templates
         if made is None:
             p, q = self.problem, self.q
-            _, token, _ = LAYOUTS[self.layout]
-            shape = q.shape if p.dim_v == p.dim_qk else row_shape(q, self.layout, p.heads_q, p.dim_v)
+            batch, token, _ = LAYOUTS[self.layout]
+            sizes = 1 if batch is None else q.shape[batch], q.shape[token]
+            shape = rows_shape(self.out_layout or self.layout, *sizes, p.heads_q, p.dim_v)
+            out = template(q, shape, p.torch_dtype if p.out_quant == "none" else torch.int8)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
-            out = template(q, shape, q.dtype if p.out_quant == "none" else torch.int8)
-            made = self.memo.templates = out, template(q, (q.shape[0], p.heads_q, q.shape[token]), dtype)
+            made = self.memo.templates = out, template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype)
         return made
+
+    def _lse_shape(self, stats: Tensor) -> tuple[int, ...]:
+        return (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of a call, its output and its statistics."""
-        p, e, form = self.problem, self.extents, Form(self.layout)
-        k = self.rows(self.k, p.dim_qk)
-        v = narrowed(k, p.dim_v) if self.v is None else self.rows(self.v, p.dim_v)
+        p, e, form, places = self.problem, self.extents, Form(self.layout), self._places()
+        k = places.rows(self.k, p.dim_qk)
+        v = narrowed(k, p.dim_v) if self.v is None else places.rows(self.v, p.dim_v)
+        stats = (stats_view(t, form, p.heads_q, e) for t in (max_, sum_))
         operands = Operands(
-            q=row_view(self.q, self.layout, p.heads_q, e, "q"),
+            q=self._own(self.q if self.q.dtype == p.torch_dtype else self.q.to(p.torch_dtype)),
             k=k,
             v=v,
-            out=row_view(out, self.layout, p.heads_q, e, "q"),
-            stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
-            sink=self.sink,
+            out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
+            stats=Stats(*map(self._moved, stats)),
+            sink=wide(self.sink, self.q),
         )
-        if p.dequant_k != "none":
-            operands.dequant_k = self._dequant(self.k_dequant, p.dequant_k, p.dim_qk)
-            values = self.k_dequant if self.v is None else self.v_dequant
-            operands.dequant_v = self._dequant(values, p.dequant_v, p.dim_v)
-        if p.out_quant != "none":
-            operands.out_scale, operands.out_offset = (
-                None if t is None else _float(t).reshape(-1, p.dim_v if t.numel() > 1 else 1).expand(p.heads_q, p.dim_v)
-                for t in self.out_quant
+        if p.dim_rope:
+            assert self.q_rope is not None
+            assert self.k_rope is not None
+            operands.q_rope, operands.k_rope = self._own(self.q_rope), places.rows(self.k_rope, p.dim_rope)
+        if p.common_keys:
+            assert self.k_common is not None
+            operands.k_common = common = places.common_rows(self.k_common, self.layout, p.dim_qk)
+            own = self.v_common
+            operands.v_common = (
+                narrowed(common, p.dim_v) if own is None else places.common_rows(own, self.layout, p.dim_v)
             )
+        if p.dequant_k != "none":
+            operands.dequant_k = places.dequant(self.k_dequant, p.dequant_k, p.dim_qk)
+        if p.dequant_v != "none":
+            scales = self.k_dequant if self.v_dequant.scale is None else self.v_dequant
+            operands.dequant_v = places.dequant(scales, p.dequant_v, p.dim_v)
+        if p.has_row_scale:
+            assert self.row_scale is not None
+            layout = "BSND" if self.layout == "BSH" else self.layout
+            scale, factor = self.row_scale
+            scale = (scale * factor.reshape(())).unsqueeze(-1)
+            operands.row_scale = self._moved(row_view(scale, layout, p.heads_q, e, "q"))
+        if self.weight_scale is not None:
+            operands.weight_scale = as_float(self.weight_scale).reshape(1)
+        if p.out_quant != "none":
+            operands.out_scale, operands.out_offset = map(self._per_channel, self.out_quant)
         operands.bias = None if self.bias is None else self._matrix(self.bias)
         # A bool and a byte are the same memory; the view makes one kernel type of them.
-        operands.blocked = None if self.blocked is None else self._matrix(self.blocked.view(torch.uint8))
+        blocked = None if self.blocked is None else self.blocked.view(torch.uint8)
+        if blocked is not None:
+            operands.blocked = self._tree(blocked) if self.tree else self._matrix(blocked)
         return operands
 
     def pattern(self, operands: Operands) -> Operands | None:
         """Operands without memory that over() lays on that of the next call; None where more than rows is read."""
         p = self.problem
-        more = p.dequant_k != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink or p.bias != "none"
+        more = p.dequant_k != "none" or p.dequant_v != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink
+        more = more or p.bias != "none" or p.dim_rope > 0 or p.common_keys > 0 or p.has_row_scale
         return None if more else over_nothing(operands, (self.q, *self.k, *(self.v or ()), self.table))
 
-    def whole(self) -> Decode:
+    def whole(self) -> InferenceCall:
         """The call as it is."""
         return self
 
     def again(self) -> tuple[Operands, Operands, tuple[Tensor, Tensor, Tensor]] | None:
         """As waist.lowered.Repeatable."""
-        _, token, _ = LAYOUTS[self.layout]
-        if len(self.k) > 1 or (self.extents.q_len != self.q.shape[token]).any():
+        if len(self.k) > 1 or self.names[1:] == (LSE,) or not covered(self.q, self.layout, self.extents, "q"):
             return None
         results = another(self._templates()[0]), *self.stats()
         views = self.operands(*results)
         rows = self.pattern(views)
         return None if rows is None else (views, rows, results)
 
-    def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
-        """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
-        if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
-            tensors = tuple(t.contiguous() for t in tensors)  # Kernels read rows of neighbouring elements.
-        one, e = tensors[0], self.extents
-        batch, token, head = LAYOUTS[self.cache.layout]
-        assert batch is not None
-        bytes_ = (dim + 1) // 2 if self.problem.kv_dtype == "int4" else dim
-        if self.cache.page_size:
-            assert self.table is not None
-            stride = bytes_ if head is None else one.stride(head)
-            size, table = self.cache.page_size, self.table
-            if table.dtype != torch.int32:
-                table = table.to(torch.int32)  # Kernels read 32 bits; every id in use was found to fit.
-            if table.stride(-1) != 1 and table.shape[-1] > 1:
-                table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
-            return PagedView(one, table, size, one.stride(batch), one.stride(token), stride, dim)
-        if len({t.stride(token) for t in tensors if t.shape[token] > 1}) > 1:
-            tensors = tuple(t.contiguous() for t in tensors)  # One stride serves all sequences.
-        # A tensor of one token or none may say any stride, contiguous or not.
-        one = max(tensors, key=lambda t: t.shape[token])
-        key = ("cache", dim, *((t.shape, t.stride()) for t in tensors))
-        view = e.memo.get(key)
-        if view is None:
-            listed = len(tensors) > 1
-            address = np.arange(len(e)) * (0 if listed else one.stride(batch))
-            if self.first is not None:
-                address = address + self.first * one.stride(token)
-            strides = [bytes_ if head is None else t.stride(head) for t in tensors]
-            heads = np.array(strides if listed else strides * len(e), np.int64)
-            view = keep(e, key, RowView((), address.astype(np.int64), one.stride(token), heads, dim))
-        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+    def _places(self) -> Places:
+        p = self.problem
+        return Places(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
-    def _dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
-        views = [None if t is None else self._scale(_float(t), kind, dim) for t in scales]
-        assert views[0] is not None
-        return Dequant(views[0], views[1])
+    def _own(self, tensor: Tensor) -> RowView:
+        """Rows of the query side, in the query's layout."""
+        return self._moved(row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
-    def _scale(self, scale: Tensor, kind: str, dim: int) -> RowView | PagedView:
-        if kind == "token":
-            return self.rows((scale.unsqueeze(-1),), 1)
-        count, scale = len(self.extents), scale[:, :dim].contiguous()  # One number per element, however it was given.
-        heads = np.full(count, scale.shape[1], np.int64)
-        return RowView((scale,), np.zeros(count, np.int64), 0, heads, dim)
+    def _moved(self, view: RowView) -> RowView:
+        """The rows of an item from its first one on."""
+        if self.q_first is None:
+            return view
+        address = view.address + self.q_first * view.stride_token
+        return RowView(view.keep, address, view.stride_token, view.stride_head, view.dim)
+
+    def _per_channel(self, scale: Tensor | None) -> Tensor | None:
+        p = self.problem
+        if scale is None:
+            return None
+        return as_float(scale).reshape(-1, p.dim_v if scale.numel() > 1 else 1).expand(p.heads_q, p.dim_v)
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
         view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
+        # Rows and columns count an item's slots.
         if self.first is not None:
-            view.address = view.address + self.first * view.stride_key  # Columns count the cache's slots.
+            view.address = view.address + self.first * view.stride_key
+        if self.q_first is not None:
+            view.address = view.address + self.q_first * view.stride_row
+        return view
+
+    def _tree(self, mask: Tensor) -> MatrixView:
+        e = self.extents
+        first = e.kv_len - e.q_len
+        if mask.dim() == 1:
+            size = e.q_len * e.q_len
+            view = MatrixView(mask.contiguous(), np.cumsum(size) - size, np.zeros_like(size), e.q_len, 1)
+        else:
+            view = matrix_view(mask.unsqueeze(1), "broadcast", self.problem.heads_q, e)
+        view.address, view.first = view.address - first * view.stride_key, first
         return view
 
 
-def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, Tensor]) -> Filled:
+class _Logarithms(Filled):
+    """A call that returns max + ln(sum) of every row, and what stands for rows that have none."""
+
+    __slots__ = ("call", "lse", "stats")
+
+    def __init__(self, call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor], lse: Tensor) -> None:
+        super().__init__(*_laid(call, out, stats))
+        self.call, self.stats, self.lse = call, stats, lse
+
+    def finish(self) -> None:
+        """The result from statistics: +inf for a row of no key or of no sequence, the lowest number for a mean."""
+        super().finish()
+        call, (max_, sum_) = self.call, self.stats
+        lse = max_ + sum_.log()
+        lse = lse.masked_fill(max_ == -math.inf, _LOWEST).masked_fill(sum_ == 0, math.inf)
+        if call.problem.has_sink:
+            _forget_sinks(call, self.operands[0], lse)
+        shaped = lse.mT.unsqueeze(0) if call.lse_by_batch else lse
+        self.lse.copy_(shaped.unsqueeze(-1))
+
+
+def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
+    """Writes +inf where a row sees a sink alone, which its statistics do not tell from keys that weigh nothing."""
+    e, heads = call.extents, call.problem.heads_q
+    view = call._moved(stats_view(lse, Form(call.layout), heads, e))
+    for b in range(len(e)):
+        q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
+        rows = view.sequence(b, heads, q_len).squeeze(-1)
+        first, end = (torch.from_numpy(edge).to(lse.device) for edge in e.row_interval(b, np.arange(q_len)))
+        rows.masked_fill_(end <= first, math.inf)
+        if operands.blocked is None or not kv_len:
+            continue
+        matrix, start = operands.blocked.sequence(b, heads, q_len, kv_len), operands.blocked.first_of(b)
+        key = torch.arange(start, kv_len, device=lse.device)
+        for i in range(0, q_len, _ROWS):
+            here = slice(i, min(i + _ROWS, q_len))
+            low, high = first[here, None], end[here, None]
+            seen = ((matrix[:, here] == 0) & (key >= low) & (key < high)).any(-1)
+            history = (low < start) & (high > low)  # keys before the matrix are never blocked
+            rows[:, here] = rows[:, here].masked_fill(~(seen | history[:, 0]), math.inf)
+
+
+def _laid(
+    call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]
+) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(operands, rooms, outputs, clears) of Filled."""
     rooms = room(out), *stats
     last = call.memo.run
     if last is None or last[0] != out.stride():
-        _, token, _ = LAYOUTS[call.layout]
-        short = bool((call.extents.q_len != call.q.shape[token]).any())
+        short = not covered(call.q, call.layout, call.extents, "q")
         operands = call.operands(*rooms)
         call.memo.run = out.stride(), short, call.pattern(operands)
     else:
@@ -220,29 +306,9 @@ def _laid(call: Decode, out: Tensor, stats: tuple[Tensor, Tensor]) -> Filled:
             operands = call.operands(*rooms)
         else:
             operands = over(pattern, call.q, call.k, call.v or call.k, call.table, rooms)
-    return Filled((operands,), rooms, (out,), rooms if short else ())
-
-
-def narrowed(view: RowView | PagedView, dim: int) -> RowView | PagedView:
-    """The first elements of every row."""
-    if isinstance(view, RowView):
-        return RowView(view.keep, view.address, view.stride_token, view.stride_head, dim)
-    strides = view.stride_page, view.stride_token, view.stride_head
-    return PagedView(view.pool, view.table, view.page_size, *strides, dim)
-
-
-def _float(scale: Tensor) -> Tensor:
-    """A scale as float32; 64 bits are a hardware word whose bits 13 to 31 are the upper ones of a float32."""
-    if scale.dtype == torch.uint64:
-        return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
-    return scale.float()
+    return (operands,), rooms, (out,), rooms if short else ()
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
     """Lengths and bands of a call without computed biases."""
     return Extents(q_len, kv_len, *band, np.zeros_like(q_len))
-
-
-def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Problem.kv_dtype of a cache, from its tensor and the query's dtype."""
-    return {torch.int8: "int8", torch.uint8: "int4"}.get(tensor.dtype, "") if tensor.dtype != dtype else ""

@@ -1,4 +1,4 @@
-"""From a bound call of CANN's decoding down to a Decode: the last place that knows its words.
+"""From a bound call of CANN's decoding down to an InferenceCall: the last place that knows its words.
 
 What a record lacks has its neutral value. Loops over nothing.
 """
@@ -13,7 +13,8 @@ import torch
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import page_layout, sizes
 from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents, Problem
@@ -60,12 +61,12 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
-def lower(bound: Bound) -> Decode:
-    """The Decode of a bound record."""
+def lower(bound: Bound) -> InferenceCall:
+    """The InferenceCall of a bound record."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
-    call = Decode(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
+    call = InferenceCall(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
     if problem.dequant_k != "none":
         call.k_dequant, call.v_dequant = (_scales(n, i) for i in (0, 1))
     if problem.bias != "none":
@@ -97,7 +98,7 @@ def _scales(n: dict[str, Any], side: int) -> Scales:
         one = tensor[side]
         return one.reshape(1, 1).expand(heads, dim) if one.dim() == 0 else one.reshape(heads, dim)
 
-    return own(n["antiquant_scale"]), own(n["antiquant_offset"])
+    return Scales(own(n["antiquant_scale"]), own(n["antiquant_offset"]))
 
 
 def _extents(n: dict[str, Any]) -> Extents:

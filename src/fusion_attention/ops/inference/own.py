@@ -13,10 +13,11 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors, dtype_text, show
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.call import Cache, Decode, Scales, extents_of, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
-from fusion_attention.ops.shared.layouts import LAYOUTS, wide
+from fusion_attention.ops.shared.layouts import LAYOUTS
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order, scale_of
 from fusion_attention.ops.shared.rules import (
     broadcasting,
@@ -288,13 +289,15 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return dict(zip(RESULTS, (out, max_, sum_), strict=True))
 
 
-def lower(bound: Bound) -> Decode:
-    """The Decode of a bound decode_attention."""
+def lower(bound: Bound) -> InferenceCall:
+    """The InferenceCall of a bound decode_attention."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
-    call = Decode(problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo)
+    call = InferenceCall(
+        problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo
+    )
     call.names = RESULTS
-    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
     call.out_quant = n["out_scale"], n["out_offset"]
     call.k_dequant = _scales(n, "k", n["D"])
     call.v_dequant = _scales(n, "v", n["Dv"])
@@ -315,7 +318,7 @@ def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
             return tensor
         return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
 
-    return own(n[f"{side}_scale"]), own(n[f"{side}_offset"])
+    return Scales(own(n[f"{side}_scale"]), own(n[f"{side}_offset"]))
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -14,7 +14,6 @@ from fusion_attention.ops.shared.rules import (
     cached,
     elements,
     finite_scale,
-    group,
     invalid,
     limit,
     note,
@@ -45,16 +44,25 @@ def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Ru
     return Rule(check, offset, advice, text, stage="dtype", given=given, spoil={offset: wrong})
 
 
+# Fused inference attention asks these too.
+SIZED_PAGES = Rule(
+    "block_size > 0",
+    "block_size",
+    "tokens of a page",
+    when="block_table is not None",
+    stage="presence",
+    given=PAGES,
+    spoil={"block_size": 0},
+)
+EVEN_HEADS = of_lengths(
+    "heads_fit(num_key_value_heads, N1)",
+    "num_key_value_heads",
+    "every key head serves the same number of query heads; 0: as many as num_heads",
+    text="a divisor of num_heads, or 0",
+    spoil={"num_key_value_heads": 3},
+)
 INPUTS = (
-    Rule(
-        "block_size > 0",
-        "block_size",
-        "tokens of a page",
-        when="block_table is not None",
-        stage="presence",
-        given=PAGES,
-        spoil={"block_size": 0},
-    ),
+    SIZED_PAGES,
     Rule(
         "actual_seq_lengths is not None",
         "actual_seq_lengths",
@@ -66,13 +74,7 @@ INPUTS = (
         given=PAGES,
         spoil={"actual_seq_lengths": None},
     ),
-    of_lengths(
-        "heads_fit(num_key_value_heads, N1)",
-        "num_key_value_heads",
-        "every key head serves the same number of query heads; 0: as many as num_heads",
-        text="a divisor of num_heads, or 0",
-        spoil={"num_key_value_heads": 3},
-    ),
+    EVEN_HEADS,
     of_lengths(
         "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
         "key",
@@ -184,7 +186,7 @@ INTEGER_CACHE = (
     ),
 )
 
-INTEGER_OUTPUT = (
+SCALED_OUTPUT = (
     Rule(
         "attention_out is None or (quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
         "quant_scale2",
@@ -194,15 +196,6 @@ INTEGER_OUTPUT = (
         given=NARROW,
         spoil={"quant_scale2": None},
     ),
-    Rule(
-        "quant_scale2.numel() in (1, N1 * D)",
-        "quant_scale2",
-        "one number, or one per query head and element",
-        text="1 or N1 * D elements",
-        when="quant_scale2 is not None",
-        given={"quant_scale2": "1"},
-        spoil={"quant_scale2": "3"},
-    ),
     beside_its_scale("quant_offset2", "quant_scale2", {"quant_scale2": "1", "quant_offset2": "1"}, "3"),
     refused(
         "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
@@ -211,6 +204,18 @@ INTEGER_OUTPUT = (
         text="float32, or bfloat16 as query",
         given={"quant_scale2": "1"},
         spoil={"quant_scale2": ("1", "bfloat16")},
+    ),
+)
+INTEGER_OUTPUT = (
+    *SCALED_OUTPUT,
+    Rule(
+        "quant_scale2.numel() in (1, N1 * D)",
+        "quant_scale2",
+        "one number, or one per query head and element",
+        text="1 or N1 * D elements",
+        when="quant_scale2 is not None",
+        given={"quant_scale2": "1"},
+        spoil={"quant_scale2": "3"},
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
@@ -231,37 +236,63 @@ INTEGER_OUTPUT = (
     ),
 )
 
+NO_FLOAT32 = refused(
+    "dtype_of(query) != 'float32'",
+    "query",
+    "the chip takes float16 and bfloat16",
+    text="float16 or bfloat16",
+    spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
+    | {"value": ("B S2 N2*D", "float32")},
+)
+POOLS = (
+    limit(
+        "N2 * D <= 65536 or key[0].dim() >= 4",
+        "key",
+        "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
+        text="pages of at most 65536 elements per token",
+        when="block_table is not None",
+        needs=("block_table",),
+        given=PAGES,
+        spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
+    ),
+    limit(
+        "sum(-(-kv_len // block_size)) <= blocks",
+        "key",
+        "the chip wants a page of its own for every item",
+        text="as many pages as all items fill",
+        when="block_table is not None",
+        needs=("block_table",),
+        given=PAGES,
+        spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
+    ),
+)
+MOST_HEADS = limit(
+    "N1 <= 256",
+    "query",
+    "the chip takes no more heads",
+    spoil={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
+)
+SHORT_LIST = limit(
+    "len(key) <= 256",
+    "key",
+    "the chip takes no longer list",
+    text="at most 256 tensors",
+    spoil={"B": 257, "key": _LISTED, "value": _LISTED},
+)
+
 LIMITS = (
     limit("S1 == 1", "query", "the chip decodes one token per item", spoil={"S1": 2}),
     limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", spoil={"D": 528}),
     limit("B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S2": 1}),
-    limit(
-        "len(key) <= 256",
-        "key",
-        "the chip takes no longer list",
-        text="at most 256 tensors",
-        spoil={"B": 257, "key": _LISTED, "value": _LISTED},
-    ),
-    limit(
-        "N1 <= 256",
-        "query",
-        "the chip takes no more heads",
-        spoil={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
-    ),
+    SHORT_LIST,
+    MOST_HEADS,
     limit(
         "N1 <= 64 * N2",
         "num_key_value_heads",
         "the chip lets no more query heads share a key head",
         spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
-    refused(
-        "dtype_of(query) != 'float32'",
-        "query",
-        "the chip takes float16 and bfloat16",
-        text="float16 or bfloat16",
-        spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
-        | {"value": ("B S2 N2*D", "float32")},
-    ),
+    NO_FLOAT32,
     limit(
         "is_contiguous(query, key, value)",
         "query",
@@ -309,32 +340,17 @@ LIMITS = (
         given=PAGES,
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
-    *group(
-        limit(
-            "input_layout == 'BNSD' or key[0].dim() == 3",
-            "key",
-            "the chip takes pages of heads beside a BNSD query only",
-            text="pages [blocks, block_size, N2*D]",
-            spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
-        ),
-        limit(
-            "N2 * D <= 65536 or key[0].dim() == 4",
-            "key",
-            "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
-            text="pages of at most 65536 elements per token",
-            spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
-        ),
-        limit(
-            "sum(-(-kv_len // block_size)) <= blocks",
-            "key",
-            "the chip wants a page of its own for every item",
-            text="as many pages as all items fill",
-            spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
-        ),
+    limit(
+        "input_layout == 'BNSD' or key[0].dim() == 3",
+        "key",
+        "the chip takes pages of heads beside a BNSD query only",
+        text="pages [blocks, block_size, N2*D]",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
+        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
+    *POOLS,
     note(
         "kv_padding_size is None or pads_left",
         "kv_padding_size",

@@ -83,7 +83,7 @@ def _over(view: RowView | PagedView, tensors: tuple[Tensor, ...], table: Tensor 
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
     assert table is not None
     strides = view.stride_page, view.stride_token, view.stride_head
-    return PagedView(tensors[0], table, view.page_size, *strides, view.dim)
+    return PagedView(tensors[0], table, view.page_size, *strides, view.dim, view.piece, view.stride_piece)
 
 
 def over_nothing(views: Operands, given: Sequence[Tensor | None]) -> Operands | None:

@@ -22,7 +22,10 @@ LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
     "SBH": (1, 0, None),
     "BSND": (0, 1, 2),
     "BNSD": (0, 2, 1),
+    "NBSD": (1, 2, 0),
     "TND": (None, 0, 1),
+    "NTD": (None, 1, 0),
+    "SH": (None, 0, None),
 }
 # Views kept for one set of lengths; a caller whose strides change all the time starts over.
 _KEPT = 256
@@ -55,6 +58,14 @@ class Form:
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
     """The shape of a tensor with the batch and sequence axes of another, and rows of dim elements per head."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
+
+
+def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
+    """The shape of a tensor of rows in a layout; where rows are packed, tokens are those of all sequences together."""
+    at_batch, at_token, at_head = LAYOUTS[layout]
+    axes = {at_token: tokens} | ({} if at_batch is None else {at_batch: batch})
+    axes |= {len(axes): heads * dim} if at_head is None else {at_head: heads, len(axes) + 1: dim}
+    return tuple(axes[axis] for axis in range(len(axes)))
 
 
 def wide(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
@@ -133,7 +144,7 @@ def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int]
 def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
     """[B, N1, S1], or [T1, N1] where rows are packed."""
     batch, token, _ = LAYOUTS[form.layout]
-    return (q.shape[0], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
+    return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:

@@ -122,6 +122,59 @@ _HEADERS = {
         query key value pseShift attenMask actualSeqLengths dequantScale1 quantScale1 dequantScale2 quantScale2
         quantOffset2 antiquantScale antiquantOffset blocktable
         numHeads scaleValue inputLayout numKeyValueHeads blockSize innerPrecise attentionOut""",
+    "aclnnPromptFlashAttention": """
+        query key value pseShift attenMask actualSeqLengths
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads attentionOut""",
+    "aclnnPromptFlashAttentionV2": """
+        query key value pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2
+        quantScale2 quantOffset2
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode attentionOut""",
+    "aclnnPromptFlashAttentionV3": """
+        query key value pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2
+        quantScale2 quantOffset2
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise attentionOut""",
+    "aclnnFusedInferAttentionScore": """
+        query key value pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2
+        quantScale2 quantOffset2 antiquantScale antiquantOffset blockTable queryPaddingSize kvPaddingSize
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag attentionOut softmaxLse""",
+    "aclnnFusedInferAttentionScoreV2": """
+        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
+        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
+        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
+        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
+        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode attentionOut softmaxLse""",
+    "aclnnFusedInferAttentionScoreV3": """
+        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
+        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
+        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
+        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
+        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
+        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode attentionOut softmaxLse""",
+    "aclnnFusedInferAttentionScoreV4": """
+        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
+        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
+        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
+        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
+        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
+        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional dequantScaleQueryOptional learnableSinkOptional
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode queryQuantMode attentionOut softmaxLse""",
+    "aclnnFusedInferAttentionScoreV5": """
+        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
+        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
+        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
+        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
+        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
+        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional dequantScaleQueryOptional learnableSinkOptional
+        qStartIdxOptional kvStartIdxOptional
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode queryQuantMode pseType
+        attentionOut softmaxLse""",
     "aclnnSparseFlashAttention": """
         query key value sparseIndices blockTableOptional actualSeqLengthsQueryOptional actualSeqLengthsKvOptional
         queryRopeOptional keyRopeOptional scaleValue sparseBlockSizeOptional layoutQueryOptional layoutKvOptional

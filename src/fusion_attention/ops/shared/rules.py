@@ -5,6 +5,7 @@ The rules of one family stand in a file of its own. Levels and codes: docs/rulin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,12 +170,14 @@ WHOLE = "lengths are not cumulative; give every sequence one, or slice the tenso
 ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
 
 
-def untrained(advice: str, given: Settings | None = None, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Tensors that get no gradient; shapes: of their samples."""
+def untrained(
+    advice: str, given: Settings | None = None, kind: Callable[..., Rule] = doubt, **shapes: tuple[int, ...]
+) -> tuple[Rule, ...]:
+    """Tensors that get no gradient; kind: of the rules; shapes: of samples."""
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
     text = "a tensor that waits for no gradient"
     return tuple(
-        doubt(f"not trained({name})", name, advice, text, given=given or {}, spoil={name: tensor})
+        kind(f"not trained({name})", name, advice, text, given=given or {}, spoil={name: tensor})
         for name, tensor in wanting.items()
     )
 

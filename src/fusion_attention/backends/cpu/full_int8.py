@@ -1,0 +1,161 @@
+"""Attention of integers throughout: weights are rounded as int8 against their row's final maximum, which takes two
+passes over the keys. By blocks of rows and keys, with torch's products.
+
+Products of integers are exact in float32 as long as a block of keys is short, so bits do not depend on threads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.cpu import stored
+from fusion_attention.waist import bias
+from fusion_attention.waist.kv import Dequant
+from fusion_attention.waist.problem import Extents, Operands, Problem
+
+# Keys whose weights, up to 128 each, times values, up to 128 too, add up to less than 2**24: float32 holds every sum.
+_KEYS = 512
+# Elements of query and key rows of which the same is true.
+_EXACT_DIM = 1024
+# Scores that are alive at once.
+_SCORES = 1 << 21
+# Buffers of that size: scores, weights, their integers, visible keys, a bias.
+_BUFFERS = 5
+
+
+def reasons_against(problem: Problem) -> list[str]:
+    """What may not come beside rounded weights."""
+    p = problem
+    table = (
+        ("bias", p.bias, ("none", "matrix")),
+        ("dropout", p.dropout, ("none",)),
+        ("dim_rope", p.dim_rope, (0,)),
+        ("has_sink", p.has_sink, (False,)),
+    )
+    return [
+        f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."
+        for what, given, accepted in table
+        if given not in accepted
+    ]
+
+
+@dataclass(eq=False)
+class Schedule:
+    """How many rows are computed together."""
+
+    problem: Problem
+    rows: int
+
+    def workspace_bytes(self, threads: int) -> int:
+        """Whatever the number of threads."""
+        p = self.problem
+        return 4 * (_BUFFERS * p.heads_q * self.rows * _KEYS + _KEYS * p.heads_kv * (p.dim_qk + p.dim_v))
+
+
+def plan(problem: Problem) -> Schedule:
+    """The same rows on any lengths."""
+    return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
+
+
+@torch.no_grad()
+def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
+    """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
+    empty = 0
+    for b in range(len(extents)):
+        q_len = int(extents.q_len[b])
+        for start in range(0, q_len, schedule.rows):
+            rows = slice(start, min(start + schedule.rows, q_len))
+            empty += _Block(problem, extents, operands, b, rows).compute()
+    return empty
+
+
+class _Block:
+    """Some rows of one sequence, of all heads."""
+
+    def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
+        self.problem, self.operands, self.b, self.rows = problem, operands, b, rows
+        edges = extents.row_interval(b, np.arange(rows.start, rows.stop))
+        self.first, self.end = (torch.from_numpy(edge)[:, None] for edge in edges)
+        begin, stop = int(edges[0].min()), int(edges[1].max())
+        self.keys = [slice(j, min(j + _KEYS, stop)) for j in range(begin, stop, _KEYS)]
+        q = operands.q.sequence(b, problem.heads_q, rows.stop)[:, rows]
+        assert operands.weight_scale is not None
+        self.weight_scale = operands.weight_scale
+        self.factor, scale = problem.scale, _common_scale(operands.dequant_k, b, problem)
+        self.exact = scale is not None and problem.dim_qk <= _EXACT_DIM
+        if scale is not None:
+            self.factor *= scale
+        wide = torch.float32 if self.exact else torch.float64
+        self.q = q.to(wide).reshape(problem.heads_kv, -1, problem.dim_qk)
+
+    def compute(self) -> int:
+        """Writes the results of the rows; how many of them are empty."""
+        p, o, b, rows = self.problem, self.operands, self.b, self.rows
+        count = rows.stop - rows.start
+        peak = torch.full((p.heads_q, count, 1), -math.inf)
+        for keys in self.keys:
+            peak = torch.maximum(peak, self._scores(keys).amax(-1, keepdim=True))
+        empty = peak == -math.inf
+        # One scale for all tokens is left to the end: until then sums are whole numbers.
+        scaled_last = p.dequant_v != "token" and (o.dequant_v is None or o.dequant_v.offset is None)
+        total = torch.zeros(p.heads_q, count, 1)
+        out = torch.zeros(p.heads_kv, p.group * count, p.dim_v, dtype=torch.float64)
+        for keys in self.keys:
+            weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()
+            total += weights.sum(-1, keepdim=True)
+            whole = (self.weight_scale * weights).round().clamp(-128, 127)
+            values = stored.values(p, o, b, keys)
+            if not scaled_last:
+                values, whole = stored.meant(values.double(), o.dequant_v, b, keys), whole.double()
+            out += whole.view(p.heads_kv, p.group * count, -1) @ values
+        if scaled_last:
+            out = stored.meant(out, o.dequant_v, b, slice(0, 1))
+        result = out.view(p.heads_q, count, p.dim_v) / total.masked_fill(empty, 1.0)
+        self._store(stored.rounded(p, o, result), peak, total)
+        return int(empty.sum())
+
+    def _store(self, *results: torch.Tensor) -> None:
+        o = self.operands
+        for view, result in zip((o.out, o.stats.max, o.stats.sum), results, strict=True):
+            view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
+
+    def _scores(self, keys: slice) -> torch.Tensor:
+        """[heads_q, rows, keys] float32; -inf where a row does not see the key."""
+        p, o, b, rows = self.problem, self.operands, self.b, self.rows
+        k = stored.keys(p, o, b, keys)
+        if not self.exact:
+            k = stored.meant(k.double(), o.dequant_k, b, keys)
+        products = (self.q @ k.mT).float().view(p.heads_q, rows.stop - rows.start, -1)
+        scores = products * self.factor
+        if p.has_row_scale and o.row_scale is not None:
+            scores = scores * o.row_scale.sequence(b, p.heads_q, rows.stop)[:, rows]
+        if p.bias == "matrix" and o.bias is not None:
+            added = bias.from_matrix(o.bias, b, p.heads_q, rows, keys).float()
+            scores = scores + (p.scale * added if p.bias_scaled else added)
+        key = torch.arange(keys.start, keys.stop)
+        return scores.masked_fill(((key < self.first) | (key >= self.end)) | self._blocked(keys), -math.inf)
+
+    def _blocked(self, keys: slice) -> torch.Tensor:
+        """[heads_q, rows, keys] bool, or less that broadcasts to it."""
+        p, view, rows = self.problem, self.operands.blocked, self.rows
+        if not p.has_blocked or view is None:
+            return torch.zeros(1, dtype=torch.bool)
+        first = view.first_of(self.b)
+        held = view.sequence(self.b, p.heads_q, rows.stop, max(keys.stop, first))[:, rows, max(keys.start - first, 0) :]
+        free = min(keys.stop, first) - min(keys.start, first)
+        return torch.nn.functional.pad(held != 0, (free, 0))
+
+
+def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
+    """The one scale of all stored keys, so that their integers are multiplied; None where there are several."""
+    if dequant is None:
+        return 1.0
+    if dequant.offset is not None or p.dequant_k != "channel":
+        return None
+    scale = dequant.scale.sequence(b, p.heads_kv, 1)
+    one = scale.flatten()[0]
+    return float(one) if bool((scale == one).all()) else None

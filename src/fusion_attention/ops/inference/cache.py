@@ -1,0 +1,184 @@
+"""Where the rows of a cache lie: one tensor, one per sequence, or pages; and the scales of what it stores.
+
+Refuses to know how an interface says any of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from fusion_attention.ops.shared.layouts import LAYOUTS, keep
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.problem import Extents
+
+Tensor = torch.Tensor
+View = TypeVar("View", RowView, PagedView, RowView | PagedView)
+
+NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in pieces
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How keys and values lie.
+
+    Args:
+        layout: of each tensor, by its name in LAYOUTS, or NZ for pages; its batch axis counts pages where page_size is
+            not 0.
+        page_size: slots of a page; 0: not paged.
+    """
+
+    layout: str
+    page_size: int = 0
+
+
+class Scales(NamedTuple):
+    """Scale and offset of stored integers, of the same shape, and what the axes of scales per token count.
+
+    Args:
+        scale, offset: per channel [heads_kv, dim]; per token as `counts` says.
+        counts: "slots": as k without its last axis; "tokens": [sequences or 1, heads_kv or 1, tokens of a sequence],
+            whatever slots they lie in; "pages": [blocks, heads_kv or 1, slots].
+    """
+
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    counts: str = "slots"
+
+
+UNSCALED = Scales()
+
+
+@dataclass(eq=False)
+class Places:
+    """Makes the views of one call's cache.
+
+    Args:
+        table: int32 [sequences, pages] of a paged cache.
+        first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
+        common: keys that lie elsewhere, before those of the cache.
+        halves: a byte holds two elements.
+    """
+
+    cache: Cache
+    extents: Extents
+    table: Tensor | None = None
+    first: np.ndarray | None = None
+    common: int = 0
+    halves: bool = False
+
+    def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
+        """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
+        tensors = tuple(map(_bytes_of, tensors))
+        if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
+            tensors = tuple(t.contiguous() for t in tensors)  # Kernels read rows of neighbouring elements.
+        if self.cache.page_size:
+            return self._pages(tensors[0], dim)
+        batch, token, head = LAYOUTS[self.cache.layout]
+        if len({t.stride(token) for t in tensors if t.shape[token] > 1}) > 1:
+            tensors = tuple(t.contiguous() for t in tensors)  # One stride serves all sequences.
+        # A tensor of one token or none may say any stride, contiguous or not.
+        one, e = max(tensors, key=lambda t: t.shape[token]), self.extents
+        key = ("cache", self.cache.layout, dim, *((t.shape, t.stride()) for t in tensors))
+        view = e.memo.get(key)
+        if view is None:
+            listed = len(tensors) > 1
+            if batch is None:
+                address = self._start() * one.stride(token)
+            else:
+                address = np.arange(len(e)) * (0 if listed else one.stride(batch))
+            if self.first is not None:
+                address = address + self.first * one.stride(token)
+            strides = [self._bytes(dim) if head is None else t.stride(head) for t in tensors]
+            heads = np.array(strides if listed else strides * len(e), np.int64)
+            view = keep(e, key, RowView((), address.astype(np.int64), one.stride(token), heads, dim))
+        return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
+
+    def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
+        """The rows that come first in every sequence, of a tensor of one sequence."""
+        tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            tensor = tensor.contiguous()  # As rows().
+        stride = self._bytes(dim) if head is None else tensor.stride(head)
+        return RowView((tensor,), np.zeros(1, np.int64), tensor.stride(token), np.array([stride], np.int64), dim)
+
+    def dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
+        """Views of scale and offset; kind: as Problem.dequant_k."""
+        views = [None if t is None else self._scale(as_float(t), scales.counts, kind, dim) for t in scales[:2]]
+        assert views[0] is not None
+        return Dequant(views[0], views[1])
+
+    def _scale(self, scale: Tensor, counts: str, kind: str, dim: int) -> RowView | PagedView:
+        count = len(self.extents)
+        if kind == "channel":
+            scale = scale[:, :dim].contiguous()  # One number per element, however it was given.
+            heads = np.full(count, scale.shape[1], np.int64)
+            return RowView((scale,), np.zeros(count, np.int64), 0, heads, dim)
+        if counts == "slots":
+            return self.rows((scale.unsqueeze(-1),), 1)
+        first, head, token = (s if n > 1 else 0 for s, n in zip(scale.stride(), scale.shape, strict=True))
+        if counts == "pages":
+            return PagedView(scale, self._table(), self.cache.page_size, scale.stride(0), token, head, 1)
+        address = np.arange(count, dtype=np.int64) * first
+        return RowView((scale,), address, token, np.full(count, head, np.int64), 1)
+
+    def _pages(self, pool: Tensor, dim: int) -> PagedView:
+        size = self.cache.page_size
+        if self.cache.layout == NZ:
+            block, head, piece, token, _ = pool.stride()
+            pieces = (pool.shape[4], piece) if pool.shape[2] > 1 else (0, 0)
+            return PagedView(pool, self._table(), size, block, token, head, dim, *pieces)
+        batch, tokens, heads = LAYOUTS[self.cache.layout]
+        assert batch is not None
+        stride = self._bytes(dim) if heads is None else pool.stride(heads)
+        return PagedView(pool, self._table(), size, pool.stride(batch), pool.stride(tokens), stride, dim)
+
+    def _table(self) -> Tensor:
+        table = self.table
+        assert table is not None
+        if table.dtype != torch.int32:
+            table = table.to(torch.int32)  # Kernels read 32 bits; every id in use was found to fit.
+        if table.stride(-1) != 1 and table.shape[-1] > 1:
+            table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
+        return table
+
+    def _start(self) -> np.ndarray:
+        """Packed: the first token of each sequence among those that the cache holds."""
+        own = np.maximum(self.extents.kv_len - self.common, 0)
+        return np.cumsum(own) - own
+
+    def _bytes(self, dim: int) -> int:
+        """Elements of memory that a row takes."""
+        return (dim + 1) // 2 if self.halves else dim
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A cache as kernels read it: an int32 of eight integers is four bytes of two, of which the even one is the low
+    half."""
+    if tensor.dtype != torch.int32:
+        return tensor
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)
+
+
+def narrowed(view: View, dim: int) -> View:
+    """The first elements of every row."""
+    return replace(view, dim=dim)
+
+
+def as_float(scale: Tensor) -> Tensor:
+    """A scale as float32; 64 bits are a hardware word whose bits 13 to 31 are the upper ones of a float32."""
+    if scale.dtype == torch.uint64:
+        return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
+    return scale.float()
+
+
+def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Problem.kv_dtype of a cache, from its tensor and the query's dtype."""
+    return (
+        {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
+        if tensor.dtype != dtype
+        else ""
+    )

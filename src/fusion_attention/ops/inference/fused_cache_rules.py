@@ -1,0 +1,349 @@
+"""The rules of where keys lie in fused inference attention: pages, lists, left padding, shared prefix, rope parts.
+
+As fused_rules.py, which holds inputs and lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fusion_attention.contract import INVALID, Rule
+from fusion_attention.ops.inference.fused_rules import (
+    CACHE,
+    FUSED_ONLY,
+    GAPS,
+    HEADS,
+    LATENT,
+    PADDED,
+    PAGES,
+    PREFIX,
+    ROPE,
+)
+from fusion_attention.ops.inference.rules import POOLS, SHORT_LIST, SIZED_PAGES
+from fusion_attention.ops.shared.rules import (
+    limit,
+    note,
+    of_lengths,
+    own_page_ids,
+    paged,
+    reserved,
+    rope_pair,
+    typed,
+)
+
+CACHES = (
+    replace(SIZED_PAGES, given=PAGES),
+    Rule(
+        "actual_seq_lengths_kv is not None",
+        "actual_seq_lengths_kv",
+        "a paged cache has no length of its own",
+        text="lengths beside a block table",
+        when="block_table is not None and input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD')",
+        needs=FUSED_ONLY,
+        stage="presence",
+        given=PAGES,
+        spoil={"actual_seq_lengths_kv": None},
+    ),
+    replace(
+        of_lengths(
+            f"rows_fit(key, {CACHE}, D, block_table, block_size)",
+            "key",
+            "its last axes lie as those of query; pages are [blocks, block_size, N*D], [blocks, N, block_size, D] or, "
+            "in pieces of 32 bytes, [blocks, N, D/d0, block_size, d0]",
+            text="rows of num_key_value_heads heads with the elements of query's",
+            when="heads_fit(num_key_value_heads, N1)",
+            needs=FUSED_ONLY,
+            spoil={"key": "B S2 7", "value": "B S2 7"},
+        ),
+        code=INVALID,
+    ),
+    replace(
+        of_lengths(
+            f"lies_as(value, key, {CACHE}, None, block_table)",
+            "value",
+            "values lie as keys do; only their elements may be fewer",
+            text="the shape of key but for the last axis",
+            when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
+            needs=FUSED_ONLY,
+            spoil={"value": "B 5 N2*Dv"},
+        ),
+        code=INVALID,
+    ),
+    of_lengths(
+        f"counted(key, input_layout, B, {HEADS}, block_table)",
+        "key",
+        "packed and paged keys are one tensor",
+        text="one tensor of the batch, one per item with a batch of 1, or (with a block table) pages",
+        when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
+        needs=FUSED_ONLY,
+        spoil={"key": "3 S2 N2*D", "value": "3 S2 N2*Dv"},
+    ),
+    Rule(
+        "block_size == page",
+        "block_size",
+        "the cache's axis of slots is the page",
+        text="the slots of a page of key",
+        when="block_table is not None",
+        given=PAGES,
+        spoil={"block_size": 32},
+    ),
+    Rule(
+        "pieces_fit(key) is True and pieces_fit(value) is True",
+        "key",
+        "[blocks, N, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
+        text="pieces of 32 bytes in pages of five axes",
+        when="block_table is not None",
+        needs=FUSED_ONLY,
+        given={**PAGES, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"},
+        spoil={"key": "8 N2 2 16 32", "value": "8 N2 2 16 32"},
+    ),
+    Rule(
+        "block_table.shape[0] == B",
+        "block_table",
+        "the ends of packed rows count the items",
+        text="a row of pages per item",
+        when="block_table is not None",
+        given={**PAGES, "input_layout": "TND"},
+        spoil={"block_table": "3 2"},
+    ),
+    *(
+        replace(rule, when="block_table is not None and block_table.shape[0] == B")
+        for rule in paged(
+            "block_size", "block_size", "an item", PAGES, {"actual_seq_lengths_kv": [20, 33]}, [[0, 1], [2, 8]]
+        )
+    ),
+)
+CACHE_LIMITS = (
+    own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
+    limit(
+        "block_size % (32 if dtype_of(key) == 'int8' else 16) == 0 and block_size <= (512 if one_token else 1024)",
+        "block_size",
+        "the chip's pages",
+        text="a multiple of 16 (int8: 32), at most 1024, over one-token queries 512",
+        when="block_table is not None",
+        given=PAGES,
+        spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
+    ),
+    limit(
+        "input_layout in ('BNSD', 'TND') or cache_layout != 'BNSD'",
+        "key",
+        "the chip takes pages of heads beside BNSD and TND only",
+        text="pages [blocks, block_size, N*D]",
+        when="block_table is not None",
+        needs=FUSED_ONLY,
+        given=PAGES,
+        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+    ),
+    *(replace(rule, given=PAGES) for rule in POOLS),
+    limit(
+        "key_shared_prefix is None and (dtype_of(query) != 'int8' or query_rope is not None)",
+        "block_table",
+        "the chip takes no pages there",
+        text="no pages beside a shared prefix or scales of an int8 query",
+        when="block_table is not None",
+        needs=("key_shared_prefix",),
+        given=PAGES,
+        spoil={"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*D"},
+    ),
+    replace(SHORT_LIST, needs=FUSED_ONLY, spoil={**SHORT_LIST.spoil, "D": 16, "Dv": 16}),
+    limit(
+        "len({0 in t.shape for t in key}) == 1",
+        "key",
+        "the chip takes no list with some empty tensors",
+        text="tensors of which all or none are empty",
+        needs=FUSED_ONLY,
+        given={"B": 1},
+        spoil={
+            "B": 2,
+            **{name: [torch.zeros(1, n, 128, dtype=torch.float16) for n in (6, 0)] for name in ("key", "value")},
+        },
+    ),
+    *(
+        limit(
+            f"neighbours({name})",
+            name,
+            "the chip reads rows of neighbouring elements",
+            text=f"{what} of neighbouring elements",
+            when=f"{name} is not None",
+            given=given,
+            spoil={name: gaps},
+        )
+        for name, what, given, gaps in (
+            ("query", "rows", {}, GAPS),
+            ("block_table", "ids", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
+        )
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ padding, prefix, rope parts
+
+PADDING = (
+    *(
+        Rule(
+            f"len({name}) == 1 and ({lengths} is not None or one_token)",
+            name,
+            "unused slots behind every item, which ends there",
+            text=f"one number, beside {lengths}",
+            when=f"{name} is not None",
+            given={**PADDED, name: [1]},
+            spoil={name: [1, 1]},
+        )
+        for name, lengths in (
+            ("query_padding_size", "actual_seq_lengths"),
+            ("kv_padding_size", "actual_seq_lengths_kv"),
+        )
+    ),
+    *(
+        limit(
+            "input_layout in ('BSH', 'BSND', 'BNSD', 'BNSD_BSND') and block_table is None and len(key) == 1 and "
+            "query_rope is None and key_shared_prefix is None and learnable_sink is None",
+            name,
+            "the chip pads no other call",
+            text="left padding in one padded tensor, without pages, rope parts, prefix or sink",
+            when=f"{name} is not None",
+            given={**PADDED, name: [1]},
+            spoil={"input_layout": "NSD", "actual_seq_lengths": [2], "actual_seq_lengths_kv": [4]},
+        )
+        for name in ("query_padding_size", "kv_padding_size")
+    ),
+    note(
+        "padded",
+        "kv_padding_size",
+        "an item without that room is zeros, as if it had no keys",
+        text="room for every item before its padding",
+        when="kv_padding_size is not None",
+        given=PADDED,
+        spoil={"kv_padding_size": [2]},
+    ),
+)
+PREFIXES = (
+    Rule(
+        "(key_shared_prefix is None) == (value_shared_prefix is None)",
+        "key_shared_prefix",
+        "a prefix has keys and values",
+        text="key_shared_prefix and value_shared_prefix, or neither",
+        stage="presence",
+        given=PREFIX,
+        spoil={"value_shared_prefix": None},
+    ),
+    of_lengths(
+        f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
+        "key_shared_prefix",
+        "it lies as key does, once for all items",
+        text="a tensor of key's layout, heads, elements and dtype, with a batch of 1",
+        when="key_shared_prefix is not None",
+        given=PREFIX,
+        spoil={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
+    ),
+    of_lengths(
+        f"lies_as(value_shared_prefix, key_shared_prefix, {CACHE}, None, None) is True and "
+        "dtype_of(value_shared_prefix) == dtype_of(value)",
+        "value_shared_prefix",
+        "as value lies beside key",
+        text="the shape of key_shared_prefix",
+        when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
+        needs=("key_shared_prefix",),
+        given=PREFIX,
+        spoil={"value_shared_prefix": "1 3 N2*Dv"},
+    ),
+    Rule(
+        "of_elements(value_shared_prefix, input_layout, N2) == Dv",
+        "value_shared_prefix",
+        "a value row is a value row",
+        text="rows as long as value's",
+        when="value_shared_prefix is not None",
+        given=PREFIX,
+        spoil={"value_shared_prefix": "1 4 N2*32"},
+    ),
+    of_lengths(
+        "len(actual_shared_prefix_len) == 1",
+        "actual_shared_prefix_len",
+        "all items share one prefix",
+        text="one number",
+        when="actual_shared_prefix_len is not None",
+        given=PREFIX,
+        spoil={"actual_shared_prefix_len": [2, 2]},
+    ),
+    Rule(
+        "0 <= common <= held",
+        "actual_shared_prefix_len",
+        "a prefix is no longer than its tensor",
+        text="0 <= length <= keys of key_shared_prefix",
+        when="key_shared_prefix is not None",
+        given=PREFIX,
+        spoil={"actual_shared_prefix_len": [5]},
+    ),
+    limit(
+        "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and query_rope is None and "
+        "dtype_of(query) != 'int8' and len(key) == 1",
+        "key_shared_prefix",
+        "the chip shares no prefix there",
+        text="a prefix of padded floats in one tensor, without rope parts",
+        when="key_shared_prefix is not None",
+        given=PREFIX,
+        spoil={
+            "input_layout": "TND",
+            "actual_seq_lengths": [3, 8],
+            "actual_seq_lengths_kv": [5, 12],
+            "key_shared_prefix": "4 N2 D",
+            "value_shared_prefix": "4 N2 Dv",
+        },
+    ),
+)
+ROPES = (
+    rope_pair("query_rope", "key_rope", ROPE),
+    typed(
+        "dtype_of(query_rope) == (dtype_of(key_rope) if dtype_of(query) == 'int8' else dtype_of(query))",
+        "query_rope",
+        "one dtype for all rows (int8 rows: any float, one for both)",
+        text="the dtype of query",
+        when="query_rope is not None and key_rope is not None",
+        given=ROPE,
+        spoil={"query_rope": ("B S1 N1*Dr", "bfloat16"), "key_rope": ("B S2 N2*Dr", "bfloat16")},
+    ),
+    typed(
+        "dtype_of(key_rope) == dtype_of(query_rope)",
+        "key_rope",
+        "rope parts multiply each other",
+        text="the dtype of query_rope",
+        when="query_rope is not None and key_rope is not None",
+        given=ROPE,
+        spoil={"key_rope": ("B S2 N2*Dr", "bfloat16")},
+    ),
+    replace(
+        of_lengths(
+            f"lies_as(key_rope, key, {CACHE}, Dr, block_table)",
+            "key_rope",
+            "it lies as key does: as many heads (expand one that all share) and tokens, in pages of its own",
+            text="the shape of key with the elements of query_rope",
+            when=f"key_rope is not None and query_rope is not None and rows_fit(key, {CACHE}, D, block_table) is True",
+            given=ROPE,
+            spoil={"key_rope": "B 5 N2*Dr"},
+        ),
+        code=INVALID,
+    ),
+    limit(
+        "Dr == 64", "query_rope", "the chip takes no other", when="query_rope is not None", given=ROPE, spoil={"Dr": 32}
+    ),
+    limit(
+        "D == Dv and D in (128, 512)",
+        "query_rope",
+        "the chip takes rope parts beside rows of 128 or 512",
+        text="rows of 128 or 512 elements beside rope parts",
+        when="query_rope is not None",
+        given=ROPE,
+        spoil={"D": 64, "Dv": 64},
+    ),
+    limit(
+        "N2 == 1 and N1 in (1, 2, 4, 8, 16, 32, 64, 128)",
+        "query_rope",
+        "the chip takes no other heads over latents",
+        text="a power of two of query heads, at most 128, over one key head",
+        when="query_rope is not None and D == 512",
+        given=LATENT,
+        spoil={"N1": 3, "num_heads": 3},
+    ),
+    reserved("key_rope_antiquant_scale", "1"),
+)

@@ -1,0 +1,333 @@
+"""The questions that the rules of fused inference attention ask; each answers True, or says what came instead.
+
+Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (fused_rules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import dtype_text, members, show
+from fusion_attention.ops.inference import checks
+from fusion_attention.ops.inference.fused_geometry import (
+    OUT_DTYPES,
+    TRIANGLE,
+    WORDS,
+    form_of,
+    is_triangle,
+    of_inputs,
+    page_layout,
+)
+from fusion_attention.waist.mask import UNLIMITED
+
+Tensor = torch.Tensor
+Outcome = bool | str
+Several = Tensor | tuple[Tensor, ...]
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def _layout(tensor: Tensor, layout: str, table: Tensor | None) -> str:
+    return of_inputs(layout) if table is None else page_layout(tensor)
+
+
+def rows_fit(
+    rows: Several, layout: str, heads: int, dim: int | None, table: Tensor | None, block_size: int = 0
+) -> Outcome:
+    """Whether tensors of the key side have the dimensions, heads and elements that they should; dim None: any."""
+    for t in members(rows):
+        own = _layout(t, layout, table)
+        if not own:
+            return f"{t.dim()} dimensions {list(t.shape)} in pages"
+        form = form_of(t, own, heads)
+        if form is None or form[1] != heads or (dim is not None and form[3] != dim):
+            if t.dim() == 4 and table is not None and tuple(t.shape[1:3]) == (block_size, heads):
+                return f"{show(t)}, pages with slots before heads: view it as [{t.shape[0]}, {block_size}, N*D]"
+            wanted = " ".join(WORDS.get(own, "blocks N D/d0 slots d0").split()).replace(" ", ", ")
+            return f"{show(t)} for [{wanted}] with {heads} heads of {dim or 'as many'} elements"
+    return True
+
+
+def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
+    """Whether keys are one tensor of the batch, one tensor per item, or one pool of pages."""
+    forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
+    if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
+        return len(forms) == 1 or f"{len(forms)} tensors"
+    if len(forms) == 1:
+        return forms[0][0] == batch or f"batch {forms[0][0]} for {batch} items"
+    one = all(form[0] == 1 for form in forms)
+    return (len(forms) == batch and one) or f"{len(forms)} tensors for {batch} items, batch {forms[0][0]} in the first"
+
+
+def pieces_fit(key: Several) -> Outcome:
+    """Whether rows in pieces have pieces of 32 bytes."""
+    for t in members(key):
+        if t.dim() == 5 and t.shape[4] * t.element_size() != 32:
+            return f"{show(t)}, pieces of {t.shape[4] * t.element_size()} bytes"
+    return True
+
+
+def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
+    """Whether rows of other elements lie as keys do: as many tensors, of as many items or blocks, heads and tokens."""
+    if len(members(rows)) != len(members(key)):
+        return f"{len(members(rows))} tensors beside {len(members(key))}"
+    for one, other in zip(members(rows), members(key), strict=True):
+        if table is not None and one.dim() != other.dim():
+            return f"{show(one)} beside {show(other)}"
+        form, beside = (form_of(t, _layout(t, layout, table), heads) for t in (one, other))
+        if form is None or (beside is not None and form[:3] != beside[:3]) or (dim is not None and form[3] != dim):
+            return f"{show(one)} beside {show(other)}"
+    return True
+
+
+def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
+    """Whether a shared prefix is of one item, and of the keys' heads, elements (dim None: any) and dtype."""
+    form = form_of(prefix, of_inputs(layout), heads)
+    fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
+    if fits and prefix.dtype == members(key)[0].dtype:
+        return True
+    return f"{show(prefix)} beside {show(key)}"
+
+
+def of_elements(rows: Tensor, layout: str, heads: int) -> int:
+    """Elements of a row in a layout; 0 where rows have another form."""
+    form = form_of(rows, of_inputs(layout), heads)
+    return form[3] if form else 0
+
+
+def neighbours(rows: Several) -> bool:
+    """Whether elements of rows lie one behind the other."""
+    return all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in members(rows))
+
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+
+def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
+    """Whether cumulative ends begin at 0 or above, never fall, and stay inside a tensor."""
+    falls = np.flatnonzero(ends < np.append(0, ends)[: len(ends)])
+    if len(falls):
+        item = int(falls[0])
+        return f"{ends[item]} after {ends[item - 1] if item else 0} at item {item}"
+    return len(ends) == 0 or int(ends[-1]) <= tokens or f"{ends[-1]} at the end of {tokens} rows"
+
+
+def tokens_of(key: Several, layout: str, heads: int) -> int:
+    """Tokens of a packed tensor of the key side."""
+    form = form_of(members(key)[0], of_inputs(layout), heads)
+    return form[2] if form else 0
+
+
+def items_fit(lengths: np.ndarray, batch: int) -> Outcome:
+    """Whether there is a length per item, or one for all."""
+    return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} items"
+
+
+def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
+    """Whether packed lengths cover their tensor."""
+    covered = int(q_len.sum())
+    return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
+
+
+def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
+    """Whether every item's query rows are there."""
+    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
+    return len(bad) == 0 or f"{q_len[bad[0]]} for item {bad[0]} of {rows} rows"
+
+
+def no_more_rows(q_len: np.ndarray, seen: np.ndarray) -> Outcome:
+    """Whether no item has more query rows than keys."""
+    bad = np.flatnonzero(q_len > seen)
+    return len(bad) == 0 or f"{q_len[bad[0]]} rows over {seen[bad[0]]} keys in item {bad[0]}"
+
+
+# ----------------------------------------------------------------------------------------------------- masks and biases
+
+
+def mask_fits(
+    mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
+) -> Outcome:
+    """Whether a mask has a shape that its mode takes."""
+    shape = list(mask.shape)
+    if kind == "triangle":
+        return is_triangle(mask) or f"{shape}"
+    if kind == "tree":
+        if packed:
+            cells = int((q_len * q_len).sum())
+            return shape == [cells] or f"{shape} for {cells} elements"
+        return (mask.dim() == 3 and shape == [batch, rows, rows]) or f"{shape} for [{batch}, {rows}, {rows}]"
+    if one_token and mask.dim() == 2:
+        fits = shape[0] in (1, batch) and shape[1] >= columns
+        return fits or f"{shape} for {batch} items and {columns} keys"
+    leading = shape[:-2]
+    if mask.dim() not in (2, 3, 4) or (leading and leading[0] not in (1, batch)):
+        return f"{shape} for {batch} items, {rows} rows and {columns} keys"
+    if mask.dim() == 4 and shape[1] != 1:
+        return f"{shape}, with heads: all heads share a mask, axis 1 must be 1"
+    if shape[-2] == 1 < rows:
+        return f"{shape}: repeat it over the query rows, {rows} of them, or use actual_seq_lengths_kv"
+    if shape[-2] < rows or shape[-1] < columns:
+        return f"{shape} for {rows} rows and {columns} keys"
+    return True
+
+
+def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> Outcome:
+    """Whether a bias is [B or 1, N1, rows or 1, columns]; rows and columns may be more."""
+    shape = list(bias.shape)
+    if bias.dim() != 4:
+        return f"{len(shape)} axes {shape}"
+    if shape[1] != heads:
+        return f"{shape}: axis 1 must be N ({heads}), got {shape[1]}" + (": repeat it per head" * (shape[1] == 1))
+    if shape[0] not in (1, batch) or (shape[2] != 1 and shape[2] < rows) or shape[3] < columns:
+        return f"{shape} for {batch} items, {rows} rows and {columns} keys"
+    return True
+
+
+def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> Outcome:
+    """Whether a window meets the scores of every item with query rows."""
+    for b in np.flatnonzero(rows):
+        beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
+        before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
+        if beyond or before:
+            return f"pre {pre} and next {next_} for {rows[b]} rows and {keys[b]} keys of item {b}"
+    return True
+
+
+def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> bool:
+    """Whether mode and window may leave some row of an item without a key."""
+    beyond = keys - rows
+    match mode:
+        case 0:
+            found = ((rows - keys - pre > 0) | (next_ < 0)) & (kind == "full")
+        case 3:
+            found = beyond < 0
+        case 4:
+            found = (pre < 0) | (next_ + beyond < 0)
+        case _:
+            found = np.zeros(1, bool)
+    return bool(np.any(found))
+
+
+def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
+    """Whether every element that a full mask shows lies inside the window from the upper left corner."""
+    if min(pre, next_) >= UNLIMITED:
+        return True
+    row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
+    key = torch.arange(mask.shape[-1], device=mask.device)
+    outside = (mask == 0) & ((key < row - pre) | (key > row + next_))
+    return not bool(outside.any()) or f"a visible element outside the window, at {outside.nonzero()[0].tolist()}"
+
+
+def is_causal(mask: Tensor) -> Outcome:
+    """Whether a compressed mask holds ones above its diagonal, and zeros elsewhere."""
+    square = mask.reshape(TRIANGLE, TRIANGLE) != 0
+    future = torch.ones_like(square).triu_(1)
+    if torch.equal(square, future):
+        return True
+    past = (torch.ones_like(square).tril_(edge) for edge in (0, -1))
+    upside = any(torch.equal(square, triangle) for triangle in past)
+    return "one that hides the past and shows the future" if upside else f"{show(mask)} with other content"
+
+
+# ------------------------------------------------------------------------------------------------------------- integers
+
+
+def integers(rows: Several) -> bool:
+    """Whether tensors hold integers: of eight bits, or eight of four in each int32."""
+    return members(rows)[0].dtype in (torch.int8, torch.int32)
+
+
+def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch: int, columns: int) -> Outcome:
+    """Whether scales of keys (index 0) and values (index 1) have a shape that their mode takes."""
+    shape = list(scale.shape)
+    if mode == 1:
+        fits = len(shape) == 3 and shape[:2] == [2, batch] and shape[2] >= columns
+        return fits or f"{shape} for [2, {batch}, at least {columns}]"
+    channels = dim == dim_v and scale.numel() == 2 * heads * dim and 2 <= len(shape) <= 4
+    return (shape[:1] == [2] and (channels or len(shape) == 1)) or f"{shape} with N={heads}, D={dim}"
+
+
+def scale_fits(
+    scale: Tensor, mode: int, heads: int, dim: int, batch: int, columns: int, blocks: int, slots: int
+) -> Outcome:
+    """Whether the scales of keys or of values have a shape that their mode takes."""
+    shape, size = list(scale.shape), scale.numel()
+    wanted = {
+        0: size in (1, heads * dim) and 1 <= len(shape) <= 4,
+        1: shape[:-1] in ([batch], [1, batch]) and shape[-1] >= columns,
+        2: shape == [heads],
+        3: shape[:-1] == [batch, heads] and shape[-1] >= columns,
+        4: shape == [blocks, slots],
+        5: shape == [blocks, heads, slots],
+    }
+    axes = f"N={heads}, D={dim}, {batch} items of at most {columns} keys"
+    return wanted.get(mode, False) or f"{shape} in mode {mode} with {axes}"
+
+
+def scale_dtypes(mode: int, query: Tensor) -> tuple[str, ...]:
+    """The dtypes that a chip takes for scales of a mode."""
+    return ("float32",) if mode in (1, 3, 4, 5) else (dtype_text(query),)
+
+
+def one_each(scales: Sequence[Tensor | None]) -> Outcome:
+    """Whether there are three scales of one element each."""
+    if any(t is None for t in scales):
+        return f"{sum(t is not None for t in scales)} of 3"
+    wrong = next((t for t in scales if t is not None and t.numel() != 1), None)
+    return wrong is None or show(wrong)
+
+
+def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
+    """Whether a scale per query row and head has the query's shape without its elements."""
+    shape = tuple(query.shape[:-1]) + ((heads,) if of_inputs(layout) == "BSH" else ())
+    return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
+
+
+def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
+    """The dtypes that attention_out may have; with a scale it is int8."""
+    if scale is not None:
+        return ("int8",)
+    if query.dtype != torch.int8:
+        return (dtype_text(query),)
+    return ("float16", "bfloat16") if rope is None else (dtype_text(rope),)
+
+
+def known_dtype(number: int | None) -> bool:
+    """Whether a number is one of torch's for a dtype of outputs."""
+    return number is None or number in OUT_DTYPES
+
+
+FUNCTIONS = checks.FUNCTIONS | {
+    f.__name__: f
+    for f in (
+        *(
+            rows_fit,
+            counted,
+            of_elements,
+            neighbours,
+            pieces_fit,
+            lies_as,
+            prefix_fits,
+            ends_fit,
+            tokens_of,
+            items_fit,
+            ended,
+        ),
+        *(
+            rows_within,
+            no_more_rows,
+            mask_fits,
+            bias_fits,
+            meets,
+            hides_nothing,
+            is_causal,
+            is_triangle,
+            integers,
+            may_empty,
+        ),
+        *(joint_fits, scale_fits, scale_dtypes, one_each, row_scale_fits, out_dtypes, known_dtype, of_inputs),
+    )
+}

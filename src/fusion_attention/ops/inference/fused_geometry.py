@@ -1,0 +1,301 @@
+"""What the arguments of fused inference attention say together: axes, lengths, slots, and the shapes of results.
+
+Knows the words of input_layout and of cache shapes. Refuses to know rules, and what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import members
+from fusion_attention.waist.mask import INFINITE, UNLIMITED
+
+# Axis words of each tensor layout: batch B, sequence S, packed rows T, heads N and elements D of one head.
+WORDS = {
+    "BSH": "B S N*D",
+    "BSND": "B S N D",
+    "BNSD": "B N S D",
+    "NBSD": "N B S D",
+    "TND": "T N D",
+    "NTD": "N T D",
+    "SH": "T N*D",
+    "NSD": "N S D",
+}
+PLAIN = ("BSH", "BSND", "BNSD")
+MIXED = ("BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
+PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
+LAYOUTS = (*PLAIN, *MIXED, *PACKED, "NSD")
+# Of the versions without rope parts.
+ROPELESS = (*PLAIN, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
+# Of PromptFlashAttention: V1 and V2, and with packed rows.
+PROMPT = (*PLAIN, "BNSD_BSND", "NSD", "SH")
+PROMPT_PACKED = (*PROMPT, "TND")
+TRIANGLE = 2048
+# torch's numbers of dtypes, as npu_fused_infer_attention_score_v2 takes them.
+OUT_DTYPES = {1: torch.int8, 5: torch.float16, 15: torch.bfloat16}
+
+
+def of_inputs(layout: str) -> str:
+    """The layout of query, key and value."""
+    return layout.partition("_")[0]
+
+
+def of_output(layout: str) -> str:
+    """The layout of attention_out."""
+    return layout.rpartition("_")[2]
+
+
+def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
+    """Axis words of rows of the query ("1") or key ("2") side in every input_layout; dim: their axis of elements."""
+    found = {}
+    for layout in (*LAYOUTS, "SH"):
+        own = WORDS[of_output(layout) if output else of_inputs(layout)]
+        sides = {"B": "B", "D": dim, **{axis: axis + side for axis in "STN"}}
+        found[layout] = "".join(sides.get(c, c) for c in own)
+    return found
+
+
+def lse_words() -> dict[str, str]:
+    """Axis words of softmax_lse in every input_layout; L is unknown where none is asked for."""
+    return {name: "T1 N1 L" if name in PACKED else "B N1 S1 L" for name in LAYOUTS}
+
+
+def packed(layout: str) -> bool:
+    """Whether the rows of all items lie on one axis."""
+    return layout in PACKED or layout == "SH"
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def page_layout(cache: torch.Tensor) -> str:
+    """The layout of a paged cache, by its dimensions: rows of all heads, rows of each head, or rows in pieces."""
+    return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
+
+
+def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
+    """(batch or blocks, heads, tokens, elements of a row) of rows in a layout; None where they have another form.
+
+    int32 holds eight elements of four bits.
+    """
+    shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
+    if layout == "NZ":
+        return (shape[0], shape[1], shape[3], shape[2] * shape[4] * each) if len(shape) == 5 else None
+    axes = WORDS[layout].split()
+    if len(shape) != len(axes):
+        return None
+    size = dict(zip(axes, shape, strict=True))
+    if "N*D" in size:
+        if heads < 1 or size["N*D"] % heads:
+            return None
+        size |= {"N": heads, "D": size["N*D"] // heads}
+    return size.get("B", 1), size["N"], size.get("S", size.get("T", 0)), size["D"] * each
+
+
+def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
+    """How a tensor of the key side lies."""
+    return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
+
+
+def key_heads(n: Mapping[str, Any]) -> int:
+    """Key heads; 0 stands for as many as query heads."""
+    return int(n["num_key_value_heads"] or n["N1"])
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+
+
+def _ends(given: np.ndarray) -> np.ndarray:
+    """Lengths from inclusive cumulative ends."""
+    return np.diff(given, prepend=0)
+
+
+def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
+    """A length per item: the first ones of a list, one for all, or all there is, also where a list is too short."""
+    found = most.copy()
+    if given is not None and len(given):
+        found[: len(given) if len(given) > 1 else None] = given[: len(most)]
+    return found
+
+
+def _sizes(n: dict[str, Any]) -> dict[str, Any]:
+    """Axes that lengths alone say, for samples, whose tensors are not there yet."""
+    layout, found = n["input_layout"], {}
+    for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
+        given = n.get(name)
+        if packed(layout) and given is not None and len(given):
+            lengths = given if layout == "SH" else _ends(given)
+            found |= {"B": len(given), f"S{side}": int(lengths.max())}
+    return found
+
+
+def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(query rows, the slot of the first one) of every item; below zero where padding leaves no room."""
+    layout, given = n["input_layout"], n["actual_seq_lengths"]
+    if layout == "SH":
+        q_len = np.array([n["T1"]] if given is None else given, np.int64)
+    elif packed(layout):
+        q_len = _ends(given)
+    else:
+        most = np.full(batch, n["S1"], np.int64)
+        q_len = most if one_token else _spread(given, most)
+        padding = n["query_padding_size"]
+        if padding is not None and not one_token:
+            return q_len, most - max(int(padding[0]), 0) - q_len
+    return q_len, np.zeros(batch, np.int64)
+
+
+def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(keys, the slot of the first one, slots) of every item; tokens: of each tensor."""
+    layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
+    first = np.zeros(batch, np.int64)
+    if n["block_table"] is not None:
+        capacity = np.full(batch, INFINITE, np.int64)
+        return _spread(given, capacity), first, capacity
+    if packed(layout):
+        kv_len = _ends(given) if layout != "SH" else q_len if given is None else np.array(given, np.int64)
+        return kv_len, first, kv_len
+    capacity = np.array(np.broadcast_to(tokens, batch), np.int64)
+    kv_len, padding = _spread(given, capacity), n["kv_padding_size"]
+    if padding is not None and len(tokens) == 1:
+        first = capacity - max(int(padding[0]), 0) - kv_len
+    return kv_len, first, capacity
+
+
+def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
+    """(keys of the shared prefix that count, keys that its tensor holds)."""
+    prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
+    form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
+    held = form[2] if form else 0
+    return (held if given is None or len(given) == 0 else int(given[0])) if prefix is not None else 0, held
+
+
+# ------------------------------------------------------------------------------------------------------- masks and band
+
+
+def is_triangle(mask: torch.Tensor) -> bool:
+    """Whether a mask has the shape of a compressed one."""
+    return mask.dim() in (2, 3, 4) and mask.shape[-2:] == (TRIANGLE, TRIANGLE) and mask.numel() == TRIANGLE**2
+
+
+def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
+    """What a mask is: "none", "full" (every score its own element), "triangle" (compressed), or "tree"."""
+    if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
+        return "none"
+    if one_token:
+        return "full"
+    return "triangle" if mode in (2, 3, 4) else "tree" if mode == 9 else "full"
+
+
+def geometry(n: dict[str, Any]) -> dict[str, Any]:
+    """What shapes, lengths and modes say together.
+
+    * B, S1, S2, N2, Dv, L: axes. S1: the most rows of an item, S2: of a key tensor (pages: of the table).
+    * q_len, kv_len: lengths of every item as given; capacity: keys it has room for; q_first, kv_first: slots of the
+      first row and key; q_used, kv_used: lengths, 0 where left padding leaves no room for the item.
+    * common, held: keys of the shared prefix that count, and that its tensor holds.
+    * one_token: the rule for one-token queries holds: mode, window, and the query's lengths and padding are ignored.
+    * mode, pre, next, mask_kind: what is visible, one_token and the modes of 10 to 14 resolved. A mode without a mask
+      keeps its window; mode 0 without a mask has none.
+    * columns, rows: what masks and biases must hold.
+    * cache_layout: of keys; blocks: pages of the pool; page: their slots.
+    * padded: left padding leaves room for every item; shape_out: of attention_out.
+    """
+    if "query" not in n:
+        return _sizes(n)
+    key, value = members(n["key"]), members(n["value"])
+    layout, heads, paged = n["input_layout"], key_heads(n), n["block_table"] is not None
+    found = [form_of(t, key_layout(n, t), heads) or (0, 0, 0, 0) for t in key]
+    of_value = form_of(value[0], key_layout(n, value[0]), heads)
+    tokens = np.array([form[2] for form in found], np.int64)
+    dim_v = of_value[3] if of_value and of_value[3] else n["D"]
+    given = n["actual_seq_lengths"]
+    batch = n["B"] if not packed(layout) else 1 if given is None else len(given)
+    batch = 1 if layout == "NSD" else batch
+    one_token = layout in PLAIN and n["S1"] == 1 and dim_v == n["D"] and n["query_rope"] is None and n["skips_modes"]
+    q_len, q_first = _rows(n, batch, one_token)
+    kv_len, kv_first, capacity = _keys(n, batch, q_len, tokens)
+    fits = (q_first >= 0) & (kv_first >= 0)
+    kv_used, q_used = np.where(fits, kv_len, 0), np.where(fits, q_len, 0)
+    common, held = prefix_length(n, heads)
+    mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
+    windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
+    pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
+    rows = n["S1"] if not packed(layout) else int(q_len.max(initial=0))
+    return {
+        "B": batch,
+        "S1": rows,
+        "S2": n["block_table"].shape[1] * n["block_size"] if paged else int(tokens.max(initial=0)),
+        "N2": heads,
+        "Dv": dim_v,
+        "L": 1 if n["softmax_lse_flag"] else None,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "capacity": capacity,
+        "q_first": np.maximum(q_first, 0),
+        "kv_first": np.maximum(kv_first, 0),
+        "q_used": q_used,
+        "kv_used": kv_used,
+        "common": common,
+        "held": held,
+        "one_token": one_token,
+        "mode": 0 if one_token else mode,
+        "pre": int(np.clip(pre, -UNLIMITED, UNLIMITED)),
+        "next": int(np.clip(next_, -UNLIMITED, UNLIMITED)),
+        "mask_kind": _mask_kind(mask, mode, one_token),
+        "rows": rows,
+        "columns": common + int((np.maximum(kv_first, 0) + kv_used).max(initial=0)),
+        "cache_layout": key_layout(n, key[0]),
+        "blocks": found[0][0] if paged else 0,
+        "page": found[0][2] if paged else 0,
+        "padded": int(fits.all()),
+        "shape_out": out_shape({**n, "num_key_value_heads": heads, "num_heads": n["N1"]}),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def _dim_v(n: Mapping[str, Any]) -> Any:
+    """Elements of a value row, of arguments whose sizes may be symbols."""
+    value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
+    each = 8 if value.dtype == torch.int32 else 1
+    if n["block_table"] is not None and value.dim() == 5:
+        return value.shape[2] * value.shape[4] * each
+    joint = value.dim() == 3 if n["block_table"] is not None else "H" in of_inputs(n["input_layout"])
+    return (value.shape[-1] // heads if joint else value.shape[-1]) * each
+
+
+def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The shape of attention_out, from arguments whose sizes may be symbols."""
+    layout, query, heads = n["input_layout"], n["query"], n["num_heads"]
+    size = dict(zip(WORDS[of_inputs(layout)].split(), query.shape, strict=True))
+    dim = _dim_v(n)
+    size |= {"N": heads, "D": dim, "N*D": heads * dim}
+    return tuple(size[axis] for axis in WORDS[of_output(layout)].split())
+
+
+def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The shape of softmax_lse, which has no elements where nobody asked."""
+    if not n["softmax_lse_flag"]:
+        return (0,)
+    size = dict(zip(WORDS[of_inputs(n["input_layout"])].split(), n["query"].shape, strict=True))
+    if n["input_layout"] in PACKED:
+        return size["T"], n["num_heads"], 1
+    return size.get("B", 1), n["num_heads"], size["S"], 1
+
+
+def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of attention_out where the caller gives no memory for it."""
+    query: torch.dtype = n["query"].dtype
+    asked: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
+    if n["quant_scale2"] is not None:
+        return asked or torch.int8
+    if query != torch.int8:
+        return query
+    rope = n["query_rope"]
+    return asked or (torch.float16 if rope is None else rope.dtype)

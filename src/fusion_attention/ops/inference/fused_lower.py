@@ -1,0 +1,227 @@
+"""From a bound call of fused inference attention down to an InferenceCall: the last place that knows its words.
+
+What lengths and shapes say together stands in fused_geometry.py. What a record lacks has its neutral value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Bound, dtype_text, members
+from fusion_attention.memory import empty
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
+from fusion_attention.ops.inference.fused_geometry import (
+    geometry,
+    lse_shape,
+    of_inputs,
+    of_output,
+    out_dtype,
+    out_shape,
+)
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, Problem
+
+__all__ = ["PROMPT_RESULTS", "RESULTS", "fresh", "geometry", "lower"]
+
+Tensor = torch.Tensor
+
+PROMPT_RESULTS = ("attention_out",)
+RESULTS = ("attention_out", LSE)
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a call with these arguments."""
+    q = n["query"]
+    found = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
+    if n["has_lse"]:
+        found[LSE] = empty(q, lse_shape(n), torch.float32)
+    return found
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What the calls of one signature and its lengths share.
+
+    Attributes:
+        shared: the problem where values are the keys' own memory.
+    """
+
+    problem: Problem
+    shared: Problem
+    extents: Extents
+    cache: Cache
+
+
+def lower(bound: Bound) -> InferenceCall:
+    """The InferenceCall of a bound record."""
+    n = bound.names
+    settled: _Settled = bound.once(_settle)
+    key, value = members(n["key"]), members(n["value"])
+    latent = n["query_rope"] is not None and _same_memory(key, value)
+    problem = settled.shared if latent else settled.problem
+    call = InferenceCall(
+        *(problem, settled.extents, _laid(of_inputs(n["input_layout"])), settled.cache, n["query"]),
+        *(key, None if latent else value, n["block_table"]),
+        memo=bound.memo,
+        out_layout=_laid(of_output(n["input_layout"])),
+        lse_by_batch=n["input_layout"] == "NSD",
+    )
+    if n["softmax_lse_flag"]:
+        call.names = RESULTS
+    elif n["has_lse"]:
+        call.absent = RESULTS[1:]
+    call.first = n["kv_first"] if n["kv_padding_size"] is not None else None
+    call.q_first = n["q_first"] if n["query_padding_size"] is not None else None
+    if problem.bias != "none":
+        call.bias = n["pse_shift"]
+    if problem.has_blocked:
+        call.tree = n["mask_kind"] == "tree"
+        call.blocked = n["atten_mask"] if call.tree else _blocked(n)
+    if problem.dim_rope:
+        call.q_rope, call.k_rope = n["query_rope"], members(n["key_rope"])
+    if problem.common_keys:
+        call.k_common, call.v_common = n["key_shared_prefix"], n["value_shared_prefix"]
+    call.sink = n["learnable_sink"]
+    call.k_dequant, call.v_dequant = _scales(n, 0), _scales(n, 1)
+    if problem.has_row_scale:
+        call.row_scale = n["dequant_scale_query"], n["key_antiquant_scale"]
+    if problem.has_weight_scale:
+        call.weight_scale = n["quant_scale1"]
+    if problem.out_quant != "none":
+        call.out_quant = n["quant_scale2"], n["quant_offset2"]
+    return call
+
+
+def _settle(n: dict[str, Any]) -> _Settled:
+    cache = Cache(_laid(n["cache_layout"]), n["page"])
+    problem, extents = _problem(n), _extents(n)
+    return _Settled(problem, replace(problem, shares_kv=True), extents, cache)
+
+
+def _laid(layout: str) -> str:
+    """A layout as the waist's views know it: rows of one sequence without a batch axis are packed rows."""
+    return "NTD" if layout == "NSD" else layout
+
+
+def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
+    """Whether values are the keys: of latents, which then are read once."""
+    k, v = key[0], value[0]
+    same = len(key) == len(value) == 1 and k.shape == v.shape and k.stride() == v.stride()
+    return same and (k is v or (not k.is_meta and k.data_ptr() == v.data_ptr()))
+
+
+def _blocked(n: Mapping[str, Any]) -> Tensor:
+    """A full mask with all four axes."""
+    mask: Tensor = n["atten_mask"]
+    if mask.dim() == 4:
+        return mask
+    if mask.dim() == 2 and n["one_token"]:
+        return mask[:, None, None]
+    return mask.reshape(-1, 1, *mask.shape[-2:])
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len, kv_len = n["q_used"], n["common"] + n["kv_used"]
+    return extents_of(q_len, kv_len, _band(n).resolve(q_len, kv_len))
+
+
+def _band(n: Mapping[str, Any]) -> Band:
+    """What mode and window leave; a compressed mask says nothing more, and any other is a matrix."""
+    match n["mode"]:
+        case 2:
+            return Band.causal("start")
+        case 3:
+            return Band.causal()
+        case 4:
+            return Band.window(n["pre"], n["next"])
+        case 0 if n["query_padding_size"] is None and n["kv_padding_size"] is None:
+            return Band.window(n["pre"], n["next"], "start")
+        case _:
+            return Band.full()
+
+
+# -------------------------------------------------------------------------------------------------------- quantisation
+
+
+def _is_full(n: Mapping[str, Any]) -> bool:
+    """Whether query, keys, values and weights are all int8, with one scale each."""
+    return n["query"].dtype == torch.int8 and n["query_quant_mode"] == 0
+
+
+def _kind(n: Mapping[str, Any], side: int) -> str:
+    """Problem.dequant_k (side 0) or dequant_v (1)."""
+    if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
+        return "none"
+    if n["query"].dtype == torch.int8:
+        # The key's scale of an int8 query with rope parts multiplies both products: it joins the row's.
+        return "channel" if _is_full(n) or side else "none"
+    name = ("key", "value")[side]
+    mode = n["antiquant_mode"] if n["key_antiquant_scale"] is None else n[f"{name}_antiquant_mode"]
+    return "channel" if mode in (0, 2) else "token"
+
+
+def _scales(n: Mapping[str, Any], side: int) -> Scales:
+    """Scales of keys (0) or values (1), by the tensors that say them."""
+    kind, name = _kind(n, side), ("key", "value")[side]
+    if kind == "none":
+        return UNSCALED
+    if _is_full(n):
+        return _per_channel(n, side, n[("dequant_scale1", "dequant_scale2")[side]], None)
+    if n["key_antiquant_scale"] is None:
+        scale, offset = n["antiquant_scale"][side], n["antiquant_offset"]
+        offset, mode = None if offset is None else offset[side], n["antiquant_mode"]
+    else:
+        scale, offset = n[f"{name}_antiquant_scale"], n[f"{name}_antiquant_offset"]
+        mode = n[f"{name}_antiquant_mode"]
+    if kind == "channel":
+        return _per_channel(n, side, scale, offset)
+
+    def by_head(t: Tensor | None) -> Tensor | None:
+        if t is None or mode in (3, 5):
+            return t
+        return t.reshape(-1, 1, t.shape[-1])  # one for all heads
+
+    return Scales(by_head(scale), by_head(offset), "pages" if mode in (4, 5) else "tokens")
+
+
+def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor | None) -> Scales:
+    """[N2, elements] from one number, one per head, or one per head and element."""
+    heads, dim = n["N2"], (n["D"], n["Dv"])[side]
+
+    def own(t: Tensor) -> Tensor:
+        each = t.numel() in (heads * dim, heads) and t.numel() > 1
+        return (t.reshape(heads, -1) if each else t.reshape(1, 1)).expand(heads, dim)
+
+    return Scales(own(scale), None if offset is None else own(offset))
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
+    rope, integers = n["query_rope"], query.dtype == torch.int8
+    dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=0 if rope is None else n["Dr"],
+        dtype=dtype_text(query) if not integers else str(dtype).removeprefix("torch."),
+        scale=float(n["scale_value"]),
+        bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
+        has_blocked=n["mask_kind"] in ("full", "tree"),
+        has_sink=n["learnable_sink"] is not None,
+        empty_rows="zero" if n["inner_precise"] & 2 else "mean_in_band",
+        page_size=n["page"],
+        kv_dtype=stored_as(key, dtype),
+        dequant_k=_kind(n, 0),
+        dequant_v=_kind(n, 1),
+        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+        common_keys=n["common"],
+        has_row_scale=integers and not _is_full(n),
+        has_weight_scale=_is_full(n),
+    )

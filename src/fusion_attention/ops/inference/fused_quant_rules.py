@@ -1,0 +1,412 @@
+"""The rules of integers in fused inference attention: caches, queries and outputs, and their scales.
+
+As fused_rules.py, which holds most others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusion_attention.contract import Rule
+from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
+from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
+from fusion_attention.ops.shared.rules import group, invalid, limit, presence, refused, reserved, typed
+
+ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
+JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
+APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
+EITHER: dict[str, Any] = {**JOINT, **APART}
+TOKENS: dict[str, Any] = {
+    **ROWS,
+    **{f"{side}_antiquant_mode": 1 for side in ("key", "value")},
+    **{f"{side}_antiquant_scale": ("B S2", "float32") for side in ("key", "value")},
+}
+SCALES = ("dequant_scale1", "quant_scale1", "dequant_scale2")
+QUERY: dict[str, Any] = {
+    "query": ("B S1 N1*D", "int8"),
+    "key": ("B S2 N2*D", "int8"),
+    "value": ("B S2 N2*D", "int8"),
+    **dict.fromkeys(SCALES, ("1", "float32")),
+}
+# An int8 query with rope parts over latents of int8, in pages of pieces.
+LATENTS: dict[str, Any] = {
+    **LATENT,
+    "block_table": "B 2",
+    "block_size": 128,
+    "actual_seq_lengths_kv": [200, 256],
+    "query": ("B S1 N1*D", "int8"),
+    **dict.fromkeys(("key", "value"), ("8 1 16 128 32", "int8")),
+    "query_rope": ("B S1 N1*Dr", "bfloat16"),
+    "key_rope": ("8 1 4 128 16", "bfloat16"),
+    "query_quant_mode": 3,
+    "dequant_scale_query": ("B S1 N1", "float32"),
+    **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("1", "float32")),
+}
+APART_GIVEN = "key_antiquant_scale is not None"
+FUSED_ONLY = ("block_table",)
+
+QUERIES = (
+    Rule(
+        f"one_each(({', '.join(SCALES)}))",
+        "dequant_scale1",
+        "scores = integers * dequant_scale1, weights = round(quant_scale1 * exp(..)), out = integers * dequant_scale2",
+        text="dequant_scale1, quant_scale1 and dequant_scale2 of one element each beside an int8 query",
+        when="dtype_of(query) == 'int8' and query_rope is None",
+        given=QUERY,
+        spoil={"dequant_scale2": None},
+    ),
+    *(
+        Rule(
+            f"{name} is None",
+            name,
+            "it belongs to an int8 query without rope parts",
+            text=f"no {name}",
+            when="dtype_of(query) != 'int8' or query_rope is not None",
+            spoil={name: ("1", "float32")},
+        )
+        for name in SCALES
+    ),
+    limit(
+        "not one_token and S1 > 1 and T1 is None and query_rope is None",
+        "query",
+        "the chip takes int8 queries in padded prompts only",
+        text="several padded rows beside scales of an int8 query",
+        when="dtype_of(query) == 'int8' and query_rope is None",
+        needs=("dequant_scale1",),
+        given=QUERY,
+        spoil={"S1": 1},
+    ),
+)
+# The first version of PromptFlashAttention has no scales.
+NO_INTEGERS = (
+    typed(
+        "dtype_of(query) != 'int8'",
+        "query",
+        "this version takes no scales for it",
+        text="no int8 query",
+        spoil={name: (words, "int8") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
+        | {"value": ("B S2 N2*D", "int8")},
+    ),
+)
+CACHES = (
+    typed(
+        "dtype_of(key) == 'int8' if dtype_of(query) == 'int8' else dtype_of(key) in ('int8', 'int32', dtype_of(query))",
+        "key",
+        "int32 holds eight integers of four bits; fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library "
+        "computes int8 and int4",
+        text="the dtype of query, int8 or int32",
+        needs=FUSED_ONLY,
+        spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
+    ),
+    Rule(
+        "(antiquant_scale is not None or key_antiquant_scale is not None) == (dtype_of(key) in ('int8', 'int32'))",
+        "key",
+        "value = (stored + offset) * scale, of keys and of values",
+        text="scales exactly for integer keys and values",
+        when="dtype_of(query) != 'int8'",
+        needs=FUSED_ONLY,
+        given=EITHER,
+        spoil=dict.fromkeys(("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")),
+    ),
+    Rule(
+        "joint_fits(antiquant_scale, antiquant_mode, N2, D, Dv, B, columns)",
+        "antiquant_scale",
+        "keys at index 0, values at index 1",
+        text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D], per token [2, B, keys]",
+        when="antiquant_scale is not None and key_antiquant_scale is None",
+        given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
+        spoil={"antiquant_scale": "2 3"},
+    ),
+    beside_its_scale("antiquant_offset", "antiquant_scale", {**EITHER, "antiquant_offset": "2 N2*D"}, "2 3"),
+    refused(
+        "dtype_of(antiquant_scale) == ('float32' if antiquant_mode == 1 else dtype_of(query))",
+        "antiquant_scale",
+        "the chip takes no other",
+        text="the dtype of query, per token float32",
+        when="antiquant_scale is not None and key_antiquant_scale is None",
+        given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
+        spoil={"antiquant_scale": ("2 N2*D", "float32")},
+    ),
+)
+SIDES = (
+    presence(
+        "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
+        "key_antiquant_scale",
+        "keys and values are integers together",
+        text="key_antiquant_scale and value_antiquant_scale, or neither",
+        given=APART,
+        spoil={"value_antiquant_scale": None},
+    ),
+    presence(
+        "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
+        "key_antiquant_offset",
+        "keys and values have offsets together",
+        text="key_antiquant_offset and value_antiquant_offset, or neither",
+        given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
+        spoil={"value_antiquant_offset": None},
+    ),
+    *(
+        beside_its_scale(
+            f"{side}_antiquant_offset",
+            f"{side}_antiquant_scale",
+            {**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
+            "3",
+        )
+        for side in ("key", "value")
+    ),
+    Rule(
+        "key_antiquant_mode == value_antiquant_mode or (key_antiquant_mode == 0 and value_antiquant_mode == 1)",
+        "value_antiquant_mode",
+        "keys per channel may stand beside values per token",
+        text="the mode of keys, or 1 beside 0",
+        when=APART_GIVEN,
+        given=TOKENS,
+        spoil={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
+    ),
+    *(
+        Rule(
+            f"{side}_antiquant_mode < 4 or block_table is not None",
+            f"{side}_antiquant_mode",
+            "scales lie in pages where keys do",
+            text="pages beside modes 4 and 5",
+            when=APART_GIVEN,
+            given=TOKENS,
+            spoil={
+                **{f"{name}_antiquant_mode": 4 for name in ("key", "value")},
+                **{f"{name}_antiquant_scale": ("8 16", "float32") for name in ("key", "value")},
+            },
+        )
+        for side in ("key",)
+    ),
+    *(
+        Rule(
+            f"scale_fits({side}_antiquant_scale, {side}_antiquant_mode, N2, {dim}, B, columns - common, blocks, page)",
+            f"{side}_antiquant_scale",
+            "0: one number or one per head and element, 1: [B, keys], 2: [N2], 3: [B, N2, keys], 4: [blocks, slots], "
+            "5: [blocks, N2, slots]",
+            text=f"a shape that {side}_antiquant_mode takes",
+            when=f"{side}_antiquant_scale is not None and ({side}_antiquant_mode < 4 or block_table is not None)",
+            given=APART,
+            spoil={f"{side}_antiquant_scale": "3"},
+        )
+        for side, dim in (("key", "D"), ("value", "Dv"))
+    ),
+    *(
+        refused(
+            f"dtype_of({side}_antiquant_scale) in scale_dtypes({side}_antiquant_mode, query)",
+            f"{side}_antiquant_scale",
+            "the chip takes no other",
+            text="the dtype of query, of scales per token float32",
+            when=f"{side}_antiquant_scale is not None and dtype_of(query) != 'int8'",
+            given=APART,
+            spoil={f"{side}_antiquant_scale": ("N2*D", "float32")},
+        )
+        for side in ("key", "value")
+    ),
+    Rule(
+        "key_antiquant_mode == value_antiquant_mode == 0 or key_antiquant_mode == value_antiquant_mode == 2",
+        "key_shared_prefix",
+        "a scale per token has no place for the tokens of a prefix",
+        text="scales per channel or one number beside a prefix of integers",
+        when=f"key_shared_prefix is not None and {APART_GIVEN}",
+        given={
+            **{k: v for k, v in APART.items() if "antiquant" not in k},
+            **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), "N2*D"),
+            **dict.fromkeys(("key_shared_prefix", "value_shared_prefix"), ("1 4 N2*D", "int8")),
+        },
+        spoil={k: v for k, v in TOKENS.items() if "antiquant" in k},
+    ),
+    limit(
+        "key_antiquant_mode in (0, 1) and value_antiquant_mode in (0, 1)",
+        "key_antiquant_mode",
+        "the chip takes the other modes for one-token queries",
+        text="mode 0 or 1 over several query rows",
+        when=f"{APART_GIVEN} and not one_token and dtype_of(query) != 'int8'",
+        given={**APART, "query": ("B S1 N1*D", "bfloat16"), "S1": 3}
+        | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("N2*D", "bfloat16")),
+        spoil={
+            **{f"{side}_antiquant_mode": 2 for side in ("key", "value")},
+            **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("N2", "bfloat16")),
+        },
+    ),
+)
+CACHE_LIMITS = (
+    limit(
+        "S1 <= 16 and dtype_of(key) == 'int8'",
+        "key",
+        "the chip takes integer keys under few query rows",
+        text="int8, and at most 16 query rows",
+        when="integers(key) and not one_token and dtype_of(query) != 'int8'",
+        needs=FUSED_ONLY,
+        given={**EITHER, "S1": 3},
+        spoil={"S1": 17},
+    ),
+    limit(
+        "block_table is None",
+        "key",
+        "the chip takes no pages of int4",
+        text="int8 in pages",
+        when="dtype_of(key) == 'int32'",
+        needs=FUSED_ONLY,
+        given={
+            "S1": 1,
+            **PAGES,
+            "actual_seq_lengths_kv": [20, 32],
+            **dict.fromkeys(("key", "value"), ("8 32 N2*D", "int8")),
+            "block_size": 32,
+            **{k: v for k, v in EITHER.items() if "antiquant" in k},
+        },
+        spoil=dict.fromkeys(("key", "value"), ("8 32 16", "int32")),
+    ),
+)
+LATENT_QUERIES = (
+    Rule(
+        "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
+        "query_quant_mode",
+        "an int8 query has a scale per row and head, and rope parts in floats",
+        text="3 exactly for an int8 query with rope parts",
+        given=LATENTS,
+        spoil={"query_quant_mode": 0},
+    ),
+    Rule(
+        "(dequant_scale_query is not None) == (query_quant_mode == 3)",
+        "dequant_scale_query",
+        "scores are the integers' and the rope parts' products times both scales",
+        text="a scale per row and head exactly in query_quant_mode 3",
+        when="(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
+        given=LATENTS,
+        spoil={"dequant_scale_query": None},
+    ),
+    invalid(
+        "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
+        "dequant_scale_query",
+        "one per row and head",
+        text="the shape of query without its elements; BSH: [B, S, N]",
+        when="dequant_scale_query is not None",
+        given=LATENTS,
+        spoil={"dequant_scale_query": ("B S1 3", "float32")},
+    ),
+    Rule(
+        "one_each((key_antiquant_scale, value_antiquant_scale)) is True and key_antiquant_offset is None and "
+        "key_antiquant_mode == value_antiquant_mode == 0",
+        "key_antiquant_scale",
+        "query_rope comes divided by dequant_scale_query and the key's scale, which multiply both products",
+        text="one scale of keys and one of values beside an int8 query, without offsets",
+        when="query_quant_mode == 3 and dtype_of(query) == 'int8'",
+        needs=("query_quant_mode",),
+        given=LATENTS,
+        spoil=dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("512", "float32")),
+    ),
+)
+OUTPUTS = (
+    *SCALED_OUTPUT,
+    Rule(
+        "quant_scale2.numel() in (1, N1 * Dv)",
+        "quant_scale2",
+        "one number, or one per query head and element",
+        text="1 or N1 * Dv elements",
+        when="quant_scale2 is not None",
+        given={"quant_scale2": "1"},
+        spoil={"quant_scale2": "3"},
+    ),
+    limit(
+        "quant_scale2.numel() == 1 or (Dv % 32 == 0 and not softmax_lse_flag and query_padding_size is None and "
+        "kv_padding_size is None)",
+        "quant_scale2",
+        "the chip takes one number there",
+        text="one scale, where value rows are no multiple of 32, or beside softmax_lse or left padding",
+        when="quant_scale2 is not None",
+        given={**NARROW, "quant_scale2": "N1*Dv"},
+        spoil={"D": 48, "Dv": 48},
+    ),
+    limit(
+        "query_rope is None and dtype_of(key) != 'int32' and not (mode == 4 and (pre < 0 or next < 0))",
+        "quant_scale2",
+        "the chip writes no int8 there",
+        text="no int8 output beside rope parts, int4 or a window that misses the diagonal",
+        when="quant_scale2 is not None",
+        needs=("sparse_mode",),
+        given={**NARROW, "atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": 3},
+        spoil={"next_tokens": -1},
+    ),
+    limit(
+        "not may_empty(mode, mask_kind, pre, next, q_used, common + kv_used)",
+        "quant_offset2",
+        "the chip refuses an offset where a row may see no key",
+        text="no offset where some row may see no key",
+        when="quant_offset2 is not None and quant_scale2 is not None and not (mode == 4 and (pre < 0 or next < 0))",
+        needs=("sparse_mode",),
+        given={**NARROW, "quant_offset2": "1", "atten_mask": "2048 2048", "sparse_mode": 3},
+        spoil={"actual_seq_lengths_kv": [2, 6]},
+    ),
+    typed(
+        "attention_out is None or dtype_of(attention_out) in out_dtypes(query, query_rope, quant_scale2)",
+        "attention_out",
+        "int8 beside quant_scale2; else the query's dtype, and beside an int8 query that of its rope part or float16",
+        text="the dtype of the output",
+        when="(quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
+        given={"attention_out": ("B S1 N1*Dv", "float16")},
+        spoil={"attention_out": ("B S1 N1*Dv", "bfloat16")},
+    ),
+    invalid(
+        "attention_out is None or tuple(attention_out.shape) == shape_out",
+        "attention_out",
+        "rows as long as value's",
+        text="the shape of the output",
+        needs=FUSED_ONLY,
+        spoil={"attention_out": ("B S1 N1*32", "float16")},
+    ),
+)
+LOGARITHMS = (
+    typed(
+        "softmax_lse is None or dtype_of(softmax_lse) == 'float32'",
+        "softmax_lse",
+        "sums are kept in float32",
+        text="float32",
+        when="softmax_lse_flag",
+        given={"softmax_lse_flag": True},
+        spoil={"softmax_lse": ("B N1 S1 1", "float16")},
+    ),
+    invalid(
+        "softmax_lse is None or softmax_lse.shape[-1] == 1",
+        "softmax_lse",
+        "[B, N, S, 1], packed [T, N, 1]",
+        text="a last axis of 1",
+        when="softmax_lse_flag",
+        given={"softmax_lse_flag": True},
+        spoil={"softmax_lse": ("B N1 S1 8", "float32")},
+    ),
+)
+# The fifth version has no scales of keys and values in one tensor.
+LAST = (
+    typed(
+        "antiquant_scale is None or key_antiquant_scale is not None",
+        "antiquant_scale",
+        "this version takes key_antiquant_scale and value_antiquant_scale",
+        text="no antiquant_scale",
+        given=APART,
+        spoil={**dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")), "antiquant_scale": "2 N2*D"},
+    ),
+)
+RESERVED = group(
+    reserved("quant_scale_p", "1"),
+    *(
+        reserved(name, 5)
+        for name in (
+            *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype"),
+            *("key_shared_prefix_dtype", "value_shared_prefix_dtype", "dequant_scale_query_dtype"),
+            *("dequant_scale_key_dtype", "dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
+        )
+    ),
+)
+OWN_DTYPE = (
+    typed(
+        "known_dtype(out_dtype)",
+        "out_dtype",
+        "1 is int8, 5 float16, 15 bfloat16",
+        text="torch's number of a dtype that outputs have",
+        spoil={"out_dtype": 6},
+    ),
+)
+
+INTEGERS = QUERIES + CACHES + SIDES + CACHE_LIMITS + LATENT_QUERIES + LOGARITHMS

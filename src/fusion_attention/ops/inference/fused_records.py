@@ -1,0 +1,388 @@
+"""CANN's fused inference attention: the records of PromptFlashAttention and FusedInferAttentionScore.
+
+And of torch_npu's three functions.
+
+A version is a delta of the one before; what IncreFlashAttention has too comes from records.py. Rules stand in
+fused_rules.py, the way down in fused_lower.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.ops.inference.fused_cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
+from fusion_attention.ops.inference.fused_cache_rules import ROPES as ROPE_RULES
+from fusion_attention.ops.inference.fused_checks import FUNCTIONS
+from fusion_attention.ops.inference.fused_geometry import (
+    LAYOUTS,
+    PACKED,
+    PROMPT,
+    PROMPT_PACKED,
+    ROPELESS,
+    TRIANGLE,
+    geometry,
+    lse_words,
+    words,
+)
+from fusion_attention.ops.inference.fused_lower import PROMPT_RESULTS, RESULTS, fresh, lower
+from fusion_attention.ops.inference.fused_mask_rules import (
+    BIASES,
+    MASKS,
+    PRECISION,
+    PROMPT_PRECISION,
+    PROMPT_WINDOW,
+    SINKS,
+    UNREAD_BIAS,
+)
+from fusion_attention.ops.inference.fused_quant_rules import INTEGERS, LAST, NO_INTEGERS, OUTPUTS, OWN_DTYPE, RESERVED
+from fusion_attention.ops.inference.fused_rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
+from fusion_attention.ops.inference.records import (
+    ANTI_OFFSET,
+    ANTI_SCALE,
+    BLOCK_SIZE,
+    BLOCK_TABLE,
+    DEQUANT_1,
+    DEQUANT_2,
+    KV_HEADS,
+    NUM_HEADS,
+    OFFSET_2,
+    PADDING_MASK,
+    QUANT_1,
+    QUANT_2,
+    SCALE,
+)
+from fusion_attention.ops.inference.records import ATTEN_MASK as PLAIN_MASK
+from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.waist.mask import UNLIMITED
+
+
+@functools.cache
+def _triangle() -> torch.Tensor:
+    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool).triu_(1)
+
+
+def _mask(shape: tuple[int, ...]) -> torch.Tensor:
+    """Sample content: the triangle of a compressed mask, nothing hidden otherwise."""
+    if shape[-2:] == (TRIANGLE, TRIANGLE):
+        return _triangle().expand(shape)
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"))
+PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
+PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
+KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=words("2", "D"))
+VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=words("2", "Dv"))
+PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True)
+ATTEN_MASK = replace(
+    PLAIN_MASK, text="1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle.", make=_mask
+)
+Q_LENGTHS = Array("actual_seq_lengths", "Query rows of every item; packed rows: cumulative ends.", True)
+KV_LENGTHS = Array(
+    "actual_seq_lengths_kv", "Keys of every item; packed keys: cumulative ends; pages: lengths always.", True
+)
+PROMPT_QUANT = (
+    replace(DEQUANT_1, text="Of an int8 query: scale of the integer scores."),
+    replace(QUANT_1, text="Of an int8 query: scale that makes the weights int8.", dtypes="float32"),
+    replace(DEQUANT_2, text="Of an int8 query: scale of the integer output, which undoes quant_scale1 too."),
+    replace(QUANT_2, text="Scale of int8 output, 1 or N1*Dv elements."),
+    OFFSET_2,
+)
+QUERY_PADDING = Array(
+    "query_padding_size", "Unused slots behind every item's rows, which end there (left padding).", True
+)
+KV_PADDING = Array("kv_padding_size", "Unused slots behind every item's keys, which end there (left padding).", True)
+SEPARATE = (
+    Tensor("key_antiquant_scale", "Scales of integer keys.", True),
+    Tensor("key_antiquant_offset", "Added to integer keys before scaling.", True),
+    Tensor("value_antiquant_scale", "Scales of integer values.", True),
+    Tensor("value_antiquant_offset", "Added to integer values before scaling.", True),
+)
+SHARED_PREFIX = (
+    Tensor("key_shared_prefix", "Keys in front of every item's own.", True),
+    Tensor("value_shared_prefix", "Values in front of every item's own.", True),
+    Array("actual_shared_prefix_len", "Keys of the shared prefix that count, one number; None: all.", True),
+)
+ROPES = (
+    Tensor("query_rope", "Rope part of the query rows.", True, shape=words("1", "Dr")),
+    Tensor("key_rope", "Rope part of the key rows, as the keys lie.", True),
+    Tensor("key_rope_antiquant_scale", "Reserved.", True),
+)
+DEQUANT_QUERY = Tensor("dequant_scale_query", "Scale of an int8 query, per row and head.", True, dtypes="float32")
+SINK = Tensor(
+    "learnable_sink", "One more logit per query head, without a value.", True, dtypes="bfloat16 float16 float32",
+    shape="N1",
+)  # fmt: skip
+STARTS = (
+    Array("q_start_idx", "Of pse_type 2 and 3, which there are not.", True),
+    Array("kv_start_idx", "Of pse_type 2 and 3, which there are not.", True),
+)
+PRE = Attr("pre_tokens", "Window to the left (modes 0 with a mask, and 4).", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Window to the right (modes 0 with a mask, and 4).", default=UNLIMITED)
+LAYOUT = Attr(
+    "input_layout",
+    "Axis order of query, key and value; behind a _ that of the output.",
+    type=str,
+    default="BSH",
+    code=INVALID,
+)
+SPARSE_MODE = Attr(
+    "sparse_mode",
+    "0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, "
+    "9 tree.",
+    default=0,
+    domain="0 <= sparse_mode <= 4 or sparse_mode == 9",
+    bad=5,
+)
+PROMPT_MODE = replace(SPARSE_MODE, text=SPARSE_MODE.text.replace(", 9 tree", ""), domain="0 <= sparse_mode <= 4")
+PRECISE = Attr(
+    "inner_precise",
+    "Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.",
+    default=1,
+    domain="0 <= inner_precise <= 3",
+    bad=4,
+)
+ANTI_MODE = Attr(
+    "antiquant_mode",
+    "Of antiquant_scale: 0 per channel or one number, 1 per token.",
+    default=0,
+    domain="antiquant_mode in (0, 1)",
+    bad=2,
+)
+SIDE_MODE = "0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages."
+KEY_MODE, VALUE_MODE = (
+    Attr(
+        f"{side}_antiquant_mode",
+        f"Of {side}_antiquant_scale: {SIDE_MODE}",
+        default=0,
+        domain=f"0 <= {side}_antiquant_mode <= 5",
+        bad=6,
+    )
+    for side in ("key", "value")
+)
+QUERY_MODE = Attr(
+    "query_quant_mode",
+    "3: an int8 query with a scale per row and head (rope parts beside it); else 0.",
+    default=0,
+    domain="query_quant_mode in (0, 3)",
+    bad=6,
+)
+PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0", bad=2)
+LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)
+OUT = output("attention_out", "The output rows.", words("1", "Dv", output=True), f"{FLOATS} int8", make=torch.zeros)
+LSE = output(
+    "softmax_lse",
+    "max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for.",
+    lse_words(),
+    "",
+    optional=True,
+    # One that nobody asked for may have any shape: it is not touched.
+    form=lambda names: names["input_layout"] if names["softmax_lse_flag"] else "",
+)
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+PROMPT_FORMULA = """S   = scale_value * Q K^T + pse_shift
+out = softmax(S over the keys that mask, mode and window leave) V
+int8 query:  S = scale_value * dequant_scale1 * (Q K^T) + pse_shift,  W = round(quant_scale1 * exp(S - max))
+             out = (W V) * dequant_scale2 / sum(exp(S - max))
+int8 output: out = round(out * quant_scale2 + quant_offset2), saturated"""
+FORMULA = """K, V = (stored + offset) * scale           where the cache holds integers
+S    = scale_value * (Q K^T + Q_rope K_rope^T) + pse_shift
+out  = softmax(S over the keys that lengths, mask, mode and window leave, with the sink) V
+lse  = max + ln(sum exp(S - max))
+int8 output: out = round(out * quant_scale2 + quant_offset2), saturated
+int8 query, query_quant_mode 0: as PromptFlashAttention's; 3: scores times dequant_scale_query times the key's scale"""
+NEUTRAL: dict[str, Any] = {
+    "skips_modes": True,
+    "pse_reserved": False,
+    "has_lse": True,
+    "softmax_lse_flag": False,
+    "inner_precise": 1,
+    "sparse_mode": 0,
+    "pre_tokens": UNLIMITED,
+    "next_tokens": UNLIMITED,
+    "num_key_value_heads": 0,
+    **dict.fromkeys(("block_size", "antiquant_mode", "key_antiquant_mode", "value_antiquant_mode"), 0),
+    **dict.fromkeys(("query_quant_mode", "pse_type"), 0),
+    **dict.fromkeys(("pse_shift", "atten_mask", "actual_seq_lengths", "actual_seq_lengths_kv")),
+    **dict.fromkeys(("dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2")),
+    **dict.fromkeys(("antiquant_scale", "antiquant_offset", "block_table", "query_padding_size", "kv_padding_size")),
+    **dict.fromkeys(p.name for p in (*SEPARATE, *SHARED_PREFIX, *ROPES, *STARTS)),
+    **dict.fromkeys(("dequant_scale_query", "learnable_sink", "attention_out", "softmax_lse", "out_dtype")),
+    **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "N2", "Dv", "Dr", "L", "pages")),
+}
+SIZES = {"B": 2, "S1": 3, "S2": 6, "T1": 8, "T2": 12, "N1": 4, "N2": 2, "D": 64, "Dv": 64, "Dr": 64}
+HEADS = {"num_heads": 4, "num_key_value_heads": 2, "scale_value": 0.125}
+ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
+LATENT = {**HEADS, "D": 512, "Dv": 512, "N2": 1, "num_key_value_heads": 1, "query_rope": True}
+LATENT_PAGES = {
+    "block_table": "2 2",
+    "block_size": 16,
+    "actual_seq_lengths": [3, 8],
+    "actual_seq_lengths_kv": [20, 32],
+    "key": "8 16 N2*D",
+    "value": "8 16 N2*D",
+    "key_rope": "8 16 N2*Dr",
+}
+SAMPLES: dict[str, Any] = {
+    **{layout: {**HEADS, **(ENDS if layout in PACKED else {})} for layout in LAYOUTS},
+    "SH": {**HEADS, "actual_seq_lengths": [3, 5], "T2": 8},
+}
+# Some layouts are for rope parts alone.
+ROPE_SAMPLES: dict[str, Any] = {
+    **SAMPLES,
+    **{layout: {**LATENT, "key_rope": words("2", "Dr")[layout]} for layout in ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")},
+    **{
+        layout: {**HEADS, "D": 128, "Dv": 128, "query_rope": True, "key_rope": words("2", "Dr")[layout]}
+        for layout in ("BSH_BNSD", "BSND_BNSD")
+    },
+    "TND_NTD": {**LATENT, **LATENT_PAGES},
+}
+PROMPTS = INPUTS + PROMPT_CACHE + MASKS
+FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
+RULINGS = (1, 2, 5, 6, 10, 15, 16, 20, 23)
+
+PROMPT_V1 = of_cann(
+    "aclnnPromptFlashAttention",
+    "Attention of prompts.",
+    (
+        *(QUERY, PROMPT_KEY, PROMPT_VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS),
+        *(NUM_HEADS, SCALE, PRE, replace(NEXT, default=0), replace(LAYOUT, default=NUM_HEADS.default), KV_HEADS, OUT),
+    ),
+    PROMPTS + NO_INTEGERS + OUTPUTS + UNREAD_BIAS,
+    formula=PROMPT_FORMULA,
+    rulings=RULINGS,
+    layouts=PROMPT,
+    neutral={**NEUTRAL, "skips_modes": False, "pse_reserved": True, "has_lse": False},
+    derive=geometry,
+    functions=FUNCTIONS,
+    lower=lower,
+    results=PROMPT_RESULTS,
+    fresh=fresh,
+    sizes=SIZES,
+    samples=SAMPLES,
+)
+PROMPT_V2 = PROMPT_V1.version(
+    "aclnnPromptFlashAttentionV2",
+    "PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output.",
+    after={
+        "actual_seq_lengths": (KV_LENGTHS, *PROMPT_QUANT),
+        "num_key_value_heads": (PROMPT_MODE,),
+    },
+    rules=PROMPTS + INTEGERS + OUTPUTS + UNREAD_BIAS,
+)
+PROMPT_V3 = PROMPT_V2.version(
+    "aclnnPromptFlashAttentionV3",
+    "PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.",
+    after={"sparse_mode": (replace(PRECISE, domain="", bad=None),)},
+    rules=PROMPTS + BIASES + PROMPT_PRECISION + INTEGERS + OUTPUTS,
+    layouts=PROMPT_PACKED,
+    neutral={**PROMPT_V1.neutral, "pse_reserved": False},
+)
+FUSED_V1 = PROMPT_V1.version(
+    "aclnnFusedInferAttentionScore",
+    "Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers.",
+    params=(
+        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, ANTI_SCALE, ANTI_OFFSET),
+        *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
+        *(BLOCK_SIZE, ANTI_MODE, LSE_FLAG, OUT, LSE),
+    ),
+    rules=FUSED,
+    formula=FORMULA,
+    rulings=(*RULINGS, 18),
+    layouts=ROPELESS,
+    neutral=NEUTRAL,
+    results=RESULTS,
+)
+FUSED_V2 = FUSED_V1.version(
+    "aclnnFusedInferAttentionScoreV2",
+    "FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.",
+    after={"kv_padding_size": (*SEPARATE, *SHARED_PREFIX), "softmax_lse_flag": (KEY_MODE, VALUE_MODE)},
+)
+FUSED_V3 = FUSED_V2.version(
+    "aclnnFusedInferAttentionScoreV3",
+    "FusedInferAttentionScoreV2 with rope parts of their own.",
+    after={"actual_shared_prefix_len": ROPES},
+    rules=FUSED + ROPE_RULES + FUSED_LIMITS,
+    layouts=LAYOUTS,
+    samples=ROPE_SAMPLES,
+)
+FUSED_V4 = FUSED_V3.version(
+    "aclnnFusedInferAttentionScoreV4",
+    "FusedInferAttentionScoreV3 with a scale per query row, and sinks.",
+    after={"key_rope_antiquant_scale": (DEQUANT_QUERY, SINK), "value_antiquant_mode": (QUERY_MODE,)},
+    rules=FUSED_V3.rules + SINKS,
+)
+FUSED_V5 = FUSED_V4.version(
+    "aclnnFusedInferAttentionScoreV5",
+    "FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know.",
+    after={"learnable_sink": STARTS, "query_quant_mode": (PSE_TYPE,)},
+    rules=(*(rule for rule in FUSED_V4.rules if rule.param not in ("antiquant_scale", "antiquant_offset")), *LAST),
+)
+TORCH_HEADS, TORCH_PRECISE = replace(NUM_HEADS, default=1), replace(PRECISE, default=0)
+TORCH_PFA = PROMPT_V3.version(
+    "npu_prompt_flash_attention",
+    "torch_npu's attention of prompts.",
+    source="Ascend op-plugin",
+    params=(
+        *(QUERY, PROMPT_KEY, PROMPT_VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, Q_LENGTHS),
+        *(spelled(p, p.name.replace("dequant", "deq")) if "dequant" in p.name else p for p in PROMPT_QUANT),
+        *(TORCH_HEADS, SCALE, PRE, replace(NEXT, default=0), LAYOUT, KV_HEADS, KV_LENGTHS),
+        replace(
+            PROMPT_MODE,
+            text=PROMPT_MODE.text.removesuffix(".") + "; 10 to 14 are 0 to 4 in high precision.",
+            domain="0 <= sparse_mode <= 4 or 10 <= sparse_mode <= 14",
+        ),
+        OUT,
+    ),
+    rules=PROMPT_V3.rules + PROMPT_WINDOW + TORCH,
+)
+TORCH_V1 = FUSED_V3.version(
+    "npu_fused_infer_attention_score",
+    "torch_npu's attention of prompts and of new tokens over a cache: (attention_out, softmax_lse).",
+    source="Ascend op-plugin",
+    params=(
+        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, ANTI_SCALE, ANTI_OFFSET),
+        *(*SEPARATE, BLOCK_TABLE, QUERY_PADDING, KV_PADDING, *SHARED_PREFIX, *ROPES),
+        *(TORCH_HEADS, spelled(SCALE, "scale"), PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, TORCH_PRECISE),
+        *(BLOCK_SIZE, ANTI_MODE, KEY_MODE, VALUE_MODE, LSE_FLAG, OUT, LSE),
+    ),
+    rules=FUSED_V3.rules + TORCH + TORCH_FUSED,
+)
+DTYPES = (
+    *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype", "key_shared_prefix_dtype"),
+    *("value_shared_prefix_dtype", "dequant_scale_query_dtype", "dequant_scale_key_dtype"),
+    *("dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
+)
+TORCH_V2 = FUSED_V4.version(
+    "npu_fused_infer_attention_score_v2",
+    "torch_npu's attention of prompts and of new tokens over a cache, with sinks: (attention_out, softmax_lse).",
+    source="Ascend op-plugin",
+    params=(
+        *(QUERY, KEY, VALUE, *ROPES[:2], PSE_SHIFT, ATTEN_MASK),
+        *(spelled(Q_LENGTHS, "actual_seq_qlen"), spelled(KV_LENGTHS, "actual_seq_kvlen"), BLOCK_TABLE, DEQUANT_QUERY),
+        *(spelled(p, f"dequant_{p.name.rpartition('_')[2]}_{p.name.partition('_')[0]}") for p in SEPARATE),
+        spelled(ROPES[2], "dequant_scale_key_rope"),
+        *(spelled(PROMPT_QUANT[3], "quant_scale_out"), spelled(OFFSET_2, "quant_offset_out")),
+        *(Tensor("quant_scale_p", "Reserved.", True), SINK),
+        *(spelled(TORCH_HEADS, "num_query_heads"), KV_HEADS, spelled(SCALE, "softmax_scale"), PRE, NEXT, LAYOUT),
+        *(SPARSE_MODE, BLOCK_SIZE, QUERY_MODE, spelled(KEY_MODE, "key_quant_mode")),
+        *(spelled(VALUE_MODE, "value_quant_mode"), TORCH_PRECISE, spelled(LSE_FLAG, "return_softmax_lse")),
+        *(Attr(name, "Reserved.", default=None) for name in DTYPES),
+        Attr("out_dtype", "Of the output beside an int8 query or output: torch's number of a dtype.", default=None),
+        *(OUT, LSE),
+    ),
+    rules=FUSED_V4.rules + RESERVED + OWN_DTYPE + TORCH + TORCH_FUSED,
+)
+
+ACLNN = (PROMPT_V1, PROMPT_V2, PROMPT_V3, FUSED_V1, FUSED_V2, FUSED_V3, FUSED_V4, FUSED_V5)
+RECORDS = (*ACLNN, TORCH_PFA, TORCH_V1, TORCH_V2)

@@ -1,0 +1,262 @@
+"""The rules of fused inference attention: inputs and lengths, and what only the chip demands of them.
+
+Those of where keys lie stand in fused_cache_rules.py, of masks and biases in fused_mask_rules.py, of integers in
+fused_quant_rules.py; what IncreFlashAttention asks too comes from rules.py. Levels and codes: docs/rulings.md 15.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Rule
+from fusion_attention.ops.inference.fused_geometry import PACKED
+from fusion_attention.ops.inference.rules import EVEN_HEADS, MOST_HEADS, NO_FLOAT32
+from fusion_attention.ops.shared.rules import (
+    elements,
+    finite_scale,
+    invalid,
+    limit,
+    of_lengths,
+    own_scale,
+    refused,
+    untrained,
+)
+
+# Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
+PAGES: dict[str, Any] = {
+    "block_table": "B 2",
+    "block_size": 16,
+    "actual_seq_lengths_kv": [20, 32],
+    "key": "8 16 N2*D",
+    "value": "8 16 N2*D",
+}
+ROPE: dict[str, Any] = {"D": 128, "Dv": 128, "query_rope": True, "key_rope": "B S2 N2*Dr"}
+LATENT: dict[str, Any] = {**ROPE, "D": 512, "Dv": 512, "N2": 1, "num_key_value_heads": 1}
+ROPELESS: dict[str, Any] = {"query_rope": None, "key_rope": None, "D": 64, "Dv": 64}
+PREFIX: dict[str, Any] = {"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"}
+PADDED: dict[str, Any] = {"actual_seq_lengths": [2, 3], "actual_seq_lengths_kv": [4, 5]}
+HEADS = "num_key_value_heads or N1"
+CACHE = f"input_layout, {HEADS}"
+FUSED_ONLY = ("block_table",)
+UNTRAINED = "inference has no derivative: call it under torch.no_grad(), or train with npu_fusion_attention"
+GAPS = torch.zeros(2, 3, 512, dtype=torch.float16)[..., ::2]
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+LENGTHS = (
+    Rule(
+        "actual_seq_lengths is not None",
+        "actual_seq_lengths",
+        "packed rows do not show where an item ends",
+        text="the ends of packed rows",
+        only=PACKED,
+        stage="presence",
+        spoil={"actual_seq_lengths": None},
+    ),
+    Rule(
+        "actual_seq_lengths_kv is not None",
+        "actual_seq_lengths_kv",
+        "packed rows do not show where an item ends",
+        text="the ends of packed keys, or the lengths of paged ones",
+        only=PACKED,
+        stage="presence",
+        spoil={"actual_seq_lengths_kv": None},
+    ),
+    of_lengths(
+        "ends_fit(actual_seq_lengths, T1)",
+        "actual_seq_lengths",
+        "packed lengths are cumulative: [3, 8] is 3 and 5 rows",
+        text="ends that never fall, the last of them inside query",
+        only=PACKED,
+        spoil={"actual_seq_lengths": [3, 9]},
+    ),
+    of_lengths(
+        f"ends_fit(actual_seq_lengths_kv, tokens_of(key, {CACHE}))",
+        "actual_seq_lengths_kv",
+        "packed lengths are cumulative: [3, 8] is 3 and 5 keys; paged ones are not",
+        text="ends that never fall, the last of them inside key",
+        when="block_table is None",
+        only=PACKED,
+        spoil={"actual_seq_lengths_kv": [5, 13]},
+    ),
+    of_lengths(
+        "len(actual_seq_lengths) == len(actual_seq_lengths_kv)",
+        "actual_seq_lengths_kv",
+        "one per item in both lists",
+        text="as many lengths of keys as of query rows",
+        only=PACKED,
+        spoil={"actual_seq_lengths_kv": [12]},
+    ),
+    of_lengths(
+        "actual_seq_lengths is None or (sum(actual_seq_lengths) == T1 and min(actual_seq_lengths) >= 0)",
+        "actual_seq_lengths",
+        "layout SH packs rows, and says the length of every item",
+        text="lengths that add up to the rows of query",
+        only=("SH",),
+        spoil={"actual_seq_lengths": [3, 4]},
+    ),
+    of_lengths(
+        "T1 == T2 and (actual_seq_lengths_kv is None or sum(actual_seq_lengths_kv) == T2)",
+        "key",
+        "layout SH has items of as many keys as query rows",
+        text="as many rows as query",
+        only=("SH",),
+        spoil={"T2": 9},
+    ),
+    *(
+        Rule(
+            f"items_fit({name}, B)",
+            name,
+            f"one length serves all items; input_layout says which axis counts them{besides}",
+            text="a length per item, or one",
+            when=f"{name} is not None and {unless}input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD', 'SH')",
+            given={"B": 3},
+            spoil={name: [2, 2]},
+        )
+        for name, unless, besides in (
+            ("actual_seq_lengths", "not one_token and ", ""),
+            ("actual_seq_lengths_kv", "", " (beside pages: of query)"),
+        )
+    ),
+    Rule(
+        "rows_within(q_len, S1)",
+        "actual_seq_lengths",
+        "query rows of every item",
+        text="0 <= length <= rows of query",
+        spoil={"actual_seq_lengths": [2, 4]},
+    ),
+    Rule(
+        "lengths_within(kv_len, capacity)",
+        "actual_seq_lengths_kv",
+        "keys of every item, those of this step included",
+        text="0 <= length <= keys that there are",
+        spoil={"actual_seq_lengths_kv": [3, 7]},
+    ),
+    *(
+        limit(
+            f"{check} is True",
+            name,
+            "drop the padding rows, or append an item",
+            text=f"packed lengths that end with {what}",
+            when=when,
+            only=PACKED,
+            spoil={name: short},
+        )
+        for name, check, what, when, short in (
+            ("actual_seq_lengths", "ended(q_len, T1, 'query')", "query", "", [3, 7]),
+            ("actual_seq_lengths_kv", "ended(kv_len, S2, 'key')", "key", "block_table is None", [5, 11]),
+        )
+    ),
+    limit(
+        "1 <= len(actual_seq_lengths) <= 4096",
+        "actual_seq_lengths",
+        "the chip takes no other count",
+        text="1 to 4096 items",
+        only=PACKED,
+        spoil={"actual_seq_lengths": [8] * 4097, "actual_seq_lengths_kv": [12] * 4097},
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+TENSORS = (
+    elements("D", "query"),
+    invalid("1 <= Dv <= 768", "value", "elements per head", given={"key": "B S2 N2*D"}, spoil={"value": "B S2 N2*769"}),
+    finite_scale("scale_value", 1e39, optional=False),
+    EVEN_HEADS,
+)
+PROMPT_CACHE = (
+    of_lengths(
+        "N2 == (num_key_value_heads or N1)",
+        "key",
+        "num_key_value_heads counts its heads; 0: as many as num_heads",
+        text="heads of num_key_value_heads",
+        when="heads_fit(num_key_value_heads, N1)",
+        spoil={"N2": 4},
+    ),
+)
+# --------------------------------------------------------------------------------------------------------------- limits
+
+LIMITS = (
+    NO_FLOAT32,
+    limit("D <= 512", "query", "the chip takes no wider rows", spoil={"D": 528, "Dv": 528}),
+    limit(
+        "D % (64 if dtype_of(key) == 'int32' else 32 if dtype_of(key) == 'int8' else 16) == 0",
+        "query",
+        "the chip reads 32 bytes at a time",
+        text="elements that fill 32 bytes: a multiple of 16, with int8 of 32, with int4 of 64",
+        spoil={"D": 24, "Dv": 24},
+    ),
+    refused("Dv <= D", "value", "the chip takes no longer values", spoil={"Dv": 80}),
+    MOST_HEADS,
+    limit(
+        "N1 <= 64 * N2 or D == 512",
+        "num_key_value_heads",
+        "the chip lets no more query heads share a key head",
+        text="N1 <= 64 * N2",
+        spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
+    ),
+    limit(
+        "B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
+    ),
+    limit(
+        "S1 <= 20971520 and (S1 > 1 or S2 <= 262144 or block_table is not None)",
+        "key",
+        "the chip takes no longer ones",
+        text="at most 262144 keys of one-token queries, and 20971520 query rows",
+        spoil={
+            "B": 1,
+            "S1": 1,
+            "S2": 262145,
+            "D": 16,
+            "Dv": 16,
+            **dict.fromkeys(("N1", "num_heads", "N2", "num_key_value_heads"), 1),
+        },
+    ),
+    refused(
+        "(D, Dv) in ((64, 64), (128, 128), (192, 128), (192, 192)) or (query_rope is not None and D in (128, 512))",
+        "query",
+        "the chip takes no other rows in packed layouts",
+        text="D and Dv of 64, 128, 192 or 192 and 128; with rope parts 128 or 512",
+        only=PACKED,
+        spoil={"D": 256, "Dv": 256},
+    ),
+)
+FUSED_LIMITS = (
+    limit(
+        "input_layout not in ('TND_NTD', 'BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD') or (query_rope is not None "
+        "and D == 512)",
+        "input_layout",
+        "the chip turns such rows for latents (D 512) alone",
+        text="a layout without _NBSD or _NTD but beside latents",
+        needs=("query_rope",),
+        spoil={"input_layout": "BSND_NBSD", **ROPELESS},
+    ),
+    limit(
+        "input_layout not in ('BSH_BNSD', 'BSND_BNSD') or (query_rope is not None and D == 128)",
+        "input_layout",
+        "the chip turns such rows beside rope parts and D 128 alone",
+        text="BSH_BNSD or BSND_BNSD beside rope parts only",
+        needs=("query_rope",),
+        spoil={"input_layout": "BSND_BNSD", **ROPELESS},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------------ torch_npu's own
+
+TRAINED = partial(untrained, UNTRAINED, kind=Rule)
+TORCH = (
+    own_scale("scale_value"),
+    *TRAINED(query=(2, 3, 256), key=(2, 6, 128), value=(2, 6, 128)),
+    *TRAINED({"S1": 3}, pse_shift=(2, 4, 3, 6)),
+)
+TORCH_FUSED = (
+    *TRAINED(PREFIX, key_shared_prefix=(1, 4, 128), value_shared_prefix=(1, 4, 128)),
+    *TRAINED(ROPE, query_rope=(2, 3, 256), key_rope=(2, 6, 128)),
+    *TRAINED({}, learnable_sink=(4,)),
+)
+
+INPUTS = TENSORS + LENGTHS + LIMITS
