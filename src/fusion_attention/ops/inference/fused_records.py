@@ -301,6 +301,7 @@ FUSED_V1 = PROMPT_V1.version(
     rulings=(*RULINGS, 18),
     layouts=ROPELESS,
     neutral=NEUTRAL,
+    again=("query", "key", "value", "block_table"),
     results=RESULTS,
 )
 FUSED_V2 = FUSED_V1.version(
