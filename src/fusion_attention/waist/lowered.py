@@ -117,7 +117,13 @@ class Differentiable(Lowered, Protocol):
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward that may read no more than q, k, v and a table of pages."""
+    """A lowered forward that may read no more than q, k, v and a table of pages.
+
+    Attributes:
+        names: of its results: out, and max and sum where the caller wants them.
+    """
+
+    names: tuple[str, ...]
 
     def again(self) -> tuple[Operands, Operands, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
         """Its views, the same over no memory, and the fresh out, max and sum that they lie on; None where it reads

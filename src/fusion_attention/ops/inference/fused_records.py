@@ -266,6 +266,7 @@ PROMPT_V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    again=("query", "key", "value", "block_table"),
     results=PROMPT_RESULTS,
     fresh=fresh,
     sizes=SIZES,
