@@ -96,9 +96,9 @@ struct RowsArgument {
     }
 };
 
-// (pointer, address, stride_head, stride_row, stride_key, dtype), or None.
+// (pointer, address, stride_head, stride_row, stride_key, dtype), or None; of bits that begin at some key, and which.
 struct MatrixArgument {
-    Longs address, stride_head, stride_row;
+    Longs address, stride_head, stride_row, first;
     fusion::Matrix matrix;
 
     MatrixArgument(const nb::object &from, const char *name, bool expected, std::size_t sequences) {
@@ -106,16 +106,18 @@ struct MatrixArgument {
             refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
         if (from.is_none()) return;
         const auto t = nb::cast<nb::tuple>(from);
-        if (t.size() != 6) refuse(std::string(name) + " is no view");
+        if (t.size() != 6 && t.size() != 7) refuse(std::string(name) + " is no view");
         address.hold(t[1], name, sequences);
         stride_head.hold(t[2], name, sequences);
         stride_row.hold(t[3], name, sequences);
+        if (t.size() == 7) first.hold(t[6], name, sequences);
         const auto stride_key = item<std::int64_t>(t, 4);
         const int dtype = item<int>(t, 5);
         if (stride_key != 0 && stride_key != 1) refuse(std::string(name) + " has keys that are not neighbours");
         if (dtype < 0 || dtype > 2) refuse(std::string(name) + " has an unknown dtype");
         matrix = {pointer(t),        address.data(), stride_head.data(),
-                  stride_row.data(), stride_key,     static_cast<Dtype>(dtype)};
+                  stride_row.data(), stride_key,     static_cast<Dtype>(dtype),
+                  first.data()};
     }
 };
 

@@ -14,7 +14,7 @@ using fusion::Cache;
 
 // (pointer, bytes per element, address, stride_head, stride_token, dim), or for pages (pointer, bytes per element,
 // table, table_stride, page_size, stride_page, stride_head, stride_token, dim), or None where the problem has no such
-// operand.
+// operand. Two more values of rows in pieces: how long one is, and how far apart.
 struct CacheArgument {
     Longs address, stride_head;
     Cache cache;
@@ -24,7 +24,7 @@ struct CacheArgument {
         if (from.is_none() && (optional || dim == 0)) return;
         if (from.is_none() || dim == 0) refuse(std::string(name) + (dim ? " is missing" : " belongs to no operand"));
         const auto t = nb::cast<nb::tuple>(from);
-        const bool paged = t.size() == 9;
+        const bool paged = t.size() == 9 || t.size() == 11;
         if (!paged && t.size() != 6) refuse(std::string(name) + " is no view");
         if (item<std::int64_t>(t, paged ? 8 : 5) != dim) {
             refuse(std::string(name) + " has rows of another length than the problem");
@@ -39,6 +39,8 @@ struct CacheArgument {
             cache.page_stride_head = item<std::int64_t>(t, 6);
             cache.stride_token = item<std::int64_t>(t, 7);
             if (cache.page_size < 1) refuse(std::string(name) + " has pages without tokens");
+            if (t.size() == 11) cache.piece = item<std::int64_t>(t, 9), cache.stride_piece = item<std::int64_t>(t, 10);
+            if (cache.piece < 0) refuse(std::string(name) + " has pieces without elements");
             return;
         }
         address.hold(t[2], name, sequences);
@@ -71,7 +73,7 @@ struct Kinds {
 };
 
 Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
-    if (more.size() != 5) refuse("a decode has 5 fields beside its problem");
+    if (more.size() != 7) refuse("a decode has 7 fields beside its problem");
     Kinds k{};
     static_cast<fusion::Problem &>(k.problem) = problem_of(base);
     k.problem.storage = static_cast<fusion::Storage>(choice(more[0], "storage", 5));
@@ -79,6 +81,8 @@ Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
     k.values = static_cast<fusion::Dequant>(choice(more[2], "dequant of values", 3));
     k.problem.rounding = static_cast<fusion::Rounding>(choice(more[3], "rounding", 3));
     k.problem.shares_kv = item<bool>(more, 4);
+    k.problem.common_keys = item<std::int64_t>(more, 5);
+    k.problem.has_row_scale = item<bool>(more, 6);
     const bool stored = k.problem.storage >= fusion::Storage::int8;
     if (!stored && static_cast<int>(k.problem.storage) != static_cast<int>(k.problem.dtype)) {
         refuse("keys are stored in another dtype than the problem's");
@@ -90,7 +94,8 @@ Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
 struct DecodeArgument {
     RowsArgument q, out, max, sum, q_rope;
     MatrixArgument bias, blocked;
-    CacheArgument k, v, k_rope, k_scale, k_offset, v_scale, v_offset;
+    CacheArgument k, v, k_rope, k_scale, k_offset, v_scale, v_offset, k_common, v_common;
+    RowsArgument row_scale;
     fusion::DecodeOperands operands;
 
     DecodeArgument(const nb::tuple &t, const Kinds &kinds, std::size_t n)
@@ -106,7 +111,10 @@ private:
           k_scale(at(t, 12), "scale of k", scale_dim(kinds.keys, p.dim_qk), n),
           k_offset(at(t, 13), "offset of k", scale_dim(kinds.keys, p.dim_qk), n, true),
           v_scale(at(t, 14), "scale of v", scale_dim(kinds.values, p.dim_v), n),
-          v_offset(at(t, 15), "offset of v", scale_dim(kinds.values, p.dim_v), n, true) {
+          v_offset(at(t, 15), "offset of v", scale_dim(kinds.values, p.dim_v), n, true),
+          k_common(at(t, 18), "common k", p.common_keys ? p.dim_qk : 0, 1),
+          v_common(at(t, 19), "common v", p.common_keys ? p.dim_v : 0, 1),
+          row_scale(at(t, 20), "row_scale", p.has_row_scale, n) {
         fusion::DecodeOperands &o = operands;
         o.q = q.rows, o.out = out.rows, o.max = max.rows, o.sum = sum.rows, o.q_rope = q_rope.rows;
         o.bias = bias.matrix, o.blocked = blocked.matrix;
@@ -116,6 +124,7 @@ private:
         if ((p.bias > fusion::Bias::table) != (o.slopes != nullptr))
             refuse("slopes are missing, or belong to no operand");
         o.keys = k.cache, o.values = v.cache, o.key_ropes = k_rope.cache;
+        o.common_keys = k_common.cache, o.common_values = v_common.cache, o.row_scale = row_scale.rows;
         o.quantised_keys = {kinds.keys, k_scale.cache, k_offset.cache};
         o.quantised_values = {kinds.values, v_scale.cache, v_offset.cache};
         const bool rounds = p.rounding != fusion::Rounding::none;
@@ -124,7 +133,7 @@ private:
     }
 
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 18) refuse("operands are 18 values");
+        if (t.size() != 21) refuse("operands are 21 values");
         return nb::borrow(t[i]);
     }
 };
@@ -187,8 +196,8 @@ std::unique_ptr<LaidDecode> lay(nb::object self, const nb::tuple &operands) {
     const Kinds &kinds = of.kinds();
     const fusion::DecodeProblem &p = kinds.problem;
     if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink ||
-        kinds.keys != fusion::Dequant::none || kinds.values != fusion::Dequant::none ||
-        p.rounding != fusion::Rounding::none) {
+        kinds.keys != fusion::Dequant::none || kinds.values != fusion::Dequant::none || p.common_keys ||
+        p.has_row_scale || p.rounding != fusion::Rounding::none) {
         refuse("only q, k, v and a table of pages can be laid elsewhere");
     }
     return std::make_unique<LaidDecode>(std::move(self), of, operands);

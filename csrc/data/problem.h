@@ -24,7 +24,8 @@ struct Problem {
     bool bias_scaled, has_blocked, has_sink;
     Dropout dropout;
     double keep_prob;
-    std::int64_t keep_below;  // a 16-bit draw below this is kept
+    std::int64_t keep_below;     // a 16-bit draw below this is kept
+    bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
 };
 
 // Rows of neighbouring elements: (sequence b, head h, token t) starts at element
@@ -45,6 +46,7 @@ struct Matrix {
     const std::int64_t *stride_row = nullptr;
     std::int64_t stride_key = 0;
     Dtype dtype = Dtype::float32;
+    const std::int64_t *first = nullptr;  // of bits: keys before it have none, and are not blocked; null: 0
 };
 
 struct Operands {
@@ -54,6 +56,7 @@ struct Operands {
     const float *sink = nullptr;    // [heads_q]
     std::uint64_t seed = 0;
     std::uint32_t offset = 0;
+    Rows row_scale = {};  // float32
 };
 
 // What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its

@@ -31,11 +31,11 @@ template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, c
 // Which of the tile's keys a row sees, as bits; the scores of all others become -inf, whatever their product was.
 template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     const std::int64_t token = w.token(row);
-    const std::int64_t begin = most(first_key(w.seq, token), w.unit.begin),
-                       end = least(end_key(w.seq, token), w.unit.end);
+    const Sequence &seq = w.sequences[w.seq(row)];
+    const std::int64_t begin = most(first_key(seq, token), w.unit.begin), end = least(end_key(seq, token), w.unit.end);
     if (!w.p.has_blocked && begin <= t.first && t.first + t.count <= end && !w.careful) return;
     set_interval(w.s.seen, t.first, t.count, begin, end);
-    if (w.p.has_blocked) clear_blocked(w.s.seen, w.o.blocked, w.seq, w.unit.seq, w.head(row), token, t.first, t.count);
+    if (w.p.has_blocked) clear_blocked(w.s.seen, w.o.blocked, seq, w.seq(row), w.head(row), token, t.first, t.count);
     for (std::int64_t c = 0; c < t.count; c += lanes) {
         store(scores + c, pick(lane_bits(w.s.seen, c), load<Floats>(scores + c), all(-infinity)));
     }
@@ -222,8 +222,14 @@ __attribute__((noinline)) void finish_scores(const DecodeWork<F> &w, std::int64_
                                              float *scores) {
     if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
     const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
-    if (w.score_pass && !scaled)
-        add_bias(Row{w.unit.seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.seq);
+    if (!F::integer && w.p.has_row_scale) {
+        const Floats times = all(w.row_scale(row));
+        for (std::int64_t c = 0; c < t.count; c += lanes) store(scores + c, load<Floats>(scores + c) * times);
+    }
+    if (w.score_pass && !scaled) {
+        const std::int64_t seq = w.seq(row);
+        add_bias(Row{seq, w.head(row), w.token(row), t.first, t.count, scores}, w.p, w.o, w.sequences[seq]);
+    }
     hide_row(w, row, t, scores);
 }
 
@@ -237,8 +243,10 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
 // Finds the tile's rows and stages those that cannot be multiplied where they lie; false: a scale is not finite.
 template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
-    const KeySpan span = {u.seq, w.kv_head, t.first, t.count, u.begin, u.end};
+    const std::int64_t own = u.first_own;
+    const KeySpan span = {u.seq, w.kv_head, t.first - own, t.count, u.begin - own, u.end - own};
     const auto &s = w.s;
+    auto *const line = reinterpret_cast<char *>(s.line);
     t.keys = find_meaning(w.o.quantised_keys, span, s.spare_rows, s.token[0], s.token[1]);
     t.values = find_meaning(w.o.quantised_values, span, s.spare_rows, s.token[2], s.token[3]);
     if constexpr (F::integer) {
@@ -247,16 +255,16 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
             if (!all_finite(m.scale, t.count) || (m.offset && !all_finite(m.offset, t.count))) return false;
         }
     }
-    w.s.value_step = find_rows(w.o.values, span, s.value_rows);
+    w.s.value_step = find_rows(w.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
     if (!w.sizes.direct_keys) {
-        stage_rows<F>(s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys);
+        stage_rows<F>(w.keys, s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys, line);
     }
     const bool direct_rope = w.sizes.direct_keys && static_cast<Storage>(w.p.dtype) == F::stored;
     if (w.p.dim_rope && !direct_rope) {
         const Meaning as_it_is = {Dequant::none, nullptr, nullptr};
-        stage_rows<F>(s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope, w.sizes.rope_words,
-                      s.ropes);
+        stage_rows<F>(w.o.key_ropes, s.rope_rows, t.count, static_cast<Storage>(w.p.dtype), as_it_is, w.p.dim_rope,
+                      w.sizes.rope_words, s.ropes, line);
     }
     return true;
 }
@@ -264,13 +272,15 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
 // Where a unit's tiles lie: its heads side by side in memory are met tile by tile, others one after the other, so that
 // neighbouring reads are neighbours in memory.
 struct TileOrder {
-    std::int64_t first, tiles, heads;
+    std::int64_t first, end, tiles, heads;  // first and end: whole vectors of keys
     bool by_tile;
 
     explicit TileOrder(const DecodeUnit &u, const Cache &keys)
-        : first(u.begin / lanes * lanes), tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
+        : first(first_of(u)), end(u.first_own + round_up<std::int64_t>(u.end - u.first_own, lanes)),
+          tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
           by_tile(keys.table || keys.stride_head[u.seq] < decode_tile * keys.stride_token) {}
 
+    static std::int64_t first_of(const DecodeUnit &u) { return u.first_own + (u.begin - u.first_own) / lanes * lanes; }
     std::int64_t head(std::int64_t step) const { return by_tile ? step % heads : step / tiles; }
     std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
 };
@@ -283,23 +293,26 @@ void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, cons
     if (step < order.tiles * order.heads) {
         head += order.head(step), first = order.key(step);
     } else if (next && next->begin < next->end) {
-        u = next, head = u->head, first = u->begin / lanes * lanes;
+        u = next, head = u->head, first = TileOrder::first_of(*u);
     }
-    w.s.next_step = find_rows(w.o.keys, {u->seq, head, first, decode_tile, u->begin, u->end}, w.s.next_rows);
+    const std::int64_t own = u->first_own;
+    const KeySpan span = {u->seq, head, first - own, decode_tile, u->begin - own, u->end - own};
+    w.s.next_step = find_rows(keys_of(*u, w.o), span, w.s.next_rows);
 }
 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
-    const std::int64_t shared = w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
+    const std::int64_t shared = w.keys.piece ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
     const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
     LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
-    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, value_bytes, met_keys);
-    if (w.p.shares_kv) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.piece ? 0 : value_bytes, met_keys);
+    if (w.p.shares_kv && !w.keys.piece) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         score_block(w, b, t, values);
         if (row == 0 && !w.sizes.direct_values) {
-            stage_rows<F>(w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(), w.s.values);
+            stage_rows<F>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v, w.sizes.value_words(),
+                          w.s.values, reinterpret_cast<char *>(w.s.line));
         }
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
@@ -318,15 +331,21 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     }
 }
 
-// Brings columns in order and gives sums of stored integers their meaning; false where something is not finite.
-template <class F> bool settle(const DecodeWork<F> &w) {
+// Brings columns in order and gives sums of stored integers their meaning; returns the rows, as bits, where something
+// is not finite.
+template <class F> std::uint64_t settle(const DecodeWork<F> &w) {
     // Floats have taken their meaning with them when they were staged.
     const Meaning v = F::integer ? channel_meaning(w.o.quantised_values, w.unit.seq, w.kv_head)
                                  : Meaning{Dequant::none, nullptr, nullptr};
-    Ints largest = {};
+    std::uint64_t nonfinite = 0;
     for (std::int64_t row = 0; row < w.rows(); ++row) {
         const float *state = w.state(row);
-        if (state[1] - state[1] != 0.0f || state[0] == infinity) return false;
+        const std::uint64_t bit = std::uint64_t{1} << row;
+        if (state[1] - state[1] != 0.0f || state[0] == infinity) {
+            nonfinite |= bit;
+            continue;
+        }
+        Ints largest = {};
         float *out = w.out(row);
         const std::int64_t n = w.p.dim_v;
         for (std::int64_t d = 0; d < w.sizes.columns; d += column_unit) {
@@ -342,56 +361,70 @@ template <class F> bool settle(const DecodeWork<F> &w) {
                 store(out + at, x[i]);
             }
         }
+        if (any((Words)(largest >= 0x7f800000))) nonfinite |= bit;
     }
-    return !any((Words)(largest >= 0x7f800000));
+    return nonfinite;
 }
 
-// Returns the heads of the unit, as bits, whose rows meet what is not finite: their partial results mean nothing.
+// Returns the rows of each head that meet what is not finite: their partial results mean nothing, nor do those of the
+// head's others unless they are of several sequences.
 template <class F>
-std::uint32_t attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
-                     float *partial, bool careful) {
+DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
+                       float *partial, bool careful) {
     DecodeWork<F> w(job, unit, scratch, partial, careful);
     const bool sees = unit.begin < unit.end;
-    std::uint32_t nonfinite = 0;
+    const std::uint64_t all_rows = ~std::uint64_t{0} >> (64 - w.rows());
+    DecodeNonfinite nonfinite;
+    const auto lost = [&](std::int64_t head) {
+        return unit.tokens ? nonfinite.rows[head] == all_rows : nonfinite.rows[head] != 0;
+    };
     for (std::int64_t head = 0; head < unit.heads; ++head) {
         w.select_head(head);
         for (std::int64_t row = 0; row < w.rows(); ++row) {
             std::memset(w.state(row), 0, w.stride * 4);
             w.state(row)[0] = -infinity;
         }
-        if (sees && !unit.placed && !place_queries(w)) nonfinite |= 1u << head;
+        if (sees && !unit.placed) nonfinite.rows[head] = place_queries(w);
     }
-    if (!sees) return 0;
-    const TileOrder order(unit, w.o.keys);
+    if (!sees) return nonfinite;
+    const TileOrder order(unit, w.keys);
     find_next(w, order, 0, nullptr);
     for (std::int64_t step = 0; step < order.tiles * order.heads; ++step) {
         const std::int64_t head = order.head(step), first = order.key(step);
-        const std::int64_t count = least<std::int64_t>(decode_tile, round_up<std::int64_t>(unit.end, lanes) - first);
+        const std::int64_t count = least<std::int64_t>(decode_tile, order.end - first);
         DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
         w.select_head(head);
         std::swap(w.s.key_rows, w.s.next_rows);
-        if (!(nonfinite >> head & 1) && !load_tile(w, t)) nonfinite |= 1u << head;
+        if (!lost(head) && !load_tile(w, t)) nonfinite.rows[head] = all_rows;
         find_next(w, order, step + 1, next);
-        if (!(nonfinite >> head & 1)) attend_tile(w, t);
+        if (!lost(head)) attend_tile(w, t);
     }
     for (std::int64_t head = 0; head < unit.heads; ++head) {
         w.select_head(head);
-        if (!careful && !(nonfinite >> head & 1) && !settle(w)) nonfinite |= 1u << head;
+        if (!careful && !lost(head)) nonfinite.rows[head] |= settle(w);
     }
     return nonfinite;
 }
 
 template <class F>
 bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
-    const std::uint32_t nonfinite = attend<F>(job, unit, next, scratch, partial, false);
-    for (std::int64_t head = 0; nonfinite >> head; ++head) {
-        if (!(nonfinite >> head & 1)) continue;
+    const DecodeNonfinite nonfinite = attend<F>(job, unit, next, scratch, partial, false);
+    const std::int64_t stride = partial_stride(*job.problem), rows = unit.row1 - unit.row0;
+    bool finite = true;
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        if (!nonfinite.rows[head]) continue;
+        finite = false;
         DecodeUnit one = unit;
         one.head += head, one.heads = 1, one.placed = false;
-        const std::int64_t floats = (unit.row1 - unit.row0) * partial_stride(*job.problem);
-        attend<Floating>(job, one, nullptr, scratch, partial + head * floats, true);
+        // Rows of other sequences stay as they are.
+        const std::int64_t step = unit.tokens ? 1 : rows;
+        for (std::int64_t row = 0; row < rows; row += step) {
+            if (unit.tokens && !(nonfinite.rows[head] >> row & 1)) continue;
+            one.row0 = unit.row0 + row, one.row1 = one.row0 + step;
+            attend<Floating>(job, one, nullptr, scratch, partial + (head * rows + row) * stride, true);
+        }
     }
-    return nonfinite == 0;
+    return finite;
 }
 
 }  // namespace decode

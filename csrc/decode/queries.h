@@ -21,33 +21,26 @@ FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
 // Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
 // under a positive scale); if not, what makes a product the problem's score.
 FUSION_INLINE bool needs_score_pass(const DecodeProblem &p) {
-    return p.storage >= Storage::int8 || p.bias != Bias::none || !(p.scale > 1e-30);
+    return p.storage >= Storage::int8 || p.bias != Bias::none || p.has_row_scale || !(p.scale > 1e-30);
 }
 FUSION_INLINE float natural_scale(const DecodeProblem &p) {
     return needs_score_pass(p) ? 1.0f : static_cast<float>(p.scale);
-}
-
-inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
-    switch (storage) {
-        case Storage::float32: return n * 4;
-        case Storage::int8: return n;
-        case Storage::int4: return (n + 1) / 2;
-        default: return n * 2;
-    }
 }
 
 template <class F> struct DecodeSizes {  // of rows, in words
     bool direct_keys, direct_values;     // multiplied where they lie in the cache
     std::int64_t key_words, rope_words, columns;
 
-    explicit DecodeSizes(const DecodeProblem &p, bool careful) : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
+    explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
+        : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
         const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
-        direct_keys = same && fits(p.dim_qk) && fits(p.dim_rope);
-        direct_values = same && p.dim_v == columns;
+        const bool exact_words = same && fits(p.dim_qk) && fits(p.dim_rope);
+        direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
+        direct_values = same && p.dim_v == columns && !o.values.piece;
         const auto words = [&](std::int64_t n) {
             const std::int64_t exact = (n + F::elements - 1) / F::elements;
-            return direct_keys ? exact : round_up<std::int64_t>(exact, lanes);
+            return exact_words ? exact : round_up<std::int64_t>(exact, lanes);
         };
         key_words = words(p.dim_qk);
         rope_words = words(p.dim_rope);
@@ -83,7 +76,7 @@ struct DecodeScratch {                        // one thread's
         carver.take(scores, lanes * decode_tile);
         carver.take(weights, lanes * decode_tile);
         carver.take(seen, decode_tile / 8);
-        carver.take(line, 3 * (k + r));
+        carver.take(line, most(3 * (k + r), v));
         carver.take(keys, decode_tile * k * 4);
         carver.take(ropes, decode_tile * r * 4);
         carver.take(values, decode_tile * v * 4);
@@ -103,11 +96,16 @@ struct RowBlock {
     int phases, vectors;
 };
 
+FUSION_INLINE const Cache &keys_of(const DecodeUnit &unit, const DecodeOperands &o) {
+    return unit.tokens ? o.common_keys : o.keys;
+}
+
 template <class F> struct DecodeWork {  // a unit, of whose heads one is selected, and all that it needs
     const DecodeProblem &p;
     const DecodeOperands &o;
-    const Sequence &seq;
+    const Sequence *const sequences;
     const DecodeUnit &unit;
+    const Cache &keys, &values;
     DecodeScratch s;
     float *const partial;  // [heads][rows][partial_stride]
     const std::int64_t group, stride;
@@ -118,13 +116,22 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
     const float natural, factor;  // what makes a score the problem's, and a power of two
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), unit(unit_), s(p, scratch),
-          partial(partial_), group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head),
-          careful(careful_), sizes(p, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)),
-          factor(natural * log2_e) {}
+        : p(*job.problem), o(*job.operands), sequences(job.sequences), unit(unit_), keys(keys_of(unit_, o)),
+          values(unit_.tokens ? o.common_values : o.values), s(p, scratch), partial(partial_),
+          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_),
+          sizes(p, o, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
-    std::int64_t token(std::int64_t row) const { return (unit.row0 + row) / group; }
+    std::int64_t token(std::int64_t row) const {
+        const std::int64_t token = (unit.row0 + row) / group;
+        return unit.tokens ? unit.tokens[token].token : token;
+    }
+    std::int64_t seq(std::int64_t row) const {
+        return unit.tokens ? unit.tokens[(unit.row0 + row) / group].seq : unit.seq;
+    }
+    float row_scale(std::int64_t row) const {
+        return p.has_row_scale ? *row_of<const float>(o.row_scale, seq(row), head(row), token(row)) : 1.0f;
+    }
     std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
     float *state(std::int64_t row) const { return partial + (selected * rows() + row) * stride; }  // peak, sum
     float *out(std::int64_t row) const { return state(row) + partial_head; }
@@ -133,7 +140,8 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
-        int phases = lanes;
+        // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
+        int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
         if (F::integer && lanes == 16 && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
@@ -145,6 +153,12 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
     }
     Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 4); }
 };
+
+// What a head's rows meet that is not finite: rows of a unit, as bits.
+struct DecodeNonfinite {
+    std::uint64_t rows[decode_slots / 16] = {};
+};
+static_assert(decode_rows <= 64);
 
 struct DecodeTile {  // keys [first, first + count) of a chunk, whole vectors of them; `real` of them before its end
     std::int64_t first, count, real;
@@ -171,10 +185,10 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
     const std::int64_t words = w.sizes.key_words + w.sizes.rope_words, ropes = w.sizes.key_words * word;
     float *line = w.s.line;
     std::memset(line, 0, words * word * 4);
-    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_qk, line);
+    const std::int64_t seq = w.seq(b.row + i);
+    load_query(w.p.dtype, w.o.q, seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_qk, line);
     if (w.p.dim_rope) {
-        load_query(w.p.dtype, w.o.q_rope, w.unit.seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope,
-                   line + ropes);
+        load_query(w.p.dtype, w.o.q_rope, seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope, line + ropes);
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
     for (std::int64_t c = 0; c < words; ++c) {
@@ -191,7 +205,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const Meaning k = channel_meaning(w.o.quantised_keys, w.unit.seq, w.kv_head);
     float *line = w.s.line;
     std::memset(line, 0, size * 4);
-    load_query(w.p.dtype, w.o.q, w.unit.seq, w.head(row), w.token(row), n, line);
+    load_query(w.p.dtype, w.o.q, w.seq(row), w.head(row), w.token(row), n, line);
     Floats plus = {}, sum = {}, top = {}, nonfinite = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         Floats x = load<Floats>(line + d);
@@ -203,12 +217,16 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
         store(line + d, x);
     }
     const float total = sum_of(sum), added = sum_of(plus);
-    if (!(sum_of(nonfinite) == 0.0f) || total - total != 0.0f || added - added != 0.0f) return false;
+    if (!(sum_of(nonfinite) == 0.0f) || total - total != 0.0f || added - added != 0.0f) {
+        w.s.row_scale[w.slot(row)] = w.s.row_offset[w.slot(row)] = w.s.row_sum[w.slot(row)] = 0.0f;
+        return false;
+    }
     // Digits that two signed bytes hold, and a sum that 32 bits hold.
     const float whole = least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
-    const float times = w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f;  // else the bias is added first
+    // Else the bias is added first.
+    const float times = (w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;
@@ -254,7 +272,9 @@ template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) 
     }
 }
 
-template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork<F> &w) {
+// Returns the rows that are not finite and cannot be placed, as bits.
+template <class F> __attribute__((noinline)) std::uint64_t place_queries(const DecodeWork<F> &w) {
+    std::uint64_t nonfinite = 0;
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases) * b.vectors;
@@ -265,14 +285,14 @@ template <class F> __attribute__((noinline)) bool place_queries(const DecodeWork
         }
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if constexpr (F::integer) {
-                if (!place_digits(w, b, i)) return false;
+                if (!place_digits(w, b, i)) nonfinite |= std::uint64_t{1} << (row + i);
             } else {
                 place_floats(w, b, i);
             }
         }
         if constexpr (F::integer) place_starts(w, b);
     }
-    return true;
+    return nonfinite;
 }
 
 }  // namespace decode

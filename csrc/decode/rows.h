@@ -9,6 +9,15 @@ namespace fusion {
 namespace {
 namespace decode {
 
+inline std::int64_t row_bytes(Storage storage, std::int64_t n) {
+    switch (storage) {
+        case Storage::float32: return n * 4;
+        case Storage::int8: return n;
+        case Storage::int4: return (n + 1) / 2;
+        default: return n * 2;
+    }
+}
+
 FUSION_INLINE const char *cache_row(const Cache &c, std::int64_t b, std::int64_t head, std::int64_t token) {
     const std::int64_t at = c.table ? c.table[b * c.table_stride + token / c.page_size] * c.stride_page +
                                           head * c.page_stride_head + token % c.page_size * c.stride_token
@@ -100,20 +109,31 @@ FUSION_INLINE Meaning channel_meaning(const Quantised &q, std::int64_t b, std::i
     return {q.kind, reinterpret_cast<const float *>(scale), reinterpret_cast<const float *>(offset)};
 }
 
+// A row whose pieces are brought together at `to`, where it lies in pieces.
+FUSION_INLINE const char *whole_row(const Cache &c, const char *row, std::int64_t bytes, char *to) {
+    if (!c.piece) return row;
+    const std::int64_t size = c.piece * c.item;
+    for (std::int64_t at = 0; at < bytes; at += size, row += c.stride_piece * c.item) {
+        std::memcpy(to + at, row, least(size, bytes - at));
+    }
+    return to;
+}
+
 // Rows of n elements become rows of `words` words behind each other, filled up with zeros: of float32 that carry their
-// meaning, or (F::stored) as they are.
+// meaning, or (F::stored) as they are. line: memory for one row.
 template <class F>
-void stage_rows(const char **rows, std::int64_t count, Storage storage, const Meaning &meaning, std::int64_t n,
-                std::int64_t words, char *to) {
+void stage_rows(const Cache &cache, const char **rows, std::int64_t count, Storage storage, const Meaning &meaning,
+                std::int64_t n, std::int64_t words, char *to, char *line) {
     const std::int64_t size = words * 4, used = (n + F::elements - 1) / F::elements;
     for (std::int64_t i = 0; i < count; ++i, to += size) {
+        const char *const from = whole_row(cache, rows[i], row_bytes(storage, n), line);
         if constexpr (F::elements == 1) {
             float *row = reinterpret_cast<float *>(to);
-            widen_row(storage, rows[i], n, row);
+            widen_row(storage, from, n, row);
             meaning.apply(row, n, i);
         } else {
             std::memset(to + used * 4 - 4, 0, 4);
-            std::memcpy(to, rows[i], F::elements == 8 ? (n + 1) / 2 : n * (4 / F::elements));
+            std::memcpy(to, from, F::elements == 8 ? (n + 1) / 2 : n * (4 / F::elements));
             if (F::elements == 8 && n % 2) to[n / 2] &= 15;
         }
         std::memset(to + used * 4, 0, size - used * 4);

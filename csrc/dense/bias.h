@@ -59,7 +59,7 @@ template <bool Root> void add_distances(const Row &r, float slope, std::int64_t 
 
 // Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only
 // under a positive scale.
-inline bool needs_bias_pass(const Problem &p) { return p.bias != Bias::none || !(p.scale > 1e-30); }
+inline bool needs_bias_pass(const Problem &p) { return p.bias != Bias::none || p.has_row_scale || !(p.scale > 1e-30); }
 
 // With Bias::none the row is only scaled.
 inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq) {

@@ -306,6 +306,12 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_n
     if (w.bias_pass) {
         for (std::int64_t i = 0; i < b.rows; ++i) {
             const Row row = {w.tile.seq, w.head, w.tile.row0 + b.row + i, b.first, b.count, w.s.scores + i * most_step};
+            if (w.p.has_row_scale) {
+                const Floats times = all(*row_of<const float>(w.o.row_scale, row.seq, row.head, row.row));
+                for (std::int64_t c = 0; c < b.count; c += lanes) {
+                    store(row.scores + c, load<Floats>(row.scores + c) * times);
+                }
+            }
             add_bias(row, w.p, w.o, w.seq);
         }
     }

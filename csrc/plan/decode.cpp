@@ -40,6 +40,8 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require.heads(p);
     require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.dropout == Dropout::none, "dropout is none of its features");
+    require(p.common_keys >= 0, "the number of common keys is negative");
+    require(p.common_keys == 0 || p.dim_rope == 0, "common keys have no ropes");
     row_floats_ = variant_.decode.partial_floats(problem_);
     // Of a thread's own: what its leaves add up to, and the present one.
     scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + 2 * row_floats_ * decode_slots * sizeof(float);
@@ -59,37 +61,77 @@ void DecodePlan::cut_runs() {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv;
     blocks_.clear();
     runs_.clear();
-    partial_floats_ = 0;
+    partial_floats_ = common_blocks_ = 0;
     leaves_ = most_rows_ = pairs_ = 0;
+    for (const Sequence &seq : sequences_) require.lengths(seq);
+    if (problem_.common_keys) cut_common();
+    std::int64_t before = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
-        require.lengths(sequences_[b]);
         const std::int64_t rows = sequences_[b].q_len * group;
         for (std::int64_t row = 0; row < rows; row += decode_rows) {
-            cut_rows(static_cast<std::int64_t>(b), row, std::min(row + decode_rows, rows));
+            cut_rows(static_cast<std::int64_t>(b), row, std::min(row + decode_rows, rows), before + row);
         }
+        before += rows;
     }
 }
 
-void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1) {
+// Blocks of rows of all sequences and the common keys that some of them sees, in whole tiles: further ones, which a row
+// of its own would not have met, leave its bits as they are.
+void DecodePlan::cut_common() {
+    tokens_.clear();
+    for (std::size_t b = 0; b < sequences_.size(); ++b) {
+        for (std::int64_t t = 0; t < sequences_[b].q_len; ++t) tokens_.push_back({static_cast<std::int64_t>(b), t});
+    }
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, keys = problem_.common_keys;
+    const std::int64_t rows = static_cast<std::int64_t>(tokens_.size()) * group;
+    for (std::int64_t row = 0; row < rows; row += decode_rows) {
+        const std::int64_t stop = std::min(row + decode_rows, rows);
+        std::int64_t begin = keys, end = 0;
+        for (std::int64_t t = row / group; t <= (stop - 1) / group; ++t) {
+            const Sequence &seq = sequences_[tokens_[t].seq];
+            const std::int64_t first = std::max<std::int64_t>(tokens_[t].token + seq.lo, 0);
+            const std::int64_t last = std::min({std::max(tokens_[t].token + seq.hi, seq.prefix), seq.kv_len, keys});
+            if (first >= last) continue;
+            begin = std::min(begin, first / decode_tile * decode_tile);
+            end = std::max(end, std::min(round_up(last, decode_tile), keys));
+        }
+        add_block({-1, row, stop, 0, 0, 0, 0, row}, std::min(begin, end), end, 0);
+    }
+    common_blocks_ = blocks_.size();
+}
+
+void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row) {
     const Sequence &seq = sequences_[b];
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, heads = problem_.heads_kv;
-    const std::int64_t first = row0 / group, last = (row1 - 1) / group;
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, own = problem_.common_keys;
+    const std::int64_t first = row0 / group, last = (row1 - 1) / group, keys = std::max(seq.kv_len, own);
     const bool sees = seq.hi > seq.lo || seq.prefix > 0;
-    const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, 0, seq.kv_len);
-    const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, seq.kv_len) : begin;
-    const std::int64_t run0 = begin / decode_run, count = std::max<std::int64_t>(ceil_div(end, decode_run) - run0, 1);
+    const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, own, keys);
+    const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, keys) : begin;
+    add_block({b, row0, row1, 0, 0, 0, 0, row}, begin, end, own);
+}
+
+// Cuts the keys [begin, end) of a block into runs, whose leaves are counted from first_own on.
+void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own) {
+    const std::int64_t heads = problem_.heads_kv, from = begin - first_own, to = end - first_own;
+    const std::int64_t run0 = from / decode_run, count = std::max<std::int64_t>(ceil_div(to, decode_run) - run0, 1);
     refuse_endless(count * heads);
-    pairs_ += (end - begin) * (row1 - row0) * heads;
-    most_rows_ = std::max(most_rows_, row1 - row0);
+    pairs_ += (to - from) * (block.row1 - block.row0) * heads;
+    most_rows_ = std::max(most_rows_, block.row1 - block.row0);
     for (std::int64_t c = 0; c < count; ++c) {
-        const std::int64_t from = std::max(begin, (run0 + c) * decode_run);
-        const std::int64_t to = std::min(end, (run0 + c + 1) * decode_run);
-        const std::int64_t leaves = std::max<std::int64_t>(ceil_div(to, decode_leaf) - from / decode_leaf, 1);
-        runs_.push_back({blocks_.size(), c, from, to, leaves, leaves_});
+        const std::int64_t first = std::max(from, (run0 + c) * decode_run);
+        const std::int64_t last = std::min(to, (run0 + c + 1) * decode_run);
+        const std::int64_t leaves = std::max<std::int64_t>(ceil_div(last, decode_leaf) - first / decode_leaf, 1);
+        runs_.push_back({blocks_.size(), c, first_own + first, first_own + last, leaves, leaves_});
         leaves_ += leaves * heads;
     }
-    blocks_.push_back({b, row0, row1, static_cast<std::int64_t>(partial_floats_), count});
-    if (count > 1) partial_floats_ += static_cast<std::size_t>(count * heads * floats_of(blocks_.back()));
+    block.runs = block.results = block.parts = count;
+    if (problem_.common_keys && block.seq >= 0) {
+        block.results += 1;
+        block.parts += (block.row + block.row1 - block.row0 - 1) / decode_rows - block.row / decode_rows + 1;
+    }
+    block.place = static_cast<std::int64_t>(partial_floats_);
+    blocks_.push_back(block);
+    if (block.results > 1) partial_floats_ += static_cast<std::size_t>(block.results * heads * floats_of(block));
 }
 
 // Of a head's partial result.
@@ -146,10 +188,20 @@ DecodePlan::Piece DecodePlan::take(State &state) const {
 DecodeUnit DecodePlan::unit_of(const Piece &piece, std::int64_t leaf) const {
     const Run &run = *piece.run;
     const Block &block = blocks_[run.block];
-    const std::int64_t leaf0 = run.begin / decode_leaf + leaf;
-    const std::int64_t begin = std::max(run.begin, leaf0 * decode_leaf);
-    const std::int64_t end = std::min(run.end, (leaf0 + 1) * decode_leaf);
-    return {block.seq, piece.head, piece.heads, block.row0, block.row1, begin, end, false};
+    const std::int64_t own = block.seq < 0 ? 0 : problem_.common_keys;
+    const std::int64_t first = own + ((run.begin - own) / decode_leaf + leaf) * decode_leaf;
+    const std::int64_t begin = std::max(run.begin, first), end = std::min(run.end, first + decode_leaf);
+    const DecodeToken *const tokens = block.seq < 0 ? tokens_.data() : nullptr;
+    return {std::max<std::int64_t>(block.seq, 0),
+            piece.head,
+            piece.heads,
+            block.row0,
+            block.row1,
+            begin,
+            end,
+            false,
+            tokens,
+            own};
 }
 
 // Called by every thread of a team: takes pieces until none is left.
@@ -219,15 +271,46 @@ void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, ch
 void DecodePlan::deliver(State &state, const Run &run, std::int64_t head, float *found) const {
     const Block &block = blocks_[run.block];
     const std::int64_t floats = floats_of(block), apart = problem_.heads_kv * floats;
-    DecodeRows rows = {block.seq, head, block.row0, block.row1, 0, 0, 1};
-    if (block.runs > 1) {
+    if (block.results > 1) {
         float *const partials = state.partials + block.place + head * floats;
-        std::memcpy(partials + run.index * apart, found, static_cast<std::size_t>(floats) * sizeof(float));
-        Counter &left = state.left_of_rows[run.block * problem_.heads_kv + head];
-        if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-        rows.stride = apart, rows.count = block.runs, found = partials;
+        const std::int64_t result = run.index + block.results - block.runs;
+        std::memcpy(partials + result * apart, found, static_cast<std::size_t>(floats) * sizeof(float));
+        if (!is_last(state, block, head)) return;
+        found = partials;
     }
-    state.empty += variant_.decode.finish(state.job, rows, found);
+    finish(state, block, head, found);
+}
+
+bool DecodePlan::is_last(State &state, const Block &block, std::int64_t head) const {
+    Counter &left = state.left_of_rows[(&block - blocks_.data()) * problem_.heads_kv + head];
+    return left.fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+// All results of a block and head are there.
+void DecodePlan::finish(State &state, const Block &block, std::int64_t head, float *results) const {
+    const std::int64_t apart = problem_.heads_kv * floats_of(block);
+    const DecodeRows rows = {block.seq, head, block.row0, block.row1, 0, apart, block.results};
+    if (block.seq < 0) {
+        if (rows.count > 1) variant_.decode.merge(state.job, rows, results);
+        distribute(state, block, head, results);
+    } else {
+        state.empty += variant_.decode.finish(state.job, rows, results);
+    }
+}
+
+// Brings what rows found among common keys to the blocks of their own.
+void DecodePlan::distribute(State &state, const Block &common, std::int64_t head, const float *found) const {
+    const auto behind = [](std::int64_t row, const Block &block) { return row < block.row; };
+    const auto stride = static_cast<std::int64_t>(row_floats_);
+    auto block = std::upper_bound(blocks_.begin() + common_blocks_, blocks_.end(), common.row0, behind) - 1;
+    for (; block != blocks_.end() && block->row < common.row1; ++block) {
+        const std::int64_t from = std::max(common.row0, block->row);
+        const std::int64_t to = std::min(common.row1, block->row + block->row1 - block->row0);
+        float *const results = state.partials + block->place + head * floats_of(*block);
+        std::memcpy(results + (from - block->row) * stride, found + (from - common.row0) * stride,
+                    static_cast<std::size_t>((to - from) * stride) * sizeof(float));
+        if (is_last(state, *block, head)) finish(state, *block, head, results);
+    }
 }
 
 std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const {
@@ -251,7 +334,7 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
     state.left_of_rows = counter;
     for (const Block &block : blocks_) {
         for (std::int64_t h = 0; h < problem_.heads_kv; ++h) {
-            new (counter++) Counter(static_cast<std::int32_t>(block.runs));
+            new (counter++) Counter(static_cast<std::int32_t>(block.parts));
         }
     }
     run_team(members, [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });

@@ -5,6 +5,10 @@
 // prepared for a run's rows serves all its leaves, and fewer leaves when little is left. Whoever is the last one of a
 // run merges it, and whoever is the last one of some rows finishes them: nobody waits. Compiled for the baseline
 // instruction set.
+//
+// Keys that all sequences have in common are met by rows of all of them together, in blocks of their own, whose partial
+// results join those of each sequence's own keys. Leaves of own keys are counted from the first of these, so that a
+// row's bits depend on neither.
 
 #pragma once
 
@@ -35,9 +39,13 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    struct Block {  // rows of a sequence that meet the same keys together
+    // Rows of a sequence that meet the same keys together; of all sequences (seq < 0), where those are common ones.
+    struct Block {
         std::int64_t seq, row0, row1;
-        std::int64_t place, runs;  // of partial results of its runs: [run][head][row], in floats; how many runs
+        std::int64_t place;          // of partial results: [result][head][row], in floats
+        std::int64_t runs, results;  // how many of either; the first result of own keys' rows is that of common keys
+        std::int64_t parts;          // how many runs, and blocks of common keys, bring some of its results
+        std::int64_t row;            // of its first row, counted over all sequences
     };
     struct Run {  // keys [begin, end) of a block, of all heads
         std::size_t block;
@@ -51,7 +59,9 @@ private:
     struct State;  // of a run
 
     void cut_runs();
-    void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1);
+    void cut_common();
+    void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row);
+    void add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own);
     int team(int threads) const;
     std::int64_t split_leaves(int team) const;
     std::int64_t floats_of(const Block &block) const;
@@ -63,11 +73,16 @@ private:
     void attend_run(State &state, const Piece &piece, Piece &next, char *own) const;
     void attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const;
     void deliver(State &state, const Run &run, std::int64_t head, float *found) const;
+    void distribute(State &state, const Block &common, std::int64_t head, const float *found) const;
+    bool is_last(State &state, const Block &block, std::int64_t head) const;
+    void finish(State &state, const Block &block, std::int64_t head, float *results) const;
 
     const Variant &variant_;
     DecodeProblem problem_;
     std::vector<Sequence> sequences_;
-    std::vector<Block> blocks_;
+    std::vector<DecodeToken> tokens_;  // of all sequences, where they have keys in common
+    std::vector<Block> blocks_;        // those of common keys first
+    std::size_t common_blocks_ = 0;
     std::vector<Run> runs_;
     std::size_t row_floats_ = 0, scratch_bytes_ = 0, partial_floats_ = 0;
     std::int64_t leaves_ = 0, most_rows_ = 0;

@@ -53,21 +53,26 @@ FUSION_INLINE std::uint64_t nonzero_bytes(const std::uint8_t *from) {
 #endif
 }
 
-// Takes away the keys whose byte is not zero; of the row's memory only the bytes before kv_len are read.
+// Takes away the keys whose byte is not zero; of the row's memory only the bytes of keys from blocked.first on and
+// before kv_len are read.
 inline void clear_blocked(std::uint8_t *bits, const Matrix &blocked, const Sequence &seq, std::int64_t b,
                           std::int64_t head, std::int64_t row, std::int64_t first, std::int64_t count) {
     const auto *bytes = static_cast<const std::uint8_t *>(blocked.base) + row_of(blocked, b, head, row);
+    const std::int64_t clear = blocked.first ? blocked.first[b] - first : 0;  // keys that are not blocked
     if (blocked.stride_key == 0) {
-        if (*bytes) std::memset(bits, 0, round_up<std::int64_t>(count, 64) / 8);
+        for (std::int64_t at = 0; *bytes && at < count; at += 64) {
+            store(bits + at / 8, load<std::uint64_t>(bits + at / 8) & low_bits(clear - at));
+        }
         return;
     }
     prefetch(bytes + first + block_rows * blocked.stride_row[b], count);  // the next block reads these columns there
     for (std::int64_t at = 0; at < count; at += 64) {
-        const std::int64_t left = seq.kv_len - first - at;
+        const std::int64_t left = least<std::int64_t>(seq.kv_len - first - at, 64),
+                           skip = most<std::int64_t>(clear - at, 0);
         std::uint8_t rest[64] = {};
         const std::uint8_t *from = bytes + first + at;
-        if (left < 64) {
-            if (left > 0) std::memcpy(rest, from, left);
+        if (left < 64 || skip > 0) {
+            if (left > skip) std::memcpy(rest + skip, from + skip, left - skip);
             from = rest;
         }
         store(bits + at / 8, load<std::uint64_t>(bits + at / 8) & ~nonzero_bytes(from));

@@ -38,6 +38,7 @@ class Call:
     bias: Tensor | None = None  # [sequences, heads, rows, keys]
     hidden: Tensor | None = None  # [sequences, rows, keys]
     row_scale: Tensor | None = None  # [sequences, heads, rows]
+    weight_scale: float = 0.0
 
     @property
     def extents(self) -> Extents:
@@ -69,8 +70,8 @@ def naive(call: Call) -> Iterator[tuple[list[int], list[float], float, float]]:
                     total = float(call.kv_len[b])
                 out = [0.0] * p.dim_v
                 for j, weight in weights:
-                    if p.weight_scale:
-                        weight = max(-128, min(127, round(p.weight_scale * weight)))  # Python rounds halves to even.
+                    if p.has_weight_scale:
+                        weight = max(-128, min(127, round(call.weight_scale * weight)))  # Python rounds halves to even.
                     for d in range(p.dim_v):
                         out[d] += weight * float(call.v[b, kv_head, j, d]) / total
                 yield [b, h, i], out, peak, total
@@ -274,8 +275,9 @@ def test_scales_of_other_kinds(paged: bool, shared: bool) -> None:
 
 @pytest.mark.parametrize("weight_scale", [127.0, 3.0, 200.0])
 def test_rounded_weights(weight_scale: float) -> None:
-    call = plain(kv_dtype="int8", dequant_k="channel", dequant_v="channel", weight_scale=weight_scale, dtype="float16")
-    call.problem = replace(call.problem, has_blocked=True, empty_rows="mean_in_band")
+    call = plain(kv_dtype="int8", dequant_k="channel", dequant_v="channel", dtype="float16")
+    call.problem = replace(call.problem, has_blocked=True, empty_rows="mean_in_band", has_weight_scale=True)
+    call.weight_scale, call.views["weight_scale"] = weight_scale, torch.tensor([weight_scale])
     call.q = integers(3, 4, 3, 12, seed=4).float()
     for name, dim in (("k", 12), ("v", 8)):
         stored, scale = integers(3, 2, TOKENS, dim), torch.full((2, dim), 0.0004 if name == "k" else 0.01)

@@ -64,9 +64,9 @@ class Problem(_Typed):
             bands, biases and blocked count all keys; scales per channel are those of both.
         has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
             integers dtype holds exactly); else 1.
-        weight_scale: where not 0, the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even,
-            saturated as int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in
-            mean form weighs all its keys by round(weight_scale).
+        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
+            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
+            weighs all its keys by round(weight_scale).
         select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
         select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
             ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
@@ -95,7 +95,7 @@ class Problem(_Typed):
     out_quant: str = "none"
     common_keys: int = 0
     has_row_scale: bool = False
-    weight_scale: float = 0.0
+    has_weight_scale: bool = False
     select_count: int = 0
     select_block: int = 1
 
@@ -210,6 +210,7 @@ class Operands:
     k_common: RowView | None = None  # of one sequence, which stands for all
     v_common: RowView | None = None  # k_common, narrowed to dim_v, where the problem shares them
     row_scale: RowView | None = None  # float32, dim 1, as out lies
+    weight_scale: torch.Tensor | None = None  # one float32
     indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
 
 
@@ -313,9 +314,9 @@ class IndexerLossProblem(_Typed):
             bands, biases and blocked count all keys; scales per channel are those of both.
         has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
             integers dtype holds exactly); else 1.
-        weight_scale: where not 0, the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even,
-            saturated as int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in
-            mean form weighs all its keys by round(weight_scale).
+        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
+            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
+            weighs all its keys by round(weight_scale).
         select_count: entries of a row's list, shared by all heads; 0: no selection.
     """
 

@@ -61,7 +61,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
             ("out_quant with select_count", problem.out_quant, ("none",)),
             ("common_keys with select_count", problem.common_keys, (0,)),
             ("has_row_scale with select_count", problem.has_row_scale, (False,)),
-            ("weight_scale with select_count", problem.weight_scale, (0.0,)),
+            ("has_weight_scale with select_count", problem.has_weight_scale, (False,)),
         ]
     listed = [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
@@ -69,7 +69,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         if given not in accepted
     ]
     if isinstance(problem, Problem) and not problem.select_count:
-        listed += (full_int8 if problem.weight_scale else decode).reasons_against(problem)
+        listed += (full_int8 if problem.has_weight_scale else decode).reasons_against(problem)
     return listed
 
 
@@ -86,7 +86,7 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
         return plan_indexer(problem, extents, verb, variant)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
-    if problem.weight_scale:
+    if problem.has_weight_scale:
         return full_int8.plan(problem)
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
 

@@ -13,7 +13,6 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu import native
-from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
@@ -30,7 +29,8 @@ _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
 def needed(problem: Problem) -> bool:
     """Whether only the decode knows how the keys lie or how the result is stored."""
     p = problem
-    return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none"
+    common = p.common_keys > 0 or p.has_row_scale
+    return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
 
 
 def reasons_against(problem: Problem) -> list[str]:
@@ -38,12 +38,11 @@ def reasons_against(problem: Problem) -> list[str]:
     p, reasons = problem, []
     if needed(p) and p.dropout != "none":
         reasons.append(
-            "the cpu back end computes no dropout over pages, stored integers, shared keys or an int8 result."
+            "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
+            "with scales of rows or with an int8 result."
         )
-    if p.common_keys:
-        reasons.append("the cpu back end does not compute common_keys yet.")
-    if p.has_row_scale:
-        reasons.append("the cpu back end does not compute has_row_scale yet.")
+    if p.common_keys and (p.dim_rope or "token" in (p.dequant_k, p.dequant_v)):
+        reasons.append("the cpu back end computes common_keys without rope parts and scales of tokens.")
     return reasons
 
 
@@ -89,7 +88,8 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
         return native.plan_forward(problem, extents, variant)
     p = problem
     storage = _STORAGES[p.kv_dtype or p.dtype]
-    more = storage, _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v], _ROUNDINGS[p.out_quant], p.shares_kv
+    dequants = _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v]
+    more = storage, *dequants, _ROUNDINGS[p.out_quant], p.shares_kv, p.common_keys, p.has_row_scale
     own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
     decode = _native.DecodePlan(native.problem_of(p), more, native.extents_of(own_extents), variant)
     rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
@@ -109,6 +109,7 @@ def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.Lai
     part in it."""
     p = problem
     plain = p.bias == "none" and not (p.has_blocked or p.has_sink or p.dim_rope) and p.out_quant == "none"
+    plain = plain and not (p.common_keys or p.has_row_scale)
     if schedule.dense is not None or not plain or p.dequant_k != "none" or p.dequant_v != "none":
         return None
     with native.Floats() as floats:
@@ -135,18 +136,20 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
         *_quantised(o.dequant_v, p.dequant_v),
         _per_channel(o.out_scale) if p.out_quant != "none" else None,
         _per_channel(o.out_offset) if p.out_quant != "none" else None,
+        _cache(o.k_common, stored) if p.common_keys else None,
+        _cache(o.v_common, stored) if p.common_keys else None,
+        native.rows_of(o.row_scale, torch.float32) if p.has_row_scale else None,
     )
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
-        if view.piece:
-            raise BackendError("fusion_attention: native core: expected rows in one piece, got pages of pieces")
         if pool.dtype is not dtype or table.dtype is not torch.int32:
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
-        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim
+        pieces = (view.piece, view.stride_piece) if view.piece else ()
+        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *pieces
     start, address, stride_head, stride_token, dim = native.rows_of(view, dtype)
     return start, dtype.itemsize, address, stride_head, stride_token, dim
 

@@ -37,7 +37,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("has_sink", p.has_sink, (False,)),
     )
     return [
-        f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside weight_scale, not {given}."
+        f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
@@ -83,6 +83,8 @@ class _Block:
         begin, stop = int(edges[0].min()), int(edges[1].max())
         self.keys = [slice(j, min(j + _KEYS, stop)) for j in range(begin, stop, _KEYS)]
         q = operands.q.sequence(b, problem.heads_q, rows.stop)[:, rows]
+        assert operands.weight_scale is not None
+        self.weight_scale = operands.weight_scale
         self.factor, scale = problem.scale, _common_scale(operands.dequant_k, b, problem)
         self.exact = scale is not None and problem.dim_qk <= _EXACT_DIM
         if scale is not None:
@@ -105,7 +107,7 @@ class _Block:
         for keys in self.keys:
             weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()
             total += weights.sum(-1, keepdim=True)
-            whole = (p.weight_scale * weights).round().clamp(-128, 127)
+            whole = (self.weight_scale * weights).round().clamp(-128, 127)
             values = stored.values(p, o, b, keys)
             if not scaled_last:
                 values, whole = stored.meant(values.double(), o.dequant_v, b, keys), whole.double()

@@ -37,8 +37,8 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         for keys in _steps(kv_len, _KEYS):
             v = stored.meant(stored.values(problem, operands, b, keys), operands.dequant_v, b, keys)
             mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))
-        if problem.weight_scale:
-            mean *= min(max(round(problem.weight_scale), -128), 127)
+        if problem.has_weight_scale and operands.weight_scale is not None:
+            mean *= operands.weight_scale.round().clamp(-128, 127)
         mean = stored.rounded(problem, operands, mean / (kv_len * problem.keep_prob))
         for view, value in ((operands.out, mean), (operands.stats.sum, float(kv_len))):
             target = view.sequence(b, heads, rows.stop)[:, rows]

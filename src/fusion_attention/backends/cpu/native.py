@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 import fusion_attention._native as _native
-from fusion_attention.contract import BackendError
 from fusion_attention.memory import empty
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
@@ -25,7 +24,7 @@ _BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
 _DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 _Rows = tuple[int, np.ndarray, np.ndarray, int, int]
-_Matrix = tuple[int, np.ndarray, np.ndarray, np.ndarray, int, int]
+_Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
@@ -158,6 +157,5 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
-    if view.first is not None:
-        raise BackendError("fusion_attention: native core: expected a matrix of all keys, got one without the first")
-    return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype
+    first = () if view.first is None else (view.first,)
+    return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype, *first

@@ -196,7 +196,9 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
     return row_max, row_sum.where(row_max != -_INF, takes_mean * kv_len)
 
 
-def _weights(problem: Problem, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _weights(
+    problem: Problem, operands: Operands, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, from the statistics alone.
 
     softmax (bool) marks the pairs that the softmax weighs: those seen, in rows that are not empty. live (bool) adds to
@@ -210,8 +212,9 @@ def _weights(problem: Problem, s: _Sequence, row_max: torch.Tensor, row_sum: tor
     # What no double holds is still more than nothing: an infinite value that a row sees reaches it.
     weights = weights.masked_fill((weights == 0) & softmax, torch.finfo(torch.float64).tiny)
     weights = (weights * s.times).where(~mean, 1.0)
-    if problem.weight_scale:
-        weights = (problem.weight_scale * weights).round().clamp(-128, 127)
+    if problem.has_weight_scale:
+        assert operands.weight_scale is not None
+        weights = (operands.weight_scale.double() * weights).round().clamp(-128, 127)
     return softmax, weights, softmax | mean, row_sum.where(row_sum != 0, 1.0)
 
 
@@ -234,7 +237,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
     for b in range(len(extents)):
         s = _load(problem, extents, operands, b)
         row_max, row_sum = _statistics(problem, operands, s)
-        _, weights, live, divisor = _weights(problem, s, row_max, row_sum)
+        _, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
         # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
         out = weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
         if problem.out_quant != "none":
@@ -265,7 +268,7 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
             view.sequence(b, heads, q_len).double()
             for view in (operands.out, grads.dout, operands.stats.max, operands.stats.sum)
         )
-        softmax, weights, live, divisor = _weights(problem, s, row_max, row_sum)
+        softmax, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
         probabilities = weights / divisor
         delta = (dout * out).sum(-1, keepdim=True)
         dprobabilities = ((dout @ s.v.mT) * s.keep_factor).where(s.keep, 0)

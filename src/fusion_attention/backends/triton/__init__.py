@@ -109,7 +109,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         ("select_count", p.select_count, (0,)),
         ("common_keys", p.common_keys, (0,)),
         ("has_row_scale", p.has_row_scale, (False,)),
-        ("weight_scale", p.weight_scale, (0.0,)),
+        ("has_weight_scale", p.has_weight_scale, (False,)),
     )
     unknown = [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."

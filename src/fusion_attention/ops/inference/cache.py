@@ -72,6 +72,7 @@ class Places:
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
         """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
+        tensors = tuple(map(_bytes_of, tensors))
         if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
             tensors = tuple(t.contiguous() for t in tensors)  # Kernels read rows of neighbouring elements.
         if self.cache.page_size:
@@ -98,7 +99,7 @@ class Places:
 
     def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
         """The rows that come first in every sequence, of a tensor of one sequence."""
-        _, token, head = LAYOUTS[layout]
+        tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()  # As rows().
         stride = self._bytes(dim) if head is None else tensor.stride(head)
@@ -154,6 +155,14 @@ class Places:
         return (dim + 1) // 2 if self.halves else dim
 
 
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A cache as kernels read it: an int32 of eight integers is four bytes of two, of which the even one is the low
+    half."""
+    if tensor.dtype != torch.int32:
+        return tensor
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)
+
+
 def narrowed(view: View, dim: int) -> View:
     """The first elements of every row."""
     return replace(view, dim=dim)
@@ -168,4 +177,8 @@ def as_float(scale: Tensor) -> Tensor:
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
     """Problem.kv_dtype of a cache, from its tensor and the query's dtype."""
-    return {torch.int8: "int8", torch.uint8: "int4"}.get(tensor.dtype, "") if tensor.dtype != dtype else ""
+    return (
+        {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
+        if tensor.dtype != dtype
+        else ""
+    )

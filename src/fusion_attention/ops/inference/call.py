@@ -26,6 +26,7 @@ from fusion_attention.ops.shared.layouts import (
     rows_shape,
     stats_shape,
     stats_view,
+    wide,
 )
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.lowered import Filled, room
@@ -44,13 +45,14 @@ class InferenceCall:
     """A lowered call of inference (waist.lowered.Lowered).
 
     Args:
-        layout: of q, q_rope and (without its last axis) row_scale; cache: of k, v and k_rope.
-        q: query rows. k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
+        layout: of q and q_rope; cache: of k, v and k_rope.
+        q: query rows, perhaps of integers.
+        k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
         table: int32 [sequences, pages] of a paged cache.
         first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
         k_dequant, v_dequant: scales; v's are k's where it has none of its own.
         bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence.
-        sink: float32 [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
+        sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
         names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
         memo: shared by all calls of the same shapes, strides and lengths.
         out_layout: of the result; "": as layout. lse_by_batch: [1, N1, S1, 1] where rows are packed.
@@ -58,7 +60,8 @@ class InferenceCall:
         q_first: int64 [sequences], the first query row of each sequence in its item, where that is not 0.
         q_rope, k_rope: as q and k lie, k_rope's pages in pieces of their own.
         k_common, v_common: the first rows of every sequence, in q's layout, with a batch of 1.
-        row_scale: float32, as q without its last axis, [B, S1, N1] in layout BSH.
+        row_scale: float32, as q without its last axis ([B, S1, N1] in layout BSH), and one factor on all.
+        weight_scale: of one element.
         tree: blocked is [B, S1, S1], or [sum of squares] of packed rows, and covers the last q_len keys.
     """
 
@@ -87,7 +90,8 @@ class InferenceCall:
     k_rope: tuple[Tensor, ...] | None = None
     k_common: Tensor | None = None
     v_common: Tensor | None = None
-    row_scale: Tensor | None = None
+    row_scale: tuple[Tensor, Tensor] | None = None
+    weight_scale: Tensor | None = None
     tree: bool = False
 
     verb = "attention_forward"
@@ -142,12 +146,12 @@ class InferenceCall:
         v = narrowed(k, p.dim_v) if self.v is None else places.rows(self.v, p.dim_v)
         stats = (stats_view(t, form, p.heads_q, e) for t in (max_, sum_))
         operands = Operands(
-            q=self._own(self.q),
+            q=self._own(self.q if self.q.dtype == p.torch_dtype else self.q.to(p.torch_dtype)),
             k=k,
             v=v,
             out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
             stats=Stats(*map(self._moved, stats)),
-            sink=self.sink,
+            sink=wide(self.sink, self.q),
         )
         if p.dim_rope:
             assert self.q_rope is not None
@@ -168,8 +172,11 @@ class InferenceCall:
         if p.has_row_scale:
             assert self.row_scale is not None
             layout = "BSND" if self.layout == "BSH" else self.layout
-            scale = row_view(self.row_scale.float().unsqueeze(-1), layout, p.heads_q, e, "q")
-            operands.row_scale = self._moved(scale)
+            scale, factor = self.row_scale
+            scale = (scale * factor.reshape(())).unsqueeze(-1)
+            operands.row_scale = self._moved(row_view(scale, layout, p.heads_q, e, "q"))
+        if self.weight_scale is not None:
+            operands.weight_scale = as_float(self.weight_scale).reshape(1)
         if p.out_quant != "none":
             operands.out_scale, operands.out_offset = map(self._per_channel, self.out_quant)
         operands.bias = None if self.bias is None else self._matrix(self.bias)

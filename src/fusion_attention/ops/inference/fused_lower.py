@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import Bound, dtype_text, members
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, as_float, stored_as
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
 from fusion_attention.ops.inference.fused_geometry import (
     geometry,
@@ -23,7 +23,6 @@ from fusion_attention.ops.inference.fused_geometry import (
     out_dtype,
     out_shape,
 )
-from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 
@@ -65,12 +64,9 @@ def lower(bound: Bound) -> InferenceCall:
     key, value = members(n["key"]), members(n["value"])
     latent = n["query_rope"] is not None and _same_memory(key, value)
     problem = settled.shared if latent else settled.problem
-    if _is_full(n) and not n["query"].is_meta:
-        problem = replace(problem, weight_scale=float(as_float(n["quant_scale1"])))
-    query = n["query"] if n["query"].dtype != torch.int8 else n["query"].to(problem.torch_dtype)
     call = InferenceCall(
-        *(problem, settled.extents, _laid(of_inputs(n["input_layout"])), settled.cache, query),
-        *(_stored(key), None if latent else _stored(value), n["block_table"]),
+        *(problem, settled.extents, _laid(of_inputs(n["input_layout"])), settled.cache, n["query"]),
+        *(key, None if latent else value, n["block_table"]),
         memo=bound.memo,
         out_layout=_laid(of_output(n["input_layout"])),
         lse_by_batch=n["input_layout"] == "NSD",
@@ -89,11 +85,13 @@ def lower(bound: Bound) -> InferenceCall:
     if problem.dim_rope:
         call.q_rope, call.k_rope = n["query_rope"], members(n["key_rope"])
     if problem.common_keys:
-        call.k_common, call.v_common = (_stored((n[f"{s}_shared_prefix"],))[0] for s in ("key", "value"))
-    call.sink = wide(n["learnable_sink"], query)
+        call.k_common, call.v_common = n["key_shared_prefix"], n["value_shared_prefix"]
+    call.sink = n["learnable_sink"]
     call.k_dequant, call.v_dequant = _scales(n, 0), _scales(n, 1)
     if problem.has_row_scale:
-        call.row_scale = n["dequant_scale_query"] * n["key_antiquant_scale"].reshape(())
+        call.row_scale = n["dequant_scale_query"], n["key_antiquant_scale"]
+    if problem.has_weight_scale:
+        call.weight_scale = n["quant_scale1"]
     if problem.out_quant != "none":
         call.out_quant = n["quant_scale2"], n["quant_offset2"]
     return call
@@ -115,13 +113,6 @@ def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
     k, v = key[0], value[0]
     same = len(key) == len(value) == 1 and k.shape == v.shape and k.stride() == v.stride()
     return same and (k is v or (not k.is_meta and k.data_ptr() == v.data_ptr()))
-
-
-def _stored(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A cache as it is read: an int32 of eight integers is four bytes of two, of which the even one is the low half."""
-    if tensors[0].dtype != torch.int32:
-        return tensors
-    return tuple((t if t.stride(-1) == 1 else t.contiguous()).view(torch.uint8) for t in tensors)
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
@@ -180,7 +171,7 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
     if kind == "none":
         return UNSCALED
     if _is_full(n):
-        return _per_channel(n, side, as_float(n["dequant_scale1" if side == 0 else "dequant_scale2"]), None)
+        return _per_channel(n, side, n[("dequant_scale1", "dequant_scale2")[side]], None)
     if n["key_antiquant_scale"] is None:
         scale, offset = n["antiquant_scale"][side], n["antiquant_offset"]
         offset, mode = None if offset is None else offset[side], n["antiquant_mode"]
@@ -210,7 +201,7 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
 
 
 def _problem(n: dict[str, Any]) -> Problem:
-    query, scales, key = n["query"], n["quant_scale2"], _stored(members(n["key"]))[0]
+    query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
     rope, integers = n["query_rope"], query.dtype == torch.int8
     dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
     return Problem(
@@ -232,5 +223,5 @@ def _problem(n: dict[str, Any]) -> Problem:
         out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
         common_keys=n["common"],
         has_row_scale=integers and not _is_full(n),
-        weight_scale=1.0 if _is_full(n) else 0.0,
+        has_weight_scale=_is_full(n),
     )

@@ -17,7 +17,7 @@ from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
-from fusion_attention.ops.shared.layouts import LAYOUTS, wide
+from fusion_attention.ops.shared.layouts import LAYOUTS
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order, scale_of
 from fusion_attention.ops.shared.rules import (
     broadcasting,
@@ -297,7 +297,7 @@ def lower(bound: Bound) -> InferenceCall:
         problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo
     )
     call.names = RESULTS
-    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], wide(n["sink"], n["q"])
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
     call.out_quant = n["out_scale"], n["out_offset"]
     call.k_dequant = _scales(n, "k", n["D"])
     call.v_dequant = _scales(n, "v", n["Dv"])

@@ -1,0 +1,72 @@
+"""Fused inference attention: golden against dense formulas, back ends against golden."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.fused import FusedCase, answer, arguments
+from support.fused_cases import CASES
+
+from fusion_attention.backends import cpu
+from fusion_attention.contract import Memo, bind
+from fusion_attention.ops.inference import fused_records as fused
+from fusion_attention.ops.inference.call import InferenceCall
+from fusion_attention.plan import compute
+from fusion_attention.testing import compare
+
+HOST = torch.device("cpu")
+Args = dict[str, Any]
+
+
+def record_of(case: FusedCase) -> Any:
+    """The function of torch_npu's that has the words of a case."""
+    newest = case.sink or case.latent or case.mode == 9
+    return fused.TORCH_V2 if newest else fused.TORCH_V1
+
+
+def lowered(case: FusedCase, **changes: Any) -> InferenceCall:
+    record = record_of(case)
+    return record.lower(bind(record, arguments(case) | changes))  # type: ignore[no-any-return]
+
+
+def wide(call: InferenceCall) -> InferenceCall:
+    """The same call in float64; stored integers and their scales stay."""
+
+    def promote(t: Any) -> Any:
+        if isinstance(t, tuple):
+            return tuple(map(promote, t))
+        return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+    names = ("q", "k", "v", "bias", "q_rope", "k_rope", "k_common", "v_common")
+    changed = {name: promote(getattr(call, name)) for name in names}
+    return replace(call, problem=replace(call.problem, dtype="float64"), memo=Memo(), **changed)
+
+
+def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:
+    results = call.results()
+    for tensor in results.values():
+        tensor.view(-1).view(torch.uint8).fill_(0xA5)
+    compute(call, results, backend)
+    return [*results.values()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
+    for got, want in zip(run(wide(lowered(case)), "golden"), answer(case), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
+    call = lowered(case)
+    if reasons := cpu.reasons_against(call.problem, HOST):
+        pytest.skip(" ".join(reasons))
+    got, want, plain = run(call, "cpu"), run(wide(call), "golden"), answer(case, torch.float32)
+    assert got[0].dtype == (torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype))
+    keys = case.prefix + max(case.kv_len)
+    for name, ours, golden, measure in zip(("out", "lse"), got, want, plain, strict=True):
+        if name == "out" and case.out:
+            assert (ours.double() - golden.double()).abs().max() <= 1
+        else:
+            compare(f"{case.id}: {name}", ours, golden.double(), measure.to(ours.dtype), keys)
