@@ -23,7 +23,7 @@ import torch
 from fusion_attention.api import attention
 from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensors
-from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
+from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.dropout import draw_seed
@@ -40,7 +40,7 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
     "npu_incre_flash_attention": ("attention_out",),
 }
-_FACES = (training, inference, sparse, indexer_loss)
+_FACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))

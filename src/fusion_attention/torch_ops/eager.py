@@ -60,11 +60,11 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
     if op.again:
-        _lay(bound, call, backend, tuple(found))
+        _lay(bound, call, backend)
     return found
 
 
-def _lay(bound: Bound, call: Repeatable, backend: str, names: tuple[str, ...]) -> None:
+def _lay(bound: Bound, call: Repeatable, backend: str) -> None:
     """Lays a call when its memo meets it a second time: lengths that change with every call are not worth it."""
     laid = bound.memo.laid
     if backend not in laid:
@@ -74,7 +74,7 @@ def _lay(bound: Bound, call: Repeatable, backend: str, names: tuple[str, ...]) -
         bound.memo.lays = again is not None
         if again is not None:
             found = plan(call.problem, call.extents, call.device, backend, call.verb)
-            laid[backend] = _Known(Laid(found, *again), bound.op.again, names, call.further)
+            laid[backend] = _Known(Laid(found, *again), bound.op.again, call.names, call.further)
 
 
 class _Known:

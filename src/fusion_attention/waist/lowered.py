@@ -124,7 +124,13 @@ class Further(NamedTuple):
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward that may read no more than q, k, v and a table of pages."""
+    """A lowered forward that may read no more than q, k, v and a table of pages.
+
+    Attributes:
+        names: of its results: out, and max and sum where the caller wants them.
+    """
+
+    names: tuple[str, ...]
 
     @property
     def further(self) -> Further | None:

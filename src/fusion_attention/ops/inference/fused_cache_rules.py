@@ -275,12 +275,21 @@ PREFIXES = (
         given=PREFIX,
         spoil={"actual_shared_prefix_len": [5]},
     ),
+    Rule(
+        "query_rope is None",
+        "key_shared_prefix",
+        "its keys have no rope part",
+        text="no rope parts beside a shared prefix",
+        when="key_shared_prefix is not None",
+        needs=("query_rope",),
+        given=PREFIX,
+        spoil=ROPE,
+    ),
     limit(
-        "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and query_rope is None and "
-        "dtype_of(query) != 'int8' and len(key) == 1",
+        "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and dtype_of(query) != 'int8' and len(key) == 1",
         "key_shared_prefix",
         "the chip shares no prefix there",
-        text="a prefix of padded floats in one tensor, without rope parts",
+        text="a prefix of padded keys in one tensor, under a query of floats",
         when="key_shared_prefix is not None",
         given=PREFIX,
         spoil={

@@ -249,7 +249,7 @@ ROPE_SAMPLES: dict[str, Any] = {
 }
 PROMPTS = INPUTS + PROMPT_CACHE + MASKS
 FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
-RULINGS = (1, 2, 5, 6, 10, 15, 16, 20, 23)
+RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 
 PROMPT_V1 = of_cann(
     "aclnnPromptFlashAttention",
@@ -266,6 +266,7 @@ PROMPT_V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    again=("query", "key", "value", "block_table"),
     results=PROMPT_RESULTS,
     fresh=fresh,
     sizes=SIZES,
@@ -298,10 +299,9 @@ FUSED_V1 = PROMPT_V1.version(
     ),
     rules=FUSED,
     formula=FORMULA,
-    rulings=(*RULINGS, 18),
+    rulings=(*RULINGS, 18, 31, 33, 34),
     layouts=ROPELESS,
     neutral=NEUTRAL,
-    again=("query", "key", "value", "block_table"),
     results=RESULTS,
 )
 FUSED_V2 = FUSED_V1.version(
@@ -314,6 +314,7 @@ FUSED_V3 = FUSED_V2.version(
     "FusedInferAttentionScoreV2 with rope parts of their own.",
     after={"actual_shared_prefix_len": ROPES},
     rules=FUSED + ROPE_RULES + FUSED_LIMITS,
+    rulings=(*FUSED_V1.rulings, 39),
     layouts=LAYOUTS,
     samples=ROPE_SAMPLES,
 )

@@ -1,0 +1,130 @@
+"""The other faces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for results.
+
+They are made from the functions and their records. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import ContractError, Op, Tensor, bind, show
+from fusion_attention.memory import empty
+from fusion_attention.ops.inference.fused_geometry import (
+    OUT_DTYPES,
+    WORDS,
+    lse_shape,
+    of_inputs,
+    out_dtype,
+    out_shape,
+)
+from fusion_attention.ops.inference.fused_records import TORCH_PFA, TORCH_V1, TORCH_V2
+from fusion_attention.torch_ops import dispatch
+
+Face = Callable[..., Any]
+# From the names that a function has to those of its record, which a trace need not look into.
+_NAMES = {
+    op.name: {p.shown: p.name for p in op.params if not (isinstance(p, Tensor) and p.output)}
+    for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
+}
+_NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
+
+
+def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the record's own names, from those of a function; a dtype as torch's number of it."""
+    args = {own: given[shown] for shown, own in _NAMES[name].items() if shown in given}
+    dtype = args.get("out_dtype")
+    if isinstance(dtype, torch.dtype):
+        args["out_dtype"] = _NUMBERS.get(dtype, -1)
+    return args
+
+
+def _arguments(function: Face, op: Op, positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    given = inspect.signature(function).bind(*positional, **named)
+    given.apply_defaults()
+    return canonical(op.name, given.arguments)
+
+
+def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out):
+        return out[0], out[1]
+    raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
+
+
+def out_of(function: Face, op: Op) -> Face:
+    """`function.out`: the same into tensors that are given."""
+
+    def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
+        attention, lse = _pair(op, out)
+        args = _arguments(function, op, positional, named)
+        asked = bool(args["softmax_lse_flag"])
+        found = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
+        attention.copy_(found["attention_out"])
+        if asked:
+            lse.copy_(found["softmax_lse"])
+        return attention, lse
+
+    parameters = [
+        *inspect.signature(function).parameters.values(),
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in (("workspace", None), ("out", inspect.Parameter.empty))
+        ),
+    ]
+    out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    out.__qualname__ = f"{function.__name__}.out"
+    out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
+
+Args:
+    workspace: not used: this library plans its own memory.
+    out: [attention_out, softmax_lse], of the shapes and dtypes that the call has. A softmax_lse that is not asked for
+        is left alone, whatever it is.
+
+All others are the function's. Source: {op.page}.
+"""
+    return out
+
+
+def workspace_of(function: Face, op: Op) -> Face:
+    """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
+
+    def get_max_workspace(*positional: Any, **named: Any) -> torch.Tensor:
+        args = _arguments(function, op, positional, named)
+        if not dispatch.is_traced(args.values()):
+            bind(op, args)
+        query: torch.Tensor = args["query"]
+        return query.new_empty(0)
+
+    get_max_workspace.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    get_max_workspace.__name__ = get_max_workspace.__qualname__ = f"_{function.__name__}_get_max_workspace"
+    get_max_workspace.__doc__ = f"""The workspace of {function.__name__}.out: a tensor without elements.
+
+This library plans its own memory; what is wrong with the call is said here already.
+
+Args: as {function.__name__}'s. Source: {op.page}.
+"""
+    return get_max_workspace
+
+
+def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
+    args = {**op.neutral, **canonical(op.name, given)}
+    layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
+    shown = {own: name for name, own in _NAMES[op.name].items()}
+
+    def refuse(name: str, expected: str, got: str) -> ContractError:
+        return ContractError([op.failure(shown[name], expected, got)])
+
+    if layout not in op.layouts:
+        raise refuse("input_layout", "one of " + ", ".join(op.layouts), show(layout))
+    rank = len(WORDS[of_inputs(layout)].split())
+    if not isinstance(query, torch.Tensor) or query.dim() != rank:
+        raise refuse("query", f"{rank} dimensions in layout {layout}", show(query))
+    if heads <= 0 or args["num_key_value_heads"] < 0:
+        raise refuse("num_heads", f"{shown['num_heads']} > 0", show(heads))
+    if not isinstance(args["value"], torch.Tensor) or (args["block_table"] is None and args["value"].dim() != rank):
+        raise refuse("value", f"{rank} dimensions in layout {layout}", show(args["value"]))
+    return empty(query, out_shape(args), out_dtype(args)), empty(query, lse_shape(args), torch.float32)
