@@ -86,6 +86,11 @@ def test_a_call_runs_again_as_it_ran_first(case: FusedCase) -> None:
             same_bits(again, first)
 
 
+def given(case: FusedCase) -> Args:
+    """The arguments of a case that say something."""
+    return {name: value for name, value in arguments(case).items() if value not in (None, 0, False)}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
     """A call in two phases is lowered before its tensors hold what it computes on."""

@@ -18,6 +18,9 @@ LENGTHS = [
     FusedCase(layout="TND", q_len=(0, 3, 0, 5), kv_len=(4, 0, 0, 9), mode=3),
     FusedCase(layout="TND", q_len=(4, 1), kv_len=(2, 9), mode=3),  # more rows than keys
     FusedCase(rows=8, slots=12, mode=3),
+    FusedCase(kv_len=(0, 0), out="tensor", offsets=True),
+    FusedCase(kv_len=(0, 0), store="rows"),
+    FusedCase(layout="TND", q_len=(0, 0), kv_len=(3, 0)),
     FusedCase(layout="BNSD", q_len=(70, 3), kv_len=(90, 1030), mode=3, dim=64, dim_v=64, dtype="bfloat16"),
 ]
 MODES = [
@@ -96,4 +99,6 @@ INTEGERS = [
     *(FusedCase(out=kind, offsets=o, layout=x) for kind in ("tensor", "channel") for o, x in ((0, "BSH"), (1, "BNSD"))),
     FusedCase(out="channel", offsets=True, dim=24, dim_v=8, layout="TND_NTD", rest=1),
 ]  # fmt: skip
+# Of PromptFlashAttention alone, which has no logarithm.
+PROMPTS = [FusedCase(layout="SH", q_len=(3, 0, 4), kv_len=(3, 0, 4), dtype=dtype) for dtype in ("float16", "float32")]
 CASES = [*LAYOUTS, *LENGTHS, *MODES, *CACHES, *INTEGERS]

@@ -202,7 +202,7 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
 
 def _problem(n: dict[str, Any]) -> Problem:
     query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
-    rope, integers = n["query_rope"], query.dtype == torch.int8
+    rope, integers, blocked = n["query_rope"], query.dtype == torch.int8, n["mask_kind"] in ("full", "tree")
     dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
     return Problem(
         heads_q=n["N1"],
@@ -213,9 +213,10 @@ def _problem(n: dict[str, Any]) -> Problem:
         dtype=dtype_text(query) if not integers else str(dtype).removeprefix("torch."),
         scale=float(n["scale_value"]),
         bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
-        has_blocked=n["mask_kind"] in ("full", "tree"),
+        has_blocked=blocked,
         has_sink=n["learnable_sink"] is not None,
-        empty_rows="zero" if n["inner_precise"] & 2 else "mean_in_band",
+        # A mask alone leaves a mean.
+        empty_rows="mean_in_band" if blocked and not n["inner_precise"] & 2 else "zero",
         page_size=n["page"],
         kv_dtype=stored_as(key, dtype),
         dequant_k=_kind(n, 0),
