@@ -101,4 +101,16 @@ INTEGERS = [
 ]  # fmt: skip
 # Of PromptFlashAttention alone, which has no logarithm.
 PROMPTS = [FusedCase(layout="SH", q_len=(3, 0, 4), kv_len=(3, 0, 4), dtype=dtype) for dtype in ("float16", "float32")]
-CASES = [*LAYOUTS, *LENGTHS, *MODES, *CACHES, *INTEGERS]
+# New tokens in the words of IncreFlashAttention.
+DECODES = [
+    *(
+        FusedCase(q_len=(1, 1), layout=x, store=s)
+        for x in ("BSH", "BSND", "BNSD")
+        for s in ("stack", "list", *PAGES[:2])
+    ),
+    FusedCase(q_len=(1, 1), mask=True, blank=True, pse="batch"),
+    FusedCase(q_len=(1, 1), left=(0, 2), slots=12),
+    *(FusedCase(q_len=(1, 1), keys=k, values=k, joint=True, offsets=True) for k in ("tensor", "channel")),
+    FusedCase(q_len=(1, 1), out="channel", offsets=True, kv_len=(0, 700), dtype="bfloat16"),
+]
+CASES = [*LAYOUTS, *LENGTHS, *MODES, *CACHES, *INTEGERS, *DECODES]
