@@ -281,7 +281,7 @@ LATENT_QUERIES = (
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query",
         "one per row and head",
-        text="the shape of query without its elements; BSH: [B, S, N]",
+        text="the shape of query without its elements; BSH: [B, S1, N1]",
         when="dequant_scale_query is not None",
         given=LATENTS,
         spoil={"dequant_scale_query": ("B S1 3", "float32")},
@@ -370,7 +370,7 @@ LOGARITHMS = (
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
         "softmax_lse",
-        "[B, N, S, 1], packed [T, N, 1]",
+        "[B, N1, S1, 1], packed [T1, N1, 1]",
         text="a last axis of 1",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
