@@ -31,7 +31,8 @@ template <class Format> std::size_t key_bytes(const Problem &problem) {
 }
 
 template <class Format> constexpr Kernels kernels() {
-    return {packed_bytes<Format>, scratch_bytes<Format>, FUSION_KERNEL(pack_panels), FUSION_KERNEL(attend)};
+    return {packed_bytes<Format>, scratch_bytes<Format>, FUSION_KERNEL(pack_panels), FUSION_KERNEL(pack_stored_panels),
+            FUSION_KERNEL(attend)};
 }
 
 template <class Format> constexpr GradientKernels gradient_kernels() {

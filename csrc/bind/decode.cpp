@@ -3,6 +3,7 @@
 
 #include "bind/arguments.h"
 #include "plan/decode.h"
+#include "plan/forward.h"
 
 #include <nanobind/stl/unique_ptr.h>
 
@@ -161,6 +162,15 @@ public:
         return compute(given.operands, threads);
     }
 
+    // By the dense forward's plan for the same sequences.
+    std::int64_t run_dense(const fusion::ForwardPlan &dense, int threads, const nb::tuple &operands) const {
+        require_threads(threads);
+        if (dense.sequences() != plan_.sequences()) refuse("the dense plan is one for other sequences");
+        const DecodeArgument given(operands, kinds_, plan_.sequences());
+        const nb::gil_scoped_release released;
+        return dense.run(kinds_.problem, given.operands, threads);
+    }
+
     std::int64_t compute(const fusion::DecodeOperands &operands, int threads) const {
         const Running running(runs_);
         const nb::gil_scoped_release released;
@@ -226,6 +236,7 @@ void bind_decode(nb::module_ &m) {
         .def("workspace_bytes", &Decode::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &Decode::variant)
         .def("run", &Decode::run, "threads"_a, "operands"_a)
+        .def("run_dense", &Decode::run_dense, "dense"_a, "threads"_a, "operands"_a)
         .def("lay", &lay, "operands"_a);
     nb::class_<LaidDecode>(m, "LaidDecode", "A plan with the views of its operands.")
         .def("run", &run_laid, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),

@@ -126,12 +126,17 @@ struct RowNotes {        // what packing found in a tile of rows
     float dsink;
 };
 
+struct DecodeOperands;  // data/decode.h
+
 struct Job {
     const Problem *problem;
     const Operands *operands;
     const Sequence *sequences;
     const Gradients *gradients = nullptr;  // the backward's
     bool streamed = false;                 // results of the backward are written past the caches
+    // Where the forward's keys lie, if that is a cache, and how many of them all sequences have in common.
+    const DecodeOperands *cache = nullptr;
+    std::int64_t common_keys = 0;
 };
 
 }  // namespace fusion

@@ -17,6 +17,7 @@ struct Kernels {
     std::size_t (*scratch_bytes)(const Problem &);
     // Packs panels [first, end) of a unit, counted from its key_begin.
     void (*pack)(const Job &, const Unit &, std::int64_t first, std::int64_t end);
+    void (*pack_stored)(const Job &, const Unit &, std::int64_t first, std::int64_t end);  // of a job with a cache
     // Computes one tile of one query head; returns how many of its rows are empty.
     std::int64_t (*attend)(const Job &, const Unit &, std::int64_t head, const Tile &, const Prefetches &,
                            void *scratch);

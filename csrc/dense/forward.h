@@ -9,7 +9,7 @@
 #include "dense/bias.h"
 #include "simd/prefetch.h"
 #include "simd/masks.h"
-#include "dense/pack.h"
+#include "dense/stored.h"
 #include "simd/statistics.h"
 #include "simd/tile.h"
 
@@ -72,11 +72,12 @@ template <class Format> struct Work {  // a tile and all that it needs
     const bool bias_pass;  // scores are scaled and biased in a pass of their own
     const float natural;   // what a score is multiplied by to give the problem's score
     const float factor;    // and to give it as a power of two
+    const Job &job;
 
-    Work(const Job &job, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
-        : p(*job.problem), o(*job.operands), seq(job.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
+    Work(const Job &job_, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
+        : p(*job_.problem), o(*job_.operands), seq(job_.sequences[unit_.seq]), sizes(p), packed(sizes, unit_),
           s(sizes, scratch), unit(unit_), tile(tile_), head(head_), bias_pass(needs_bias_pass(p)),
-          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e) {}
+          natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e), job(job_) {}
 };
 
 // Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
@@ -264,12 +265,20 @@ template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     }
 }
 
+// Elements of a value from one on, as many as fill a vector.
+template <class Format, class T>
+const T *value_of(const Work<Format> &w, std::int64_t key, std::int64_t d, T *staged) {
+    if (!w.job.cache) return row_of<const T>(w.o.v, w.tile.seq, w.unit.head, key) + d;
+    stored_values(w.job, w.tile.seq, w.unit.head).copy(key, d, least<std::int64_t>(lanes, w.p.dim_v - d), staged);
+    return staged;
+}
+
 // The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
 // with a weight that is never 0: one that no float can hold is still more than nothing.
 template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
         if (!is_nonfinite(w, b.first + c)) continue;
-        const T *v = row_of<const T>(w.o.v, w.tile.seq, w.unit.head, b.first + c);
+        alignas(64) T staged[lanes];
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if (!bit_of(w.s.seen + i * (most_step / 8), c)) continue;
             if (w.p.dropout != Dropout::none && !bit_of(w.s.keep + i * (most_step / 8), c)) continue;
@@ -277,7 +286,7 @@ template <class Format, class T> void add_nonfinite_values(const Work<Format> &w
             if (weight == 0.0f) weight = least_weight;
             float *out = w.s.out + (b.row + i) * w.sizes.value_columns;
             for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-                const Floats value = load_floats(v + d, w.p.dim_v - d);
+                const Floats value = load_floats(value_of(w, b.first + c, d, staged), w.p.dim_v - d);
                 store(out + d, load<Floats>(out + d) + floats_of(bits_of(value * weight) & not_finite(bits_of(value))));
             }
         }

@@ -235,8 +235,28 @@ std::size_t ForwardPlan::workspace_bytes(int threads) const {
 }
 
 std::int64_t ForwardPlan::run(const Operands &operands, int threads) const {
+    return run(Job{&problem_, &operands, sequences_.data()}, threads);
+}
+
+std::int64_t ForwardPlan::run(const DecodeProblem &problem, const DecodeOperands &operands, int threads) const {
+    require(static_cast<int>(problem.storage) == static_cast<int>(problem.dtype) &&
+                problem.rounding == Rounding::none && problem.dropout == Dropout::none,
+            "keys of a cache are stored in another form than the queries, or their results are");
+    require(problem.heads_q == problem_.heads_q && problem.heads_kv == problem_.heads_kv &&
+                problem.dim_qk == problem_.dim_qk && problem.dim_v == problem_.dim_v &&
+                problem.dim_rope == problem_.dim_rope && problem.dtype == problem_.dtype,
+            "the cache's problem is another one");
+    Job job = {&problem, &operands, sequences_.data()};
+    job.cache = &operands, job.common_keys = problem.common_keys;
+    return run(job, threads);
+}
+
+void ForwardPlan::pack(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) const {
+    (job.cache ? kernels_.pack_stored : kernels_.pack)(job, unit, first, end);
+}
+
+std::int64_t ForwardPlan::run(const Job &job, int threads) const {
     if (units_.empty()) return 0;
-    const Job job = {&problem_, &operands, sequences_.data()};
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const std::size_t count = team(threads);
     const bool own = alone(static_cast<int>(count));
@@ -281,6 +301,7 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         return tile.begin < tile.end ? ceil_div(tile.end - u.unit.key_begin, panel) : 0;
     };
     const auto ask_keys = [&](Prefetches &ahead, const Unit &unit, std::int64_t from, std::int64_t to) {
+        if (job.cache) return;
         ahead.add(part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk));
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
@@ -299,7 +320,7 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         for (std::size_t t = u.first; t < u.end; ++t) {
             const std::int64_t needed = panels_to(u, tiles_[t]);
             if (done < needed) {
-                kernels_.pack(job, unit, done, needed);
+                pack(job, unit, done, needed);
                 done = needed;
             }
             if (done == all && slices == 0) slices = (u.end - t) * group;
@@ -357,7 +378,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, std::size_t wave, Shared &sh
         }
         const std::int64_t first = static_cast<std::int64_t>(item.at),
                            panels = (unit.key_end - unit.key_begin) / variant_.panel;
-        kernels_.pack(shared.job, unit, first, std::min(first + run_panels, panels));
+        pack(shared.job, unit, first, std::min(first + run_panels, panels));
         shared.ready[item.first].store(true, std::memory_order_release);
         return 0;
     }

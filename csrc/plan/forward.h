@@ -25,6 +25,9 @@ public:
     // Computes out and statistics; returns the number of empty rows. Throws std::bad_alloc before anything is written.
     std::int64_t run(const Operands &operands, int threads) const;
 
+    // The same over the keys of a cache, stored as the problem's dtype.
+    std::int64_t run(const DecodeProblem &problem, const DecodeOperands &operands, int threads) const;
+
     const Problem &problem() const { return problem_; }
     std::size_t sequences() const { return sequences_.size(); }
     const char *variant() const { return variant_.name; }
@@ -60,6 +63,8 @@ private:
         std::size_t first = 0, end = 0;
     };
 
+    std::int64_t run(const Job &job, int threads) const;
+    void pack(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) const;
     void check() const;
     void cut_units();
     void list_items();

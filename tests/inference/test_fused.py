@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import same, same_bits
 from support.fused import FusedCase, answer, arguments
 from support.fused_cases import CASES
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Memo, bind
 from fusion_attention.ops.inference import fused_records as fused
-from fusion_attention.ops.inference.call import InferenceCall
+from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
+from fusion_attention.torch_ops import dispatch
 
 HOST = torch.device("cpu")
 Args = dict[str, Any]
@@ -70,3 +72,52 @@ def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
             assert (ours.double() - golden.double()).abs().max() <= 1
         else:
             compare(f"{case.id}: {name}", ours, golden.double(), measure.to(ours.dtype), keys)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_call_runs_again_as_it_ran_first(case: FusedCase) -> None:
+    """The first calls of a signature take the long way, the later ones a short one where there is one."""
+    args, record = arguments(case), record_of(case)
+    for flag in (True, False):
+        first, *rest = (dispatch.results(record, {**args, "softmax_lse_flag": flag}) for _ in range(4))
+        assert [*first] == [*fused.RESULTS]
+        assert flag or (first[LSE].shape, first[LSE].dtype) == ((0,), torch.float32)
+        for again in rest:
+            same_bits(again, first)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
+    """A call in two phases is lowered before its tensors hold what it computes on."""
+    args, record = arguments(case), record_of(case)
+    content = [value for name, value in args.items() if name != "block_table" and "padding_size" not in name]
+    flat = [t for value in content for t in (value if isinstance(value, list) else [value])]
+    held = {t: t.clone() for t in flat if isinstance(t, torch.Tensor)}
+    want = run(record.lower(bind(record, args)), "golden")
+    for t in held:
+        t.zero_()
+    early = record.lower(bind(record, args))
+    for t, values in held.items():
+        t.copy_(values)
+    assert all(map(same, run(early, "golden"), want))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_shapes_are_known_without_memory(case: FusedCase) -> None:
+    args, record = arguments(case), record_of(case)
+    for flag in (True, False):
+        found = record.fresh({**record.neutral, **args, "softmax_lse_flag": flag})
+        results = lowered(case, softmax_lse_flag=flag).results()
+        assert {k: (t.shape, t.dtype) for k, t in found.items()} == {k: (t.shape, t.dtype) for k, t in results.items()}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.full], ids=lambda case: case.id)
+def test_threads_change_no_bit(case: FusedCase) -> None:
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(run(lowered(case), "cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))

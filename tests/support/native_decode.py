@@ -85,6 +85,30 @@ def lay_meaning(stored: Stored, form: str, size: int, seed: int) -> Dequant | No
     return Dequant(view(stored.scale), view(stored.offset) if stored.offset else None)
 
 
+def pieces_of(view: PagedView, heads: int, piece: int) -> PagedView:
+    """The same rows in pages [heads, pieces, tokens, piece], among poison."""
+    size, width = view.page_size, view.dim
+    count = view.pool.numel() // view.stride_page
+    numbers = view.pool.view(-1).as_strided(
+        (count, heads, size, width), (view.stride_page, view.stride_head, view.stride_token, 1)
+    )
+    parts = -(-width // piece)
+    pool = poison(view.pool.dtype, count * heads * parts * size * piece).view(count, heads, parts, size, piece)
+    for d in range(width):
+        pool[:, :, d // piece, :, d % piece] = numbers[..., d]
+    stride_head = parts * size * piece
+    return PagedView(pool, view.table, size, heads * stride_head, piece, stride_head, width, piece, size * piece)
+
+
+def alike(call: Call, common: int) -> Call:
+    """The call, all of whose sequences begin with the same keys."""
+    call = replace(call, k=[t.clone() for t in call.k], v=[t.clone() for t in call.v])
+    for tensors in (call.k, call.v):
+        for t in tensors[1:]:
+            t[:, :common] = tensors[0][:, :common]
+    return call
+
+
 @dataclass
 class Case:
     call: Call  # its problem and numbers as the specification takes them: plain, of the dtype's precision

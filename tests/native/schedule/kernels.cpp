@@ -359,7 +359,7 @@ const Variant &variant() {
         v.name = "time";
         v.lanes = 16;
         v.panel = panel;
-        v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, attend};
+        v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, pack, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
         v.decode = {decode_scratch, partial_floats, attend_decode, merge, finish, nullptr};

@@ -24,6 +24,7 @@ _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
 # of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured; a sequence's
 # number of keys may not decide, since it changes from step to step of one plan.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
+_ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
 
 
 def needed(problem: Problem) -> bool:
@@ -48,11 +49,14 @@ def reasons_against(problem: Problem) -> list[str]:
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     """[sequences] bool: whose rows the decode computes; by the problem and a sequence's own lengths alone."""
-    if needed(problem):
+    if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
-    if problem.dropout != "none" or problem.dim_rope:
+    if needed(problem):
+        most: Any = _ROWS_OF_CACHE
+    elif problem.dropout != "none" or problem.dim_rope:
         return np.zeros(len(extents), bool)
-    most = np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+    else:
+        most = np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
     few: np.ndarray = extents.q_len * problem.group <= most
     return few
 
@@ -84,7 +88,7 @@ class Schedule:
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
     """The decode's plan, the dense forward's, or both where sequences differ."""
     own = chosen(problem, extents)
-    if not own.any():
+    if not own.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
     p = problem
     storage = _STORAGES[p.kv_dtype or p.dtype]
@@ -98,10 +102,16 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
-    empty = native.run_forward(schedule.dense, problem, operands) if schedule.dense else 0
+    threads = torch.get_num_threads()
+    if schedule.dense and not needed(problem):
+        empty = native.run_forward(schedule.dense, problem, operands)
+    else:
+        empty = 0
     with native.Floats() as floats:
         values = native.told(_operands, problem, operands, floats)
-        return empty + schedule.decode.run(torch.get_num_threads(), values)
+        if schedule.dense and needed(problem):
+            empty = schedule.decode.run_dense(schedule.dense, threads, values)
+        return empty + schedule.decode.run(threads, values)
 
 
 def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.LaidDecode | None:
