@@ -218,6 +218,14 @@ def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
         compare(made.__name__, ours, golden.double(), golden.to(ours.dtype), 128)
 
 
+@pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
+def test_the_call_is_one_for_the_chip(made: Callable[[], Call]) -> None:
+    function, given, named = made()
+    found = function(*given, **named)
+    with npu.strict():
+        same_bits(function(*given, **named), found)
+
+
 def test_a_captured_call_writes_where_it_is_told() -> None:
     """Lengths change between the workspace, the capture, and the replay."""
     _, given, named = chunked_prefill()

@@ -127,7 +127,7 @@ CACHE_LIMITS = (
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
-        "input_layout in ('BNSD', 'TND') or cache_layout != 'BNSD'",
+        "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
         "key",
         "the chip takes pages of heads beside BNSD and TND only",
         text="pages [blocks, block_size, N2*D]",
