@@ -32,6 +32,7 @@ AXES = {
     "Dr": "elements per row of rope",
     "Ni": "heads of the indexer",
     "Di": "elements per row of the indexer",
+    "L": "1 where it is asked for",
     "G": "query heads that share a key head",
     "K": "entries of a row's list",
     "Kv": "values of a row's list",

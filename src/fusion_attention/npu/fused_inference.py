@@ -107,6 +107,7 @@ def npu_prompt_flash_attention(
     return dispatch.results(fused.TORCH_PFA, args)["attention_out"]
 
 
+@fused_out.with_out(fused.TORCH_V1)
 def npu_fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
@@ -209,6 +210,7 @@ def npu_fused_infer_attention_score(
     return _both(fused.TORCH_V1, locals())
 
 
+@fused_out.with_out(fused.TORCH_V2)
 def npu_fused_infer_attention_score_v2(
     query: Tensor,
     key: Tensor,
@@ -295,11 +297,6 @@ def npu_fused_infer_attention_score_v2(
     return _both(fused.TORCH_V2, locals())
 
 
-for _function, _op in (
-    (npu_fused_infer_attention_score, fused.TORCH_V1),
-    (npu_fused_infer_attention_score_v2, fused.TORCH_V2),
-):
-    _function.out = fused_out.out_of(_function, _op)  # type: ignore[attr-defined]
 _npu_fused_infer_attention_score_get_max_workspace = fused_out.workspace_of(
     npu_fused_infer_attention_score, fused.TORCH_V1
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, cast
 
 import torch
 
@@ -24,7 +24,9 @@ from fusion_attention.ops.inference.fused_geometry import (
 from fusion_attention.ops.inference.fused_records import TORCH_PFA, TORCH_V1, TORCH_V2
 from fusion_attention.torch_ops import dispatch
 
+P = ParamSpec("P")
 Face = Callable[..., Any]
+Pair = tuple[torch.Tensor, torch.Tensor]
 # From the names that a function has to those of its record, which a trace need not look into.
 _NAMES = {
     op.name: {p.shown: p.name for p in op.params if not (isinstance(p, Tensor) and p.output)}
@@ -42,10 +44,21 @@ def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _arguments(function: Face, op: Op, positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    given = inspect.signature(function).bind(*positional, **named)
-    given.apply_defaults()
-    return canonical(op.name, given.arguments)
+def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """From what a face was given to the record's arguments; Signature.bind() would be slower than a call."""
+    signature = inspect.signature(function)
+    names = tuple(signature.parameters)
+    first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+
+    def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
+        said = len(positional) + len(named)
+        if len(given) != len(names) or len(positional) > len(first) or said < len(first):
+            signature.bind(*positional, **named)  # says what is wrong
+        return canonical(op.name, given)
+
+    return read
 
 
 def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,12 +67,39 @@ def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
     raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
 
 
-def out_of(function: Face, op: Op) -> Face:
+class WithOut(Protocol[P]):
+    """A function that has an `.out`.
+
+    Attributes:
+        out: the same into tensors that are given, `.out(..., workspace=None, out=[attention_out, softmax_lse])`.
+    """
+
+    __name__: str
+    out: Callable[..., Pair]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pair:
+        """As the function."""
+        ...
+
+
+def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P]]:
+    """Gives the function of a record its `.out`."""
+
+    def decorate(function: Callable[P, Pair]) -> WithOut[P]:
+        found = cast("WithOut[P]", function)
+        found.out = _out_of(function, op)
+        return found
+
+    return decorate
+
+
+def _out_of(function: Face, op: Op) -> Face:
     """`function.out`: the same into tensors that are given."""
+    read = _reader(function, op)
 
     def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
         attention, lse = _pair(op, out)
-        args = _arguments(function, op, positional, named)
+        args = read(positional, named)
         asked = bool(args["softmax_lse_flag"])
         found = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
         attention.copy_(found["attention_out"])
@@ -88,11 +128,12 @@ All others are the function's. Source: {op.page}.
     return out
 
 
-def workspace_of(function: Face, op: Op) -> Face:
+def workspace_of(function: WithOut[P], op: Op) -> Callable[P, torch.Tensor]:
     """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
+    read = _reader(function, op)
 
     def get_max_workspace(*positional: Any, **named: Any) -> torch.Tensor:
-        args = _arguments(function, op, positional, named)
+        args = read(positional, named)
         if not dispatch.is_traced(args.values()):
             bind(op, args)
         query: torch.Tensor = args["query"]

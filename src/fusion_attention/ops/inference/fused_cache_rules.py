@@ -50,8 +50,8 @@ CACHES = (
         of_lengths(
             f"rows_fit(key, {CACHE}, D, block_table, block_size)",
             "key",
-            "its last axes lie as those of query; pages are [blocks, block_size, N*D], [blocks, N, block_size, D] or, "
-            "in pieces of 32 bytes, [blocks, N, D/d0, block_size, d0]",
+            "its last axes lie as those of query; pages are [blocks, block_size, N2*D], [blocks, N2, block_size, D] "
+            "or, in pieces of 32 bytes, [blocks, N2, D/d0, block_size, d0]",
             text="rows of num_key_value_heads heads with the elements of query's",
             when="heads_fit(num_key_value_heads, N1)",
             needs=FUSED_ONLY,
@@ -92,7 +92,7 @@ CACHES = (
     Rule(
         "pieces_fit(key) is True and pieces_fit(value) is True",
         "key",
-        "[blocks, N, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
+        "[blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
         text="pieces of 32 bytes in pages of five axes",
         when="block_table is not None",
         needs=FUSED_ONLY,
@@ -127,10 +127,10 @@ CACHE_LIMITS = (
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
-        "input_layout in ('BNSD', 'TND') or cache_layout != 'BNSD'",
+        "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
         "key",
         "the chip takes pages of heads beside BNSD and TND only",
-        text="pages [blocks, block_size, N*D]",
+        text="pages [blocks, block_size, N2*D]",
         when="block_table is not None",
         needs=FUSED_ONLY,
         given=PAGES,

@@ -12,6 +12,7 @@ from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
 from fusion_attention.ops.shared.rules import group, invalid, limit, presence, refused, reserved, typed
 
+ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
 JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
 APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
@@ -92,8 +93,7 @@ CACHES = (
     typed(
         "dtype_of(key) == 'int8' if dtype_of(query) == 'int8' else dtype_of(key) in ('int8', 'int32', dtype_of(query))",
         "key",
-        "int32 holds eight integers of four bits; fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library "
-        "computes int8 and int4",
+        f"int32 holds eight integers of four bits; {ELSEWHERE}",
         text="the dtype of query, int8 or int32",
         needs=FUSED_ONLY,
         spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
@@ -129,6 +129,20 @@ CACHES = (
     ),
 )
 SIDES = (
+    *(
+        typed(
+            f"{name} {known}",
+            name,
+            ELSEWHERE,
+            text="a mode of integers",
+            spoil={name: 6},
+        )
+        for name, known in (
+            ("key_antiquant_mode", "not in (6, 7, 8)"),
+            ("value_antiquant_mode", "not in (6, 7, 8)"),
+            ("query_quant_mode", "!= 6"),
+        )
+    ),
     presence(
         "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
         "key_antiquant_scale",
@@ -281,7 +295,7 @@ LATENT_QUERIES = (
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query",
         "one per row and head",
-        text="the shape of query without its elements; BSH: [B, S, N]",
+        text="the shape of query without its elements; BSH: [B, S1, N1]",
         when="dequant_scale_query is not None",
         given=LATENTS,
         spoil={"dequant_scale_query": ("B S1 3", "float32")},
@@ -370,7 +384,7 @@ LOGARITHMS = (
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
         "softmax_lse",
-        "[B, N, S, 1], packed [T, N, 1]",
+        "[B, N1, S1, 1], packed [T1, N1, 1]",
         text="a last axis of 1",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},

@@ -39,7 +39,15 @@ from fusion_attention.ops.inference.fused_mask_rules import (
     SINKS,
     UNREAD_BIAS,
 )
-from fusion_attention.ops.inference.fused_quant_rules import INTEGERS, LAST, NO_INTEGERS, OUTPUTS, OWN_DTYPE, RESERVED
+from fusion_attention.ops.inference.fused_quant_rules import (
+    ELSEWHERE,
+    INTEGERS,
+    LAST,
+    NO_INTEGERS,
+    OUTPUTS,
+    OWN_DTYPE,
+    RESERVED,
+)
 from fusion_attention.ops.inference.fused_rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
 from fusion_attention.ops.inference.records import (
     ANTI_OFFSET,
@@ -76,7 +84,7 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 # ----------------------------------------------------------------------------------------------------------- parameters
 
-QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"))
+QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"), cast=ELSEWHERE)
 PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
 PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
 KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=words("2", "D"))
@@ -163,8 +171,8 @@ KEY_MODE, VALUE_MODE = (
         f"{side}_antiquant_mode",
         f"Of {side}_antiquant_scale: {SIDE_MODE}",
         default=0,
-        domain=f"0 <= {side}_antiquant_mode <= 5",
-        bad=6,
+        domain=f"0 <= {side}_antiquant_mode <= 8",
+        bad=9,
     )
     for side in ("key", "value")
 )
@@ -172,8 +180,8 @@ QUERY_MODE = Attr(
     "query_quant_mode",
     "3: an int8 query with a scale per row and head (rope parts beside it); else 0.",
     default=0,
-    domain="query_quant_mode in (0, 3)",
-    bad=6,
+    domain="query_quant_mode in (0, 3, 6)",
+    bad=1,
 )
 PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0", bad=2)
 LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)

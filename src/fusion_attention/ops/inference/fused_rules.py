@@ -137,7 +137,7 @@ LENGTHS = (
     ),
     *(
         limit(
-            f"{check} is True",
+            check,
             name,
             "drop the padding rows, or append an item",
             text=f"packed lengths that end with {what}",
