@@ -189,7 +189,7 @@ INFERENCE = [
     house("rows of queries padded on the left counted from the first slot", "ops/inference/call.py",
           "view.address = view.address + self.q_first * view.stride_row", "pass", FUSED),
     house("a row without keys has a logarithm of -inf", "ops/inference/call.py",
-          ".masked_fill_(sum_ == 0, math.inf)", "", FUSED, CPU_FUSED),
+          ".masked_fill_(sum_ == 0, math.inf)", "", FUSED),
     house("a sink is a key", "ops/inference/call.py",
           "rows.masked_fill_(end <= first, math.inf)", "pass", FUSED),
     house("an int8 query is copied when a call is lowered", "ops/inference/fused_lower.py",
