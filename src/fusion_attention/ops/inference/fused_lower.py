@@ -203,6 +203,7 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
 def _problem(n: dict[str, Any]) -> Problem:
     query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
     rope, integers, blocked = n["query_rope"], query.dtype == torch.int8, n["mask_kind"] in ("full", "tree")
+    bias = "matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none"
     dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
     return Problem(
         heads_q=n["N1"],
@@ -212,11 +213,11 @@ def _problem(n: dict[str, Any]) -> Problem:
         dim_rope=0 if rope is None else n["Dr"],
         dtype=dtype_text(query) if not integers else str(dtype).removeprefix("torch."),
         scale=float(n["scale_value"]),
-        bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
+        bias=bias,
         has_blocked=blocked,
         has_sink=n["learnable_sink"] is not None,
-        # A mask alone leaves a mean.
-        empty_rows="mean_in_band" if blocked and not n["inner_precise"] & 2 else "zero",
+        # What a mask or a bias hides leaves a mean; what mode and lengths leave without keys is zero.
+        empty_rows="mean_in_band" if (blocked or bias != "none") and not n["inner_precise"] & 2 else "zero",
         page_size=n["page"],
         kv_dtype=stored_as(key, dtype),
         dequant_k=_kind(n, 0),
