@@ -9,9 +9,11 @@ import torch
 from support.bits import same_bits
 from support.compiled import compiled
 from support.records import Args, call, outcome
+from support.two_phase import call as call_phases
+from support.two_phase import done, outputs_of
 
 from fusion_attention import ContractError, npu
-from fusion_attention.contract import Op
+from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.inference import fused_records as fused
 from fusion_attention.ops.inference import records as inference
@@ -300,3 +302,39 @@ def test_ten_more_is_the_same_mode() -> None:
             call(fused.TORCH_PFA, sample(fused.TORCH_PFA, sparse_mode=m, **more)) for m in (mode, mode + 10)
         )
         same_bits(precise, plain)
+
+
+# --------------------------------------------------------------------------------------------------------- two phases
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
+def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
+    asked = sample(op, softmax_lse_flag=True)
+    found = done(op, asked)
+    assert found["softmax_lse"].isfinite().all()
+    assert call_phases(op, asked, {**outputs_of(op, asked), "softmax_lse": None}) == (161001, 0)
+    plain, other = sample(op), torch.full((1,), 7.0).half()
+    given = {**outputs_of(op, plain), "softmax_lse": other}
+    assert call_phases(op, plain, given) == (0, 0)
+    assert other == 7
+    same_bits(given["attention_out"], found["attention_out"])
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
+def test_every_layout_runs_in_two_phases(op: Op) -> None:
+    for layout in op.layouts:
+        args = sample(op, input_layout=layout)
+        out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
+        assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
+        same_bits(out, results(op, args)[0])
+
+
+def test_versions_give_the_same_bits() -> None:
+    layouts = [layout for layout in fused.PROMPT_V1.layouts if layout != "SH"]
+    for layout in layouts:
+        found = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
+        assert len(found) == 8
+        for other in found[1:]:
+            same_bits(other, found[0])

@@ -172,6 +172,7 @@ CACHE_LIMITS = (
         )
         for name, what, given, gaps in (
             ("query", "rows", {}, GAPS),
+            *((side, "rows", {}, torch.zeros(2, 6, 256, dtype=torch.float16)[..., ::2]) for side in ("key", "value")),
             ("block_table", "ids", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
         )
     ),
