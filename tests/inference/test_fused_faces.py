@@ -295,9 +295,8 @@ def test_one_token_is_one_operator(layout: str, more: Args) -> None:
 
 
 def test_ten_more_is_the_same_mode() -> None:
-    mask = {"atten_mask": "2048 2048", "next_tokens": 2147483647}
     for mode in range(5):
-        more = mask if mode != 1 else {"atten_mask": "S1 S2"}
+        more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
         plain, precise = (
             call(fused.TORCH_PFA, sample(fused.TORCH_PFA, sparse_mode=m, **more)) for m in (mode, mode + 10)
         )

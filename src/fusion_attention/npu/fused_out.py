@@ -51,7 +51,7 @@ def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, A
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
     first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
 
     def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
@@ -109,13 +109,11 @@ def _out_of(function: Face, op: Op) -> Face:
             lse.copy_(found["softmax_lse"])
         return attention, lse
 
-    parameters = [
-        *inspect.signature(function).parameters.values(),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for name, default in (("workspace", None), ("out", inspect.Parameter.empty))
-        ),
-    ]
+    own = (
+        inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY),
+    )
+    parameters = [*inspect.signature(function).parameters.values(), *own]
     out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
     out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
