@@ -7,11 +7,12 @@ import pytest
 import torch
 from support.bits import same, same_bits
 from support.fused import FusedCase, answer, arguments
-from support.fused_cases import CASES
+from support.fused_cases import CASES, PROMPTS
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Memo, bind
 from fusion_attention.ops.inference import fused_records as fused
+from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare
@@ -84,6 +85,55 @@ def test_a_call_runs_again_as_it_ran_first(case: FusedCase) -> None:
         assert flag or (first[LSE].shape, first[LSE].dtype) == ((0,), torch.float32)
         for again in rest:
             same_bits(again, first)
+
+
+def words(case: FusedCase, record: Any) -> Args | None:
+    """The arguments of a case in another operator's words; None where it lacks some of them."""
+    args = arguments(case)
+    del args["softmax_lse_flag"]
+    if record is inference.TORCH:
+        args = {name: args[name] for name in args if name not in ("actual_seq_lengths", "pre_tokens", "next_tokens")}
+        args["actual_seq_lengths"] = args.pop("actual_seq_lengths_kv")
+    elif case.store == "list":
+        return None
+    unknown = [name for name in args if name not in record.by_name]
+    if case.layout not in record.layouts or any(not _says_nothing(args[name]) for name in unknown):
+        return None
+    return {name: value for name, value in args.items() if name not in unknown}
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value == 0)
+
+
+def agreeing(record: Any, one_token: bool) -> list[FusedCase]:
+    """The cases that two operators compute."""
+    return [case for case in CASES if (case.row_slots == 1) == one_token and words(case, record) is not None]
+
+
+@pytest.mark.parametrize("case", agreeing(fused.TORCH_PFA, False), ids=lambda case: case.id)
+def test_prompts_have_the_same_bits(case: FusedCase) -> None:
+    args = words(case, fused.TORCH_PFA)
+    assert args is not None
+    got = dispatch.results(fused.TORCH_PFA, args)["attention_out"]
+    assert same(got, dispatch.results(fused.TORCH_V1, arguments(case))["attention_out"])
+
+
+@pytest.mark.parametrize("case", agreeing(inference.TORCH, True), ids=lambda case: case.id)
+def test_new_tokens_have_the_same_bits(case: FusedCase) -> None:
+    args = words(case, inference.TORCH)
+    assert args is not None
+    got = dispatch.results(inference.TORCH, args)["attention_out"]
+    assert same(got, dispatch.results(fused.TORCH_V1, arguments(case))["attention_out"])
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.id)
+def test_packed_rows_without_heads(case: FusedCase) -> None:
+    args = words(case, fused.TORCH_PFA)
+    assert args is not None
+    call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
+    for got, want in ((run(wide(call), "golden")[0], 1e-12), (run(call, "cpu")[0], 2e-3)):
+        torch.testing.assert_close(got.double(), answer(case)[0], rtol=want, atol=want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

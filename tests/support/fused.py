@@ -286,7 +286,7 @@ def arguments(case: FusedCase) -> Args:
         "softmax_lse_flag": True,
     }
     q_len, kv_len = list(case.q_len), list(case.kv_len)
-    if case.packed and case.inside != "NSD":
+    if case.packed and case.inside not in ("NSD", "SH"):
         ends = [torch.tensor(x).cumsum(0).tolist() for x in (q_len, kv_len)]
         q_len, kv_len = ends[0], kv_len if case.paged else ends[1]
     args |= {"actual_seq_lengths": q_len, "actual_seq_lengths_kv": kv_len}

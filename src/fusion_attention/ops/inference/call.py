@@ -51,7 +51,8 @@ class InferenceCall:
         table: int32 [sequences, pages] of a paged cache.
         first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
         k_dequant, v_dequant: scales; v's are k's where it has none of its own.
-        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence.
+        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence, as
+            keys do where some are common.
         sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
         names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
         memo: shared by all calls of the same shapes, strides and lengths.
@@ -240,8 +241,8 @@ class InferenceCall:
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
         view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
-        # Rows and columns count an item's slots.
-        if self.first is not None:
+        # Rows and columns count an item's slots; behind common keys, which have none, its keys.
+        if self.first is not None and not self.problem.common_keys:
             view.address = view.address + self.first * view.stride_key
         if self.q_first is not None:
             view.address = view.address + self.q_first * view.stride_row

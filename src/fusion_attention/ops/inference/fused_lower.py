@@ -109,10 +109,10 @@ def _laid(layout: str) -> str:
 
 
 def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
-    """Whether values are the keys: of latents, which then are read once."""
+    """Whether values are the keys: of latents, which then are read once. No kernel of a GPU does that."""
     k, v = key[0], value[0]
-    same = len(key) == len(value) == 1 and k.shape == v.shape and k.stride() == v.stride()
-    return same and (k is v or (not k.is_meta and k.data_ptr() == v.data_ptr()))
+    same = len(key) == len(value) == 1 and k.is_cpu and v.is_cpu
+    return same and k.data_ptr() == v.data_ptr() and k.shape == v.shape and k.stride() == v.stride()
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
@@ -202,7 +202,7 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
 
 def _problem(n: dict[str, Any]) -> Problem:
     query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
-    rope, integers = n["query_rope"], query.dtype == torch.int8
+    rope, integers, blocked = n["query_rope"], query.dtype == torch.int8, n["mask_kind"] in ("full", "tree")
     dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
     return Problem(
         heads_q=n["N1"],
@@ -213,9 +213,10 @@ def _problem(n: dict[str, Any]) -> Problem:
         dtype=dtype_text(query) if not integers else str(dtype).removeprefix("torch."),
         scale=float(n["scale_value"]),
         bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
-        has_blocked=n["mask_kind"] in ("full", "tree"),
+        has_blocked=blocked,
         has_sink=n["learnable_sink"] is not None,
-        empty_rows="zero" if n["inner_precise"] & 2 else "mean_in_band",
+        # A mask alone leaves a mean.
+        empty_rows="mean_in_band" if blocked and not n["inner_precise"] & 2 else "zero",
         page_size=n["page"],
         kv_dtype=stored_as(key, dtype),
         dequant_k=_kind(n, 0),

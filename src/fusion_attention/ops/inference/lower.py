@@ -121,7 +121,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
         has_blocked=n["atten_mask"] is not None,
         # The mask alone leaves a mean; rows before the first token of a step are zero.
-        empty_rows="mean_in_band",
+        empty_rows="zero" if n["atten_mask"] is None else "mean_in_band",
         page_size=n["block_size"] if n["block_table"] is not None else 0,
         kv_dtype=kv_dtype,
         dequant_k="channel" if kv_dtype else "none",
