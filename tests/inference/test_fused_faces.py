@@ -1,5 +1,6 @@
 """Fused inference attention through torch_npu's functions: forms of lengths, errors, traces, and rooms for results."""
 
+import random
 import re
 from typing import Any
 
@@ -337,3 +338,47 @@ def test_versions_give_the_same_bits() -> None:
         assert len(found) == 8
         for other in found[1:]:
             same_bits(other, found[0])
+
+
+# ------------------------------------------------------------------------------------------------- two things at a time
+
+
+def together(op: Op, chance: random.Random) -> Args | None:
+    """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
+    settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
+    for rule in chance.sample(op.asked, chance.choice((2, 3))):
+        settings |= {**rule.given, **(rule.spoil if chance.random() < 0.5 else {})}
+    settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
+    if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:
+        return None  # what only the limits of a chip are about
+    try:
+        args = sample(op, **settings)
+    except (RuntimeError, KeyError, TypeError, IndexError):
+        return None
+    outputs = {p.name for p in op.tensors(output=True)}
+    return {name: t.detach() if isinstance(t, Tensor) else t for name, t in args.items() if name not in outputs}
+
+
+@pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+@pytest.mark.parametrize("op", TORCH, ids=lambda op: op.name)
+def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
+    chance, ran = random.Random(7), 0
+    for _ in range(400):
+        args = together(op, chance)
+        if args is None:
+            continue
+        try:
+            names = bind(op, args).names
+        except ContractError:
+            continue
+        found, ran = results(op, args), ran + 1
+        assert found[0].shape == names["shape_out"]
+        bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
+        lists = {name: [t.to("meta") for t in value] for name, value in args.items() if is_list(value)}
+        for real, meta in zip(found, results(op, bare | lists), strict=True):
+            assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
+    assert ran > 60
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
