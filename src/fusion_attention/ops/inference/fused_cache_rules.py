@@ -59,17 +59,14 @@ CACHES = (
         ),
         code=INVALID,
     ),
-    replace(
-        of_lengths(
-            f"lies_as(value, key, {CACHE}, None, block_table)",
-            "value",
-            "values lie as keys do; only their elements may be fewer",
-            text="the shape of key but for the last axis",
-            when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
-            needs=FUSED_ONLY,
-            spoil={"value": "B 5 N2*Dv"},
-        ),
-        code=INVALID,
+    of_lengths(
+        f"lies_as(value, key, {CACHE}, None, block_table)",
+        "value",
+        "values lie as keys do; only their elements may be fewer",
+        text="the shape of key but for the last axis",
+        when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
+        needs=FUSED_ONLY,
+        spoil={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",

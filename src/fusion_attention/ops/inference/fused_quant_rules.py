@@ -10,7 +10,7 @@ from typing import Any
 from fusion_attention.contract import Rule
 from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
-from fusion_attention.ops.shared.rules import group, invalid, limit, presence, refused, reserved, typed
+from fusion_attention.ops.shared.rules import group, invalid, limit, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
@@ -143,21 +143,23 @@ SIDES = (
             ("query_quant_mode", "!= 6"),
         )
     ),
-    presence(
+    Rule(
         "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
         "key_antiquant_scale",
         "keys and values are integers together",
         text="key_antiquant_scale and value_antiquant_scale, or neither",
         given=APART,
         spoil={"value_antiquant_scale": None},
+        stage="presence",
     ),
-    presence(
+    Rule(
         "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
         "key_antiquant_offset",
         "keys and values have offsets together",
         text="key_antiquant_offset and value_antiquant_offset, or neither",
         given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
         spoil={"value_antiquant_offset": None},
+        stage="presence",
     ),
     *(
         beside_its_scale(
@@ -291,7 +293,7 @@ LATENT_QUERIES = (
         given=LATENTS,
         spoil={"dequant_scale_query": None},
     ),
-    invalid(
+    Rule(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query",
         "one per row and head",
