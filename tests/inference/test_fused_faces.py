@@ -1,5 +1,6 @@
 """Fused inference attention through torch_npu's functions: forms of lengths, errors, traces, and rooms for results."""
 
+import importlib
 import random
 import re
 from typing import Any
@@ -233,6 +234,19 @@ def test_the_workspace_is_asked_for_a_legal_call() -> None:
     assert ask(**packed(**ENDS)).numel() == 0
     with pytest.raises(ContractError, match="num_heads"):
         ask(**packed(**ENDS) | {"num_heads": 3})
+
+
+def test_the_installed_module_has_them_all() -> None:
+    npu.install()
+    try:
+        torch_npu = importlib.import_module("torch_npu")
+        query = packed(**ENDS) | {"query": rows(8, 4, 64).to("npu")}
+        workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**query)
+        out, lse = torch.empty(8, 4, 64, dtype=torch.float16, device="npu"), torch.empty(1, device="npu")
+        torch_npu.npu_fused_infer_attention_score.out(**query, workspace=workspace, out=[out, lse])
+    finally:
+        npu.uninstall()
+    same_bits(out, FIA(**packed(**ENDS))[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
