@@ -19,6 +19,7 @@ from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.inference import fused_records as fused
 from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference.fused_quant_rules import LATENTS, QUERY
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -92,6 +93,13 @@ def test_the_text_names_the_cause(settings: Args, strict: bool, text: str) -> No
     assert any(text in str(f) for f in failures), failures
 
 
+@pytest.mark.parametrize(("number", "scale"), [(6, None), (torch.float32, None), (5, "1"), (torch.bfloat16, "1")])
+def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> None:
+    args = sample(fused.TORCH_V2, quant_scale2=scale)
+    with pytest.raises(ContractError, match="out_dtype: expected torch's number of the output's dtype, got"):
+        call(fused.TORCH_V2, args | {"out_dtype": number})
+
+
 @pytest.mark.parametrize(
     ("op", "settings", "text"),
     [
@@ -138,6 +146,9 @@ CALLS += [
         },
     ),
     (fused.TORCH_V2, {"quant_scale2": "1", "out_dtype": 1}),
+    (fused.TORCH_V2, LATENTS),
+    (fused.TORCH_V1, QUERY),
+    (fused.TORCH_PFA, QUERY),
 ]
 
 

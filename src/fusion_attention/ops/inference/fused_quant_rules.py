@@ -417,10 +417,10 @@ RESERVED = group(
 )
 OWN_DTYPE = (
     typed(
-        "known_dtype(out_dtype)",
+        "number_fits(out_dtype, query, query_rope, quant_scale2)",
         "out_dtype",
-        "1 is int8, 5 float16, 15 bfloat16",
-        text="torch's number of a dtype that outputs have",
+        "1 is int8, 5 float16, 15 bfloat16; beside an int8 query the output has the dtype of its rope part",
+        text="torch's number of the output's dtype",
         spoil={"out_dtype": 6},
     ),
 )
