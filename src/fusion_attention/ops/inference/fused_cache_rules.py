@@ -352,5 +352,14 @@ ROPES = (
         given=LATENT,
         spoil={"N1": 3, "num_heads": 3},
     ),
+    limit(
+        "mask_kind != 'full' and (dtype_of(key) == dtype_of(query))",
+        "query_rope",
+        "the chip takes rope parts beside rows of one dtype, causal or not",
+        text="no full mask and no integer keys under a query of floats beside rope parts",
+        when="query_rope is not None",
+        given=ROPE,
+        spoil={"atten_mask": "B S1 S2"},
+    ),
     reserved("key_rope_antiquant_scale", "1"),
 )

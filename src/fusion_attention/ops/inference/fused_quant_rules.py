@@ -17,6 +17,14 @@ ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N
 JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
 APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
 EITHER: dict[str, Any] = {**JOINT, **APART}
+SCALED = ("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")
+# Several query rows over integer keys.
+SEVERAL: dict[str, Any] = {
+    "query": ("B S1 N1*D", "bfloat16"),
+    "key": ("B S2 N2*D", "int8"),
+    "value": ("B S2 N2*D", "int8"),
+    **dict(zip(SCALED, (("2 N2*D", "bfloat16"), ("N2*D", "bfloat16"), ("N2*D", "bfloat16")), strict=True)),
+}
 TOKENS: dict[str, Any] = {
     **ROWS,
     **{f"{side}_antiquant_mode": 1 for side in ("key", "value")},
@@ -254,8 +262,18 @@ CACHE_LIMITS = (
         text="int8, and at most 16 query rows",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
-        given={**EITHER, "S1": 3},
+        given=SEVERAL,
         spoil={"S1": 17},
+    ),
+    limit(
+        "dtype_of(query) == 'bfloat16'",
+        "query",
+        "the chip takes integer keys under several rows of bfloat16",
+        text="bfloat16 over integer keys",
+        when="integers(key) and not one_token and dtype_of(query) != 'int8'",
+        needs=("key_antiquant_scale",),
+        given=SEVERAL,
+        spoil={"query": ("B S1 N1*D", "float16"), **EITHER, "S1": 3},
     ),
     limit(
         "block_table is None",
