@@ -232,12 +232,17 @@ def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("face", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
-@pytest.mark.parametrize("wrong", [{"heads": 4}, {}])
-def test_arguments_that_the_function_does_not_have(face: Any, wrong: dict[str, Any]) -> None:
-    given = packed(**ENDS) if wrong else {"query": rows(8, 4, 64), "num_heads": 4}
+def test_arguments_that_the_function_does_not_have(face: Any) -> None:
+    given, query = packed(**ENDS), rows(8, 4, 64)
     out = {"out": [torch.empty(0), torch.empty(0)]} if face is FIA.out else {}
-    with pytest.raises(TypeError, match="argument"):
-        face(**given, **wrong, **out)
+    for positional, named in (
+        ((), given | {"heads": 4}),
+        ((), {"query": query, "num_heads": 4}),
+        ((query,), given),
+        ((query,) * 4, ENDS),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            face(*positional, **named, **out)
 
 
 def test_the_workspace_is_asked_for_a_legal_call() -> None:
