@@ -55,7 +55,7 @@ def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, A
 
     def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
-        twice = len(positional) > len(first) or not named.keys().isdisjoint(first[: len(positional)])
+        twice = len(positional) > len(first) or any(name in named for name in first[: len(positional)])
         if twice or len(given) != len(names):
             signature.bind(*positional, **named)  # says what is wrong
         return canonical(op.name, given)
