@@ -267,6 +267,24 @@ FACES = [
           "faces/test_install.py::test_uninstall_restores_everything"),
 ]  # fmt: skip
 
+FUSED_FACES = "inference/test_fused_faces.py"
+CALLERS = [
+    house("fused inference: one-token queries keep their mode", "ops/inference/fused_geometry.py",
+          '"mode": 0 if one_token else mode,', '"mode": mode,',
+          "inference/test_fused.py::test_golden_agrees_with_dense_formulas"),
+    house("fused inference: columns count a prefix twice", "ops/inference/fused_geometry.py",
+          '"columns": common + int(', '"columns": 2 * common + int(',
+          "inference/test_fused_callers.py::test_the_call_runs_as_written"),
+    house("fused inference: a trace loses a gradient without a word", "torch_ops/traced.py",
+          "        _untrained(tensors, *rest)\n", "        pass\n", f"{FUSED_FACES}::test_a_gradient_is_never_dropped"),
+    house("fused inference: .out writes no logarithm", "npu/fused_out.py",
+          'lse.copy_(found["softmax_lse"])', "lse.add_(0)",
+          f"{FUSED_FACES}::test_out_may_be_any_view_and_even_the_query"),
+    house("fused inference: slots before heads without a hint", "ops/inference/fused_checks.py",
+          "if t.dim() == 4 and table is not None and", "if t.dim() == 5 and table is not None and",
+          f"{FUSED_FACES}::test_the_text_names_the_cause"),
+]  # fmt: skip
+
 KERNELS = "kernels/test_cases.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
@@ -311,4 +329,6 @@ NATIVE = [
          "exp2<6>(score * log2_e) * y.share - p, count - i", "exp2<6>(score * log2_e) * y.share, count - i"),
 ]  # fmt: skip
 
-MUTANTS = (*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *TRITON, *NATIVE)
+MUTANTS = (
+    *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+)

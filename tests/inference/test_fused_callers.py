@@ -239,3 +239,43 @@ def test_a_captured_call_writes_where_it_is_told() -> None:
         assert FIA.out(*given, **named, workspace=workspace, out=[out, lse])[0] is out
         same_bits(out, FIA(*given, **named)[0])
         same_bits(lse, untouched)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BSH"])
+def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None:
+    """An int8 query beside a divided rope part is the float query of what both mean."""
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        name: torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+        for name, shape in (("query", (2, 3, 8, 512)), ("latent", (2, 9, 1, 512)))
+    }
+    q_scale, k_scale = torch.rand(2, 3, 8, generator=generator) / 64 + 0.01, torch.tensor([0.02])
+    q_rope, k_rope = rows(2, 3, 8, 64, seed=1).float(), rows(2, 9, 1, 64, seed=2).float()
+    heads: dict[str, Any] = {"num_query_heads": 8, "num_key_value_heads": 1, "input_layout": layout}
+    given: dict[str, Any] = {**heads, "softmax_scale": 0.01, "atten_mask": MASK, "sparse_mode": 3}
+
+    def laid(t: Tensor) -> Tensor:
+        return t.flatten(2) if layout == "BSH" else t
+
+    latent = laid(stored["latent"])
+    ours, _ = FIA_V2(
+        *(laid(stored["query"]), latent, latent),
+        query_rope=fa.divided_rope(laid(q_rope), q_scale, k_scale),
+        key_rope=laid(k_rope),
+        dequant_scale_query=q_scale,
+        dequant_scale_key=k_scale,
+        dequant_scale_value=k_scale,
+        query_quant_mode=3,
+        **given,
+    )
+    floats = laid(stored["query"] * q_scale[..., None]), latent * k_scale
+    ropes = {"query_rope": laid(q_rope), "key_rope": laid(k_rope)}
+    plain, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
+    with fa.use_backend("golden"):
+        golden, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
+    compare(layout, ours, golden.double(), plain, 512)
+
+
+def test_scales_that_do_not_fit_a_rope_part() -> None:
+    with pytest.raises(ValueError, match=r"expected one scale per row and head, got \[2, 8\] for \[2, 3, 8, 64\]"):
+        fa.divided_rope(rows(2, 3, 8, 64), torch.ones(2, 8), 0.5)

@@ -1,5 +1,7 @@
 """Fused inference attention through torch_npu's functions: forms of lengths, errors, traces, and rooms for results."""
 
+import importlib
+import random
 import re
 from typing import Any
 
@@ -9,12 +11,15 @@ import torch
 from support.bits import same_bits
 from support.compiled import compiled
 from support.records import Args, call, outcome
+from support.two_phase import call as call_phases
+from support.two_phase import done, outputs_of
 
 from fusion_attention import ContractError, npu
-from fusion_attention.contract import Op
+from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.inference import fused_records as fused
 from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference.fused_quant_rules import LATENTS, QUERY
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -88,6 +93,13 @@ def test_the_text_names_the_cause(settings: Args, strict: bool, text: str) -> No
     assert any(text in str(f) for f in failures), failures
 
 
+@pytest.mark.parametrize(("number", "scale"), [(6, None), (torch.float32, None), (5, "1"), (torch.bfloat16, "1")])
+def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> None:
+    args = sample(fused.TORCH_V2, quant_scale2=scale)
+    with pytest.raises(ContractError, match="out_dtype: expected torch's number of the output's dtype, got"):
+        call(fused.TORCH_V2, args | {"out_dtype": number})
+
+
 @pytest.mark.parametrize(
     ("op", "settings", "text"),
     [
@@ -134,6 +146,9 @@ CALLS += [
         },
     ),
     (fused.TORCH_V2, {"quant_scale2": "1", "out_dtype": 1}),
+    (fused.TORCH_V2, LATENTS),
+    (fused.TORCH_V1, QUERY),
+    (fused.TORCH_PFA, QUERY),
 ]
 
 
@@ -217,12 +232,17 @@ def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("face", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
-@pytest.mark.parametrize("wrong", [{"heads": 4}, {}])
-def test_arguments_that_the_function_does_not_have(face: Any, wrong: dict[str, Any]) -> None:
-    given = packed(**ENDS) if wrong else {"query": rows(8, 4, 64), "num_heads": 4}
+def test_arguments_that_the_function_does_not_have(face: Any) -> None:
+    given, query = packed(**ENDS), rows(8, 4, 64)
     out = {"out": [torch.empty(0), torch.empty(0)]} if face is FIA.out else {}
-    with pytest.raises(TypeError, match="argument"):
-        face(**given, **wrong, **out)
+    for positional, named in (
+        ((), given | {"heads": 4}),
+        ((), {"query": query, "num_heads": 4}),
+        ((query,), given),
+        ((query,) * 4, ENDS),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            face(*positional, **named, **out)
 
 
 def test_the_workspace_is_asked_for_a_legal_call() -> None:
@@ -230,6 +250,19 @@ def test_the_workspace_is_asked_for_a_legal_call() -> None:
     assert ask(**packed(**ENDS)).numel() == 0
     with pytest.raises(ContractError, match="num_heads"):
         ask(**packed(**ENDS) | {"num_heads": 3})
+
+
+def test_the_installed_module_has_them_all() -> None:
+    npu.install()
+    try:
+        torch_npu = importlib.import_module("torch_npu")
+        query = packed(**ENDS) | {"query": rows(8, 4, 64).to("npu")}
+        workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**query)
+        out, lse = torch.empty(8, 4, 64, dtype=torch.float16, device="npu"), torch.empty(1, device="npu")
+        torch_npu.npu_fused_infer_attention_score.out(**query, workspace=workspace, out=[out, lse])
+    finally:
+        npu.uninstall()
+    same_bits(out, FIA(**packed(**ENDS))[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
@@ -293,10 +326,89 @@ def test_one_token_is_one_operator(layout: str, more: Args) -> None:
 
 
 def test_ten_more_is_the_same_mode() -> None:
-    mask = {"atten_mask": "2048 2048", "next_tokens": 2147483647}
     for mode in range(5):
-        more = mask if mode != 1 else {"atten_mask": "S1 S2"}
+        more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
         plain, precise = (
             call(fused.TORCH_PFA, sample(fused.TORCH_PFA, sparse_mode=m, **more)) for m in (mode, mode + 10)
         )
         same_bits(precise, plain)
+
+
+# --------------------------------------------------------------------------------------------------------- two phases
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
+def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
+    asked = sample(op, softmax_lse_flag=True)
+    found = done(op, asked)
+    assert found["softmax_lse"].isfinite().all()
+    assert call_phases(op, asked, {**outputs_of(op, asked), "softmax_lse": None}) == (161001, 0)
+    plain, other = sample(op), torch.full((1,), 7.0).half()
+    given = {**outputs_of(op, plain), "softmax_lse": other}
+    assert call_phases(op, plain, given) == (0, 0)
+    assert other == 7
+    same_bits(given["attention_out"], found["attention_out"])
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
+def test_every_layout_runs_in_two_phases(op: Op) -> None:
+    for layout in op.layouts:
+        args = sample(op, input_layout=layout)
+        out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
+        assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
+        same_bits(out, results(op, args)[0])
+
+
+def test_versions_give_the_same_bits() -> None:
+    layouts = [layout for layout in fused.PROMPT_V1.layouts if layout != "SH"]
+    for layout in layouts:
+        found = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
+        assert len(found) == 8
+        for other in found[1:]:
+            same_bits(other, found[0])
+
+
+# ------------------------------------------------------------------------------------------------- two things at a time
+
+
+def together(op: Op, chance: random.Random) -> Args | None:
+    """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
+    settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
+    for rule in chance.sample(op.asked, chance.choice((2, 3))):
+        settings |= {**rule.given, **(rule.spoil if chance.random() < 0.5 else {})}
+    settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
+    if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:
+        return None  # what only the limits of a chip are about
+    try:
+        args = sample(op, **settings)
+    except (RuntimeError, KeyError, TypeError, IndexError):
+        return None
+    outputs = {p.name for p in op.tensors(output=True)}
+    return {name: t.detach() if isinstance(t, Tensor) else t for name, t in args.items() if name not in outputs}
+
+
+@pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+@pytest.mark.parametrize("op", TORCH, ids=lambda op: op.name)
+def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
+    chance, ran = random.Random(7), 0
+    for _ in range(400):
+        args = together(op, chance)
+        if args is None:
+            continue
+        try:
+            names = bind(op, args).names
+        except ContractError:
+            continue
+        found, ran = results(op, args), ran + 1
+        assert found[0].shape == names["shape_out"]
+        bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
+        lists = {name: [t.to("meta") for t in value] for name, value in args.items() if is_list(value)}
+        for real, meta in zip(found, results(op, bare | lists), strict=True):
+            assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
+    assert ran > 60
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)

@@ -31,7 +31,7 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
                 known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
                 if len(unknown) == 1:
                     sizes[unknown[0]] = size // known
-    return {"Dv": sizes.get("D", 0), **sizes}
+    return {"Dv": sizes.get("D", 0), "L": 1, **sizes}
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:

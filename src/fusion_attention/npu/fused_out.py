@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, cast
 
 import torch
 
-from fusion_attention.contract import ContractError, Op, Tensor, bind, show
+from fusion_attention.contract import ContractError, Op, bind, show
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.fused_geometry import (
     OUT_DTYPES,
@@ -27,17 +27,19 @@ from fusion_attention.torch_ops import dispatch
 P = ParamSpec("P")
 Face = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
-# From the names that a function has to those of its record, which a trace need not look into.
-_NAMES = {
-    op.name: {p.shown: p.name for p in op.params if not (isinstance(p, Tensor) and p.output)}
-    for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
+# Names that a function spells otherwise than its record, which a trace need not look into.
+_SPELLED = {
+    op.name: tuple((p.shown, p.name) for p in op.params if p.shown != p.name) for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
 }
 _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the record's own names, from those of a function; a dtype as torch's number of it."""
-    args = {own: given[shown] for shown, own in _NAMES[name].items() if shown in given}
+    args = dict(given)
+    for shown, own in _SPELLED[name]:
+        if shown in args:
+            args[own] = args.pop(shown)
     dtype = args.get("out_dtype")
     if isinstance(dtype, torch.dtype):
         args["out_dtype"] = _NUMBERS.get(dtype, -1)
@@ -49,12 +51,12 @@ def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, A
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
     first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
 
     def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
-        said = len(positional) + len(named)
-        if len(given) != len(names) or len(positional) > len(first) or said < len(first):
+        twice = len(positional) > len(first) or any(name in named for name in first[: len(positional)])
+        if twice or len(given) != len(names):
             signature.bind(*positional, **named)  # says what is wrong
         return canonical(op.name, given)
 
@@ -107,13 +109,11 @@ def _out_of(function: Face, op: Op) -> Face:
             lse.copy_(found["softmax_lse"])
         return attention, lse
 
-    parameters = [
-        *inspect.signature(function).parameters.values(),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for name, default in (("workspace", None), ("out", inspect.Parameter.empty))
-        ),
-    ]
+    own = (
+        inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY),
+    )
+    parameters = [*inspect.signature(function).parameters.values(), *own]
     out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
     out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
@@ -154,10 +154,9 @@ def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
     args = {**op.neutral, **canonical(op.name, given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
-    shown = {own: name for name, own in _NAMES[op.name].items()}
 
     def refuse(name: str, expected: str, got: str) -> ContractError:
-        return ContractError([op.failure(shown[name], expected, got)])
+        return ContractError([op.failure(op.by_name[name].shown, expected, got)])
 
     if layout not in op.layouts:
         raise refuse("input_layout", "one of " + ", ".join(op.layouts), show(layout))
@@ -165,7 +164,7 @@ def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(query, torch.Tensor) or query.dim() != rank:
         raise refuse("query", f"{rank} dimensions in layout {layout}", show(query))
     if heads <= 0 or args["num_key_value_heads"] < 0:
-        raise refuse("num_heads", f"{shown['num_heads']} > 0", show(heads))
+        raise refuse("num_heads", f"{op.by_name['num_heads'].shown} > 0", show(heads))
     if not isinstance(args["value"], torch.Tensor) or (args["block_table"] is None and args["value"].dim() != rank):
         raise refuse("value", f"{rank} dimensions in layout {layout}", show(args["value"]))
     return empty(query, out_shape(args), out_dtype(args)), empty(query, lse_shape(args), torch.float32)

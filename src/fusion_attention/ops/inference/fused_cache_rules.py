@@ -59,17 +59,14 @@ CACHES = (
         ),
         code=INVALID,
     ),
-    replace(
-        of_lengths(
-            f"lies_as(value, key, {CACHE}, None, block_table)",
-            "value",
-            "values lie as keys do; only their elements may be fewer",
-            text="the shape of key but for the last axis",
-            when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
-            needs=FUSED_ONLY,
-            spoil={"value": "B 5 N2*Dv"},
-        ),
-        code=INVALID,
+    of_lengths(
+        f"lies_as(value, key, {CACHE}, None, block_table)",
+        "value",
+        "values lie as keys do; only their elements may be fewer",
+        text="the shape of key but for the last axis",
+        when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
+        needs=FUSED_ONLY,
+        spoil={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",
@@ -172,6 +169,7 @@ CACHE_LIMITS = (
         )
         for name, what, given, gaps in (
             ("query", "rows", {}, GAPS),
+            *((side, "rows", {}, torch.zeros(2, 6, 256, dtype=torch.float16)[..., ::2]) for side in ("key", "value")),
             ("block_table", "ids", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
         )
     ),
@@ -353,6 +351,15 @@ ROPES = (
         when="query_rope is not None and D == 512",
         given=LATENT,
         spoil={"N1": 3, "num_heads": 3},
+    ),
+    limit(
+        "mask_kind != 'full' and (dtype_of(key) == dtype_of(query))",
+        "query_rope",
+        "the chip takes rope parts beside rows of one dtype, causal or not",
+        text="no full mask and no integer keys under a query of floats beside rope parts",
+        when="query_rope is not None",
+        given=ROPE,
+        spoil={"atten_mask": "B S1 S2"},
     ),
     reserved("key_rope_antiquant_scale", "1"),
 )

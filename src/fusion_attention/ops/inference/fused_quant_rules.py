@@ -10,13 +10,21 @@ from typing import Any
 from fusion_attention.contract import Rule
 from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
-from fusion_attention.ops.shared.rules import group, invalid, limit, presence, refused, reserved, typed
+from fusion_attention.ops.shared.rules import group, invalid, limit, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
 JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
 APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
 EITHER: dict[str, Any] = {**JOINT, **APART}
+SCALED = ("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")
+# Several query rows over integer keys.
+SEVERAL: dict[str, Any] = {
+    "query": ("B S1 N1*D", "bfloat16"),
+    "key": ("B S2 N2*D", "int8"),
+    "value": ("B S2 N2*D", "int8"),
+    **dict(zip(SCALED, (("2 N2*D", "bfloat16"), ("N2*D", "bfloat16"), ("N2*D", "bfloat16")), strict=True)),
+}
 TOKENS: dict[str, Any] = {
     **ROWS,
     **{f"{side}_antiquant_mode": 1 for side in ("key", "value")},
@@ -143,21 +151,23 @@ SIDES = (
             ("query_quant_mode", "!= 6"),
         )
     ),
-    presence(
+    Rule(
         "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
         "key_antiquant_scale",
         "keys and values are integers together",
         text="key_antiquant_scale and value_antiquant_scale, or neither",
         given=APART,
         spoil={"value_antiquant_scale": None},
+        stage="presence",
     ),
-    presence(
+    Rule(
         "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
         "key_antiquant_offset",
         "keys and values have offsets together",
         text="key_antiquant_offset and value_antiquant_offset, or neither",
         given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
         spoil={"value_antiquant_offset": None},
+        stage="presence",
     ),
     *(
         beside_its_scale(
@@ -252,8 +262,18 @@ CACHE_LIMITS = (
         text="int8, and at most 16 query rows",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
-        given={**EITHER, "S1": 3},
+        given=SEVERAL,
         spoil={"S1": 17},
+    ),
+    limit(
+        "dtype_of(query) == 'bfloat16'",
+        "query",
+        "the chip takes integer keys under several rows of bfloat16",
+        text="bfloat16 over integer keys",
+        when="integers(key) and not one_token and dtype_of(query) != 'int8'",
+        needs=("key_antiquant_scale",),
+        given=SEVERAL,
+        spoil={"query": ("B S1 N1*D", "float16"), **EITHER, "S1": 3},
     ),
     limit(
         "block_table is None",
@@ -291,7 +311,7 @@ LATENT_QUERIES = (
         given=LATENTS,
         spoil={"dequant_scale_query": None},
     ),
-    invalid(
+    Rule(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query",
         "one per row and head",
@@ -415,10 +435,10 @@ RESERVED = group(
 )
 OWN_DTYPE = (
     typed(
-        "known_dtype(out_dtype)",
+        "number_fits(out_dtype, query, query_rope, quant_scale2)",
         "out_dtype",
-        "1 is int8, 5 float16, 15 bfloat16",
-        text="torch's number of a dtype that outputs have",
+        "1 is int8, 5 float16, 15 bfloat16; beside an int8 query the output has the dtype of its rope part",
+        text="torch's number of the output's dtype",
         spoil={"out_dtype": 6},
     ),
 )

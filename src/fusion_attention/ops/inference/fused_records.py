@@ -33,10 +33,12 @@ from fusion_attention.ops.inference.fused_lower import PROMPT_RESULTS, RESULTS, 
 from fusion_attention.ops.inference.fused_mask_rules import (
     BIASES,
     MASKS,
+    NO_TREES,
     PRECISION,
     PROMPT_PRECISION,
     PROMPT_WINDOW,
     SINKS,
+    TREES,
     UNREAD_BIAS,
 )
 from fusion_attention.ops.inference.fused_quant_rules import (
@@ -256,6 +258,7 @@ ROPE_SAMPLES: dict[str, Any] = {
     "TND_NTD": {**LATENT, **LATENT_PAGES},
 }
 PROMPTS = INPUTS + PROMPT_CACHE + MASKS
+WITH_ROPE = ROPE_RULES + FUSED_LIMITS
 FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
 RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 
@@ -305,7 +308,7 @@ FUSED_V1 = PROMPT_V1.version(
         *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, LSE_FLAG, OUT, LSE),
     ),
-    rules=FUSED,
+    rules=FUSED + NO_TREES,
     formula=FORMULA,
     rulings=(*RULINGS, 18, 31, 33, 34),
     layouts=ROPELESS,
@@ -321,7 +324,7 @@ FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
     "FusedInferAttentionScoreV2 with rope parts of their own.",
     after={"actual_shared_prefix_len": ROPES},
-    rules=FUSED + ROPE_RULES + FUSED_LIMITS,
+    rules=FUSED + WITH_ROPE + NO_TREES,
     rulings=(*FUSED_V1.rulings, 39),
     layouts=LAYOUTS,
     samples=ROPE_SAMPLES,
@@ -330,7 +333,7 @@ FUSED_V4 = FUSED_V3.version(
     "aclnnFusedInferAttentionScoreV4",
     "FusedInferAttentionScoreV3 with a scale per query row, and sinks.",
     after={"key_rope_antiquant_scale": (DEQUANT_QUERY, SINK), "value_antiquant_mode": (QUERY_MODE,)},
-    rules=FUSED_V3.rules + SINKS,
+    rules=FUSED + WITH_ROPE + SINKS + TREES,
 )
 FUSED_V5 = FUSED_V4.version(
     "aclnnFusedInferAttentionScoreV5",
