@@ -22,6 +22,7 @@ from fusion_attention.ops.shared.rules import (
     of_lengths,
     own_scale,
     refused,
+    reserved,
     untrained,
 )
 
@@ -137,7 +138,7 @@ LENGTHS = (
     ),
     *(
         limit(
-            f"{check} is True",
+            check,
             name,
             "drop the padding rows, or append an item",
             text=f"packed lengths that end with {what}",
@@ -250,6 +251,7 @@ FUSED_LIMITS = (
 TRAINED = partial(untrained, UNTRAINED, kind=Rule)
 TORCH = (
     own_scale("scale_value"),
+    reserved("padding_mask", "S1 S2"),
     *TRAINED(query=(2, 3, 256), key=(2, 6, 128), value=(2, 6, 128)),
     *TRAINED({"S1": 3}, pse_shift=(2, 4, 3, 6)),
 )
