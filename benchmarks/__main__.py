@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import backward, chart, decode_rows, dense, features, loss, memory, schedule, sparse
+from benchmarks import backward, chart, decode_rows, dense, features, inference, loss, memory, schedule, sparse
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from benchmarks.report import Report
 from fusion_attention import _native
@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "steps": (backward.packed,),
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
     "loss": (loss.lists, loss.bands),
+    "inference": (inference.rows_of_all,),
 }
 MEMORY, DECODE, SCHEDULE = "memory", "decode", "schedule"
 NAMES = (*GROUPS, MEMORY, DECODE, SCHEDULE)

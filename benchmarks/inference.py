@@ -116,7 +116,7 @@ def flops(c: Case) -> int:
     return c.problem.flops(c.extents)
 
 
-def table(quick: bool) -> Iterator[Pair]:
+def rows_of_all(quick: bool) -> Iterator[Pair]:
     """The rows, each with its goal."""
     few = 4 if quick else 1
 

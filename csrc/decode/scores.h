@@ -134,7 +134,7 @@ template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
     const std::int64_t upcoming = key + again_keys - t.count;
-    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && !w.keys.piece && upcoming < 0)
+    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
         return {w.s.key_rows + key + again_keys, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
@@ -154,7 +154,8 @@ template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const R
         for (std::int64_t i = begin; i < end; ++i) {
             auto *const to = reinterpret_cast<float *>(w.s.keys) + (stay ? i : i % (2 * lanes)) * words;
             if (n % lanes) store(to + words - lanes, Floats{});
-            const char *const row = whole_row(w.keys, w.s.key_rows[i], n * 2, reinterpret_cast<char *>(w.s.line));
+            const char *const row =
+                whole_row(w.keys, w.s.key_rows[i], row_bytes(F::stored, n), reinterpret_cast<char *>(w.s.line));
             widen_row<typename F::Element>(row, n, to);
             w.s.key_rows[i] = reinterpret_cast<const char *>(to);
         }

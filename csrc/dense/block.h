@@ -3,7 +3,7 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "dense/pack.h"
+#include "dense/stored.h"
 #include "simd/masks.h"
 #include "simd/prefetch.h"
 #include "simd/tile.h"

@@ -8,7 +8,6 @@
 
 #include "dense/short.h"
 #include "simd/masks.h"
-#include "dense/stored.h"
 #include "simd/statistics.h"
 
 namespace fusion {

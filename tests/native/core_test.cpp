@@ -134,20 +134,6 @@ Call make(const Case &from, Dtype dtype) {
     return c;
 }
 
-std::vector<fusion::Tile> tiles_of(const Call &c) {
-    std::vector<fusion::Tile> out;
-    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
-        const fusion::Sequence &s = c.sequences[b];
-        for (Long row = 0; row < s.q_len; row += fusion::tile_rows) {
-            const Long last = std::min(row + fusion::tile_rows, s.q_len);
-            const Long begin = std::max<Long>(row + s.lo, 0);
-            const Long end = std::min(std::max(last - 1 + s.hi, s.prefix), s.kv_len);
-            out.push_back({static_cast<Long>(b), row, last, begin < end ? begin : 0, begin < end ? end : 0});
-        }
-    }
-    return out;
-}
-
 void run_forward(Call &c, const fusion::Variant &variant, int threads) {
     c.out.poison(), c.max.poison(), c.sum.poison();
     fusion::ForwardPlan(variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), threads);
@@ -300,6 +286,7 @@ int main(int count, char **arguments) {
     if (count > 1 && chosen != report.only) report.fail("chosen: " + chosen + ", expected " + report.only);
     test_dense(report);
     test_quantised_decode(report);
+    test_caches(report);
     test_sparse(report);
     test_teams(report);
     std::printf("%d variants run here, %d failures\n", ran, report.failures);

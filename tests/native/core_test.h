@@ -7,6 +7,7 @@
 namespace check {
 
 void test_quantised_decode(Report &report);  // decode_test.cpp
+void test_caches(Report &report);            // cache_test.cpp
 void test_sparse(Report &report);            // sparse_test.cpp
 void test_teams(Report &report);             // team_test.cpp
 
@@ -29,6 +30,20 @@ inline fusion::Cache cache_of(RowMemory &m, Dtype dtype) {
     c.base = static_cast<const char *>(m.elements.data()), c.item = kind_of(dtype).bytes;
     c.address = m.address.data(), c.stride_head = m.stride_head.data(), c.stride_token = m.stride_token;
     return c;
+}
+
+inline std::vector<fusion::Tile> tiles_of(const Call &c) {
+    std::vector<fusion::Tile> out;
+    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
+        const fusion::Sequence &s = c.sequences[b];
+        for (Long row = 0; row < s.q_len; row += fusion::tile_rows) {
+            const Long last = std::min(row + fusion::tile_rows, s.q_len);
+            const Long begin = std::max<Long>(row + s.lo, 0);
+            const Long end = std::min(std::max(last - 1 + s.hi, s.prefix), s.kv_len);
+            out.push_back({static_cast<Long>(b), row, last, begin < end ? begin : 0, begin < end ? end : 0});
+        }
+    }
+    return out;
 }
 
 }  // namespace check

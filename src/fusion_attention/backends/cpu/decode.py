@@ -23,10 +23,10 @@ _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
 # Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them:
 # of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
+_ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
 # Keys up to which it is not, but for the fewest tokens: scores of so few stay in registers (csrc/dense/short.h). No
 # other number of keys may decide, since it changes from step to step of one plan.
 _FEW_KEYS, _FEWER_TOKENS = 32, 2
-_ROWS_OF_CACHE = 128  # of keys that lie in pages, or that values or sequences share
 
 
 def needed(problem: Problem) -> bool:
@@ -56,12 +56,12 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     rows = extents.q_len * problem.group
     if needed(problem):
         few: np.ndarray = rows <= _ROWS_OF_CACHE
-    elif problem.dropout != "none" or problem.dim_rope:
+        return few
+    if problem.dropout != "none" or problem.dim_rope:
         return np.zeros(len(extents), bool)
-    else:
-        few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
-        few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
-        few[rows == 0] = few[rows > 0].all()  # where the others go
+    few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+    few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
+    few[rows == 0] = few[rows > 0].all()  # where the others go
     return few
 
 
