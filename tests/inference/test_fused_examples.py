@@ -242,6 +242,17 @@ def test_e8_int8_throughout() -> None:
     near(lse, [[1.769445, 2.089338], [0.377127, 0.669146]])
 
 
+def test_scales_of_64_bits_are_hardware_words() -> None:
+    """Bits 13 to 31 of a word are a float32's upper ones: 0.02 is 0.019989..., and what stands above is not read."""
+    short, words = dict(FULL), dict(FULL)
+    for name in ("dequant_scale1", "dequant_scale2"):
+        bits = FULL[name].view(torch.int32).to(torch.int64)
+        short[name] = (bits & 0xFFFFE000).to(torch.int32).view(torch.float32)
+        words[name] = (bits | 1 << 46).view(torch.uint64)
+    assert short["dequant_scale1"].item() == 0.019989013671875
+    assert all(map(torch.equal, run(fused.TORCH_V1, **words), run(fused.TORCH_V1, **short)))
+
+
 def test_e8_int8_output() -> None:
     narrow = {"quant_scale2": torch.tensor([20.0]), "quant_offset2": torch.tensor([3.0])}
     out, _ = run(fused.TORCH_V1, **FULL, **narrow)
