@@ -5,7 +5,7 @@ Nothing here knows the lowering or a back end.
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -253,8 +253,6 @@ def _scale_tensor(case: FusedCase, kind: str, items: list[Tensor]) -> Tensor:
     if kind in ("tensor", "channel", "head"):
         return items[0].flatten() if kind != "channel" else items[0].flatten(1)
     if kind in ("pages", "pages_head"):
-        from dataclasses import replace
-
         pages = cache_of(replace(case, store="heads"), items)[..., 0]
         return pages if kind == "pages_head" else pages[:, 0]
     width = max(case.kv_len) + 3
