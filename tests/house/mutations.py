@@ -182,9 +182,9 @@ INFERENCE = [
     house("int8 weights against the maximum so far", "backends/cpu/full_int8.py",
           "weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()",
           "weights = (self._scores(keys) - self._scores(keys).amax(-1, keepdim=True).clamp(min=-99)).exp()", CPU_FUSED),
-    house("a window beside a mask from the other corner", "ops/inference/fused_lower.py",
+    house("a window beside a mask from the other corner", "ops/fused/lower.py",
           'Band.window(n["pre"], n["next"], "start")', 'Band.window(n["pre"], n["next"])', FUSED),
-    house("scales of values are those of keys", "ops/inference/fused_lower.py",
+    house("scales of values are those of keys", "ops/fused/lower.py",
           'scale, offset = n["antiquant_scale"][side]', 'scale, offset = n["antiquant_scale"][0]', FUSED),
     house("rows of queries padded on the left counted from the first slot", "ops/inference/call.py",
           "view.address = view.address + self.q_first * view.stride_row", "pass", FUSED),
@@ -192,7 +192,7 @@ INFERENCE = [
           ".masked_fill_(sum_ == 0, math.inf)", "", FUSED),
     house("a sink is a key", "ops/inference/call.py",
           "rows.masked_fill_(end <= first, math.inf)", "pass", FUSED),
-    house("an int8 query is copied when a call is lowered", "ops/inference/fused_lower.py",
+    house("an int8 query is copied when a call is lowered", "ops/fused/lower.py",
           'settled.cache, n["query"]),', 'settled.cache, n["query"].to(problem.torch_dtype)),',
           "inference/test_fused.py::test_tensors_are_read_when_a_call_runs"),
 ]  # fmt: skip
@@ -272,10 +272,10 @@ FACES = [
 
 FUSED_FACES = "inference/test_fused_faces.py"
 CALLERS = [
-    house("fused inference: one-token queries keep their mode", "ops/inference/fused_geometry.py",
+    house("fused inference: one-token queries keep their mode", "ops/fused/geometry.py",
           '"mode": 0 if one_token else mode,', '"mode": mode,',
           "inference/test_fused.py::test_golden_agrees_with_dense_formulas"),
-    house("fused inference: columns count a prefix twice", "ops/inference/fused_geometry.py",
+    house("fused inference: columns count a prefix twice", "ops/fused/geometry.py",
           '"columns": common + int(', '"columns": 2 * common + int(',
           "inference/test_fused_callers.py::test_the_call_runs_as_written"),
     house("fused inference: a trace loses a gradient without a word", "torch_ops/traced.py",
@@ -283,7 +283,7 @@ CALLERS = [
     house("fused inference: .out writes no logarithm", "npu/fused_out.py",
           'lse.copy_(found["softmax_lse"])', "lse.add_(0)",
           f"{FUSED_FACES}::test_out_may_be_any_view_and_even_the_query"),
-    house("fused inference: slots before heads without a hint", "ops/inference/fused_checks.py",
+    house("fused inference: slots before heads without a hint", "ops/fused/checks.py",
           "if t.dim() == 4 and table is not None and", "if t.dim() == 5 and table is not None and",
           f"{FUSED_FACES}::test_the_text_names_the_cause"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from support.fused_cases import CASES, PROMPTS
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Memo, bind
-from fusion_attention.ops.inference import fused_records as fused
+from fusion_attention.ops.fused import records as fused
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute

@@ -14,7 +14,7 @@ import torch
 
 from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
-from fusion_attention.ops.inference import fused_records as fused
+from fusion_attention.ops.fused import records as fused
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [

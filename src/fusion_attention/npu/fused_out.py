@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import ContractError, Op, bind, show
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
     WORDS,
     lse_shape,
@@ -21,7 +21,7 @@ from fusion_attention.ops.inference.fused_geometry import (
     out_dtype,
     out_shape,
 )
-from fusion_attention.ops.inference.fused_records import TORCH_PFA, TORCH_V1, TORCH_V2
+from fusion_attention.ops.fused.records import TORCH_PFA, TORCH_V1, TORCH_V2
 from fusion_attention.torch_ops import dispatch
 
 P = ParamSpec("P")

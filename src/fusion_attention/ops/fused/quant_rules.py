@@ -1,6 +1,6 @@
 """The rules of integers in fused inference attention: caches, queries and outputs, and their scales.
 
-As fused_rules.py, which holds most others.
+As rules.py, which holds most others.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
+from fusion_attention.ops.fused.rules import LATENT, PAGES
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
 from fusion_attention.ops.shared.rules import group, invalid, limit, refused, reserved, typed
 

@@ -1,6 +1,6 @@
 """From a bound call of fused inference attention down to an InferenceCall: the last place that knows its words.
 
-What lengths and shapes say together stands in fused_geometry.py. What a record lacks has its neutral value.
+What lengths and shapes say together stands in geometry.py. What a record lacks has its neutral value.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import torch
 
 from fusion_attention.contract import Bound, dtype_text, members
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
-from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.geometry import (
     geometry,
     lse_shape,
     of_inputs,
@@ -23,6 +21,8 @@ from fusion_attention.ops.inference.fused_geometry import (
     out_dtype,
     out_shape,
 )
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 

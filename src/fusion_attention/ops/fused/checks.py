@@ -1,6 +1,6 @@
 """The questions that the rules of fused inference attention ask; each answers True, or says what came instead.
 
-Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (fused_rules.py).
+Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (rules.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import dtype_text, members, show
-from fusion_attention.ops.inference import checks
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
     TRIANGLE,
     WORDS,
@@ -21,6 +20,7 @@ from fusion_attention.ops.inference.fused_geometry import (
     of_inputs,
     page_layout,
 )
+from fusion_attention.ops.inference import checks
 from fusion_attention.waist.mask import UNLIMITED
 
 Tensor = torch.Tensor

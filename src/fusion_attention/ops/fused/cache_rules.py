@@ -1,6 +1,6 @@
 """The rules of where keys lie in fused inference attention: pages, lists, left padding, shared prefix, rope parts.
 
-As fused_rules.py, which holds inputs and lengths.
+As rules.py, which holds inputs and lengths.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.inference.fused_rules import (
+from fusion_attention.ops.fused.rules import (
     CACHE,
     FUSED_ONLY,
     GAPS,

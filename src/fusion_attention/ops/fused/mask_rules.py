@@ -1,6 +1,6 @@
 """The rules of what acts on scores in fused inference attention: mask, mode, window, pse_shift and sink.
 
-As fused_rules.py, which holds most others.
+As rules.py, which holds most others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.inference.fused_geometry import PACKED
-from fusion_attention.ops.inference.fused_rules import PAGES, ROPE
+from fusion_attention.ops.fused.geometry import PACKED
+from fusion_attention.ops.fused.rules import PAGES, ROPE
 from fusion_attention.ops.shared.rules import content, limit, note, typed
 from fusion_attention.waist.mask import UNLIMITED
 

@@ -2,8 +2,8 @@
 
 And of torch_npu's three functions.
 
-A version is a delta of the one before; what IncreFlashAttention has too comes from records.py. Rules stand in
-fused_rules.py, the way down in fused_lower.py.
+A version is a delta of the one before; what IncreFlashAttention has too comes from ops/inference/records.py. Rules
+stand in rules.py, the way down in lower.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
-from fusion_attention.ops.inference.fused_cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
-from fusion_attention.ops.inference.fused_cache_rules import ROPES as ROPE_RULES
-from fusion_attention.ops.inference.fused_checks import FUNCTIONS
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
+from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
+from fusion_attention.ops.fused.checks import FUNCTIONS
+from fusion_attention.ops.fused.geometry import (
     LAYOUTS,
     PACKED,
     PROMPT,
@@ -29,8 +29,8 @@ from fusion_attention.ops.inference.fused_geometry import (
     lse_words,
     words,
 )
-from fusion_attention.ops.inference.fused_lower import PROMPT_RESULTS, RESULTS, fresh, lower
-from fusion_attention.ops.inference.fused_mask_rules import (
+from fusion_attention.ops.fused.lower import PROMPT_RESULTS, RESULTS, fresh, lower
+from fusion_attention.ops.fused.mask_rules import (
     BIASES,
     MASKS,
     NO_TREES,
@@ -41,7 +41,7 @@ from fusion_attention.ops.inference.fused_mask_rules import (
     TREES,
     UNREAD_BIAS,
 )
-from fusion_attention.ops.inference.fused_quant_rules import (
+from fusion_attention.ops.fused.quant_rules import (
     ELSEWHERE,
     INTEGERS,
     LAST,
@@ -50,7 +50,7 @@ from fusion_attention.ops.inference.fused_quant_rules import (
     OWN_DTYPE,
     RESERVED,
 )
-from fusion_attention.ops.inference.fused_rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
+from fusion_attention.ops.fused.rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
 from fusion_attention.ops.inference.records import (
     ANTI_OFFSET,
     ANTI_SCALE,
