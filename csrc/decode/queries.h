@@ -251,7 +251,9 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
             std::uint32_t *const vector = to + (at / lanes * parts + part) * digits * lanes + lane;
             for (int digit = 0; digit < digits; ++digit) {
                 std::int8_t four[4];
-                for (int j = 0; j < 4; ++j) four[j] = bytes[digit * size + c * word + j * parts + part];
+                const std::int8_t *const from = bytes + digit * size + c * word;
+                if constexpr (parts == 1) std::memcpy(four, from, 4);
+                for (int j = 0; j < 4 && parts > 1; ++j) four[j] = from[j * parts + part];
                 std::memcpy(vector + digit * lanes, four, 4);
             }
         }
