@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fusion_attention.api.attention import attention
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
     from fusion_attention.api.decode import decode_attention
+    from fusion_attention.api.latents import divided_rope
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
     from fusion_attention.backends import use_backend
     from fusion_attention.captures.capture import capture
@@ -32,6 +33,7 @@ __all__ = [
     "attention",
     "capture",
     "decode_attention",
+    "divided_rope",
     "indexer_loss",
     "lightning_indexer",
     "replay",
@@ -54,6 +56,7 @@ _HOMES = {
     "attention": "api.attention",
     "capture": "captures.capture",
     "decode_attention": "api.decode",
+    "divided_rope": "api.latents",
     "indexer_loss": "api.sparse",
     "lightning_indexer": "api.sparse",
     "replay": "captures.replay",

@@ -1749,6 +1749,818 @@ def aclnnIncreFlashAttentionV4(
     Source: CANN, aclnnIncreFlashAttentionV4.
     """
 
+def aclnnPromptFlashAttentionGetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.Tensor | None,
+    value: acl.Tensor | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    attention_out: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention of prompts. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows.
+        value: Value rows.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        attention_out: The output rows.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnPromptFlashAttention.
+    """
+
+def aclnnPromptFlashAttention(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """Attention of prompts. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnPromptFlashAttention.
+    """
+
+def aclnnPromptFlashAttentionV2GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.Tensor | None,
+    value: acl.Tensor | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    attention_out: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows.
+        value: Value rows.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right.
+        attention_out: The output rows.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnPromptFlashAttentionV2.
+    """
+
+def aclnnPromptFlashAttentionV2(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnPromptFlashAttentionV2.
+    """
+
+def aclnnPromptFlashAttentionV3GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.Tensor | None,
+    value: acl.Tensor | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    attention_out: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows.
+        value: Value rows.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        attention_out: The output rows.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnPromptFlashAttentionV3.
+    """
+
+def aclnnPromptFlashAttentionV3(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnPromptFlashAttentionV3.
+    """
+
+def aclnnFusedInferAttentionScoreGetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.TensorList | None,
+    value: acl.TensorList | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    antiquant_scale: acl.Tensor | None,
+    antiquant_offset: acl.Tensor | None,
+    block_table: acl.Tensor | None,
+    query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+    antiquant_mode: int,
+    softmax_lse_flag: bool,
+    attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows: one tensor, one per item, or pages.
+        value: Value rows, as the keys lie.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        antiquant_scale: Scales of an int8 cache, keys then values. May be None.
+        antiquant_offset: Added to the integers before scaling. May be None.
+        block_table: The pages of every item, in order. May be None.
+        query_padding_size: Unused slots behind every item's rows, which end there (left padding). May be None.
+        kv_padding_size: Unused slots behind every item's keys, which end there (left padding). May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, 9 tree.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        block_size: Tokens of a page; ignored without a block table.
+        antiquant_mode: Of antiquant_scale: 0 per channel or one number, 1 per token.
+        softmax_lse_flag: Whether softmax_lse is written.
+        attention_out: The output rows.
+        softmax_lse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. May be None.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnFusedInferAttentionScore.
+    """
+
+def aclnnFusedInferAttentionScore(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnFusedInferAttentionScore.
+    """
+
+def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.TensorList | None,
+    value: acl.TensorList | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    antiquant_scale: acl.Tensor | None,
+    antiquant_offset: acl.Tensor | None,
+    block_table: acl.Tensor | None,
+    query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    key_antiquant_scale: acl.Tensor | None,
+    key_antiquant_offset: acl.Tensor | None,
+    value_antiquant_scale: acl.Tensor | None,
+    value_antiquant_offset: acl.Tensor | None,
+    key_shared_prefix: acl.Tensor | None,
+    value_shared_prefix: acl.Tensor | None,
+    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+    antiquant_mode: int,
+    softmax_lse_flag: bool,
+    key_antiquant_mode: int,
+    value_antiquant_mode: int,
+    attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows: one tensor, one per item, or pages.
+        value: Value rows, as the keys lie.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        antiquant_scale: Scales of an int8 cache, keys then values. May be None.
+        antiquant_offset: Added to the integers before scaling. May be None.
+        block_table: The pages of every item, in order. May be None.
+        query_padding_size: Unused slots behind every item's rows, which end there (left padding). May be None.
+        kv_padding_size: Unused slots behind every item's keys, which end there (left padding). May be None.
+        key_antiquant_scale: Scales of integer keys. May be None.
+        key_antiquant_offset: Added to integer keys before scaling. May be None.
+        value_antiquant_scale: Scales of integer values. May be None.
+        value_antiquant_offset: Added to integer values before scaling. May be None.
+        key_shared_prefix: Keys in front of every item's own. May be None.
+        value_shared_prefix: Values in front of every item's own. May be None.
+        actual_shared_prefix_len: Keys of the shared prefix that count, one number; None: all. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, 9 tree.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        block_size: Tokens of a page; ignored without a block table.
+        antiquant_mode: Of antiquant_scale: 0 per channel or one number, 1 per token.
+        softmax_lse_flag: Whether softmax_lse is written.
+        key_antiquant_mode: Of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        value_antiquant_mode: Of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        attention_out: The output rows.
+        softmax_lse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. May be None.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV2.
+    """
+
+def aclnnFusedInferAttentionScoreV2(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV2.
+    """
+
+def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.TensorList | None,
+    value: acl.TensorList | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    antiquant_scale: acl.Tensor | None,
+    antiquant_offset: acl.Tensor | None,
+    block_table: acl.Tensor | None,
+    query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    key_antiquant_scale: acl.Tensor | None,
+    key_antiquant_offset: acl.Tensor | None,
+    value_antiquant_scale: acl.Tensor | None,
+    value_antiquant_offset: acl.Tensor | None,
+    key_shared_prefix: acl.Tensor | None,
+    value_shared_prefix: acl.Tensor | None,
+    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    query_rope: acl.Tensor | None,
+    key_rope: acl.Tensor | None,
+    key_rope_antiquant_scale: acl.Tensor | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+    antiquant_mode: int,
+    softmax_lse_flag: bool,
+    key_antiquant_mode: int,
+    value_antiquant_mode: int,
+    attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FusedInferAttentionScoreV2 with rope parts of their own. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows: one tensor, one per item, or pages.
+        value: Value rows, as the keys lie.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        antiquant_scale: Scales of an int8 cache, keys then values. May be None.
+        antiquant_offset: Added to the integers before scaling. May be None.
+        block_table: The pages of every item, in order. May be None.
+        query_padding_size: Unused slots behind every item's rows, which end there (left padding). May be None.
+        kv_padding_size: Unused slots behind every item's keys, which end there (left padding). May be None.
+        key_antiquant_scale: Scales of integer keys. May be None.
+        key_antiquant_offset: Added to integer keys before scaling. May be None.
+        value_antiquant_scale: Scales of integer values. May be None.
+        value_antiquant_offset: Added to integer values before scaling. May be None.
+        key_shared_prefix: Keys in front of every item's own. May be None.
+        value_shared_prefix: Values in front of every item's own. May be None.
+        actual_shared_prefix_len: Keys of the shared prefix that count, one number; None: all. May be None.
+        query_rope: Rope part of the query rows. May be None.
+        key_rope: Rope part of the key rows, as the keys lie. May be None.
+        key_rope_antiquant_scale: Reserved. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, 9 tree.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        block_size: Tokens of a page; ignored without a block table.
+        antiquant_mode: Of antiquant_scale: 0 per channel or one number, 1 per token.
+        softmax_lse_flag: Whether softmax_lse is written.
+        key_antiquant_mode: Of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        value_antiquant_mode: Of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        attention_out: The output rows.
+        softmax_lse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. May be None.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV3.
+    """
+
+def aclnnFusedInferAttentionScoreV3(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """FusedInferAttentionScoreV2 with rope parts of their own. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV3.
+    """
+
+def aclnnFusedInferAttentionScoreV4GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.TensorList | None,
+    value: acl.TensorList | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    antiquant_scale: acl.Tensor | None,
+    antiquant_offset: acl.Tensor | None,
+    block_table: acl.Tensor | None,
+    query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    key_antiquant_scale: acl.Tensor | None,
+    key_antiquant_offset: acl.Tensor | None,
+    value_antiquant_scale: acl.Tensor | None,
+    value_antiquant_offset: acl.Tensor | None,
+    key_shared_prefix: acl.Tensor | None,
+    value_shared_prefix: acl.Tensor | None,
+    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    query_rope: acl.Tensor | None,
+    key_rope: acl.Tensor | None,
+    key_rope_antiquant_scale: acl.Tensor | None,
+    dequant_scale_query: acl.Tensor | None,
+    learnable_sink: acl.Tensor | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+    antiquant_mode: int,
+    softmax_lse_flag: bool,
+    key_antiquant_mode: int,
+    value_antiquant_mode: int,
+    query_quant_mode: int,
+    attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FusedInferAttentionScoreV3 with a scale per query row, and sinks. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows: one tensor, one per item, or pages.
+        value: Value rows, as the keys lie.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        antiquant_scale: Scales of an int8 cache, keys then values. May be None.
+        antiquant_offset: Added to the integers before scaling. May be None.
+        block_table: The pages of every item, in order. May be None.
+        query_padding_size: Unused slots behind every item's rows, which end there (left padding). May be None.
+        kv_padding_size: Unused slots behind every item's keys, which end there (left padding). May be None.
+        key_antiquant_scale: Scales of integer keys. May be None.
+        key_antiquant_offset: Added to integer keys before scaling. May be None.
+        value_antiquant_scale: Scales of integer values. May be None.
+        value_antiquant_offset: Added to integer values before scaling. May be None.
+        key_shared_prefix: Keys in front of every item's own. May be None.
+        value_shared_prefix: Values in front of every item's own. May be None.
+        actual_shared_prefix_len: Keys of the shared prefix that count, one number; None: all. May be None.
+        query_rope: Rope part of the query rows. May be None.
+        key_rope: Rope part of the key rows, as the keys lie. May be None.
+        key_rope_antiquant_scale: Reserved. May be None.
+        dequant_scale_query: Scale of an int8 query, per row and head. May be None.
+        learnable_sink: One more logit per query head, without a value. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, 9 tree.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        block_size: Tokens of a page; ignored without a block table.
+        antiquant_mode: Of antiquant_scale: 0 per channel or one number, 1 per token.
+        softmax_lse_flag: Whether softmax_lse is written.
+        key_antiquant_mode: Of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        value_antiquant_mode: Of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        query_quant_mode: 3: an int8 query with a scale per row and head (rope parts beside it); else 0.
+        attention_out: The output rows.
+        softmax_lse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. May be None.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV4.
+    """
+
+def aclnnFusedInferAttentionScoreV4(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """FusedInferAttentionScoreV3 with a scale per query row, and sinks. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV4.
+    """
+
+def aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
+    query: acl.Tensor | None,
+    key: acl.TensorList | None,
+    value: acl.TensorList | None,
+    pse_shift: acl.Tensor | None,
+    atten_mask: acl.Tensor | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    dequant_scale1: acl.Tensor | None,
+    quant_scale1: acl.Tensor | None,
+    dequant_scale2: acl.Tensor | None,
+    quant_scale2: acl.Tensor | None,
+    quant_offset2: acl.Tensor | None,
+    antiquant_scale: acl.Tensor | None,
+    antiquant_offset: acl.Tensor | None,
+    block_table: acl.Tensor | None,
+    query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    key_antiquant_scale: acl.Tensor | None,
+    key_antiquant_offset: acl.Tensor | None,
+    value_antiquant_scale: acl.Tensor | None,
+    value_antiquant_offset: acl.Tensor | None,
+    key_shared_prefix: acl.Tensor | None,
+    value_shared_prefix: acl.Tensor | None,
+    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    query_rope: acl.Tensor | None,
+    key_rope: acl.Tensor | None,
+    key_rope_antiquant_scale: acl.Tensor | None,
+    dequant_scale_query: acl.Tensor | None,
+    learnable_sink: acl.Tensor | None,
+    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    num_heads: int,
+    scale_value: float,
+    pre_tokens: int,
+    next_tokens: int,
+    input_layout: str,
+    num_key_value_heads: int,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+    antiquant_mode: int,
+    softmax_lse_flag: bool,
+    key_antiquant_mode: int,
+    value_antiquant_mode: int,
+    query_quant_mode: int,
+    pse_type: int,
+    attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None,
+    *,
+    strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know. Phase 1: checks, plans, and says how much workspace phase 2 needs.
+
+    Args:
+        query: Query rows.
+        key: Key rows: one tensor, one per item, or pages.
+        value: Value rows, as the keys lie.
+        pse_shift: Added to the scaled scores. May be None.
+        atten_mask: 1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle. May be None.
+        actual_seq_lengths: Query rows of every item; packed rows: cumulative ends. May be None.
+        actual_seq_lengths_kv: Keys of every item; packed keys: cumulative ends; pages: lengths always. May be None.
+        dequant_scale1: Of an int8 query: scale of the integer scores. May be None.
+        quant_scale1: Of an int8 query: scale that makes the weights int8. May be None.
+        dequant_scale2: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. May be None.
+        quant_scale2: Scale of int8 output, 1 or N1*Dv elements. May be None.
+        quant_offset2: Offset of int8 output. May be None.
+        antiquant_scale: Scales of an int8 cache, keys then values. May be None.
+        antiquant_offset: Added to the integers before scaling. May be None.
+        block_table: The pages of every item, in order. May be None.
+        query_padding_size: Unused slots behind every item's rows, which end there (left padding). May be None.
+        kv_padding_size: Unused slots behind every item's keys, which end there (left padding). May be None.
+        key_antiquant_scale: Scales of integer keys. May be None.
+        key_antiquant_offset: Added to integer keys before scaling. May be None.
+        value_antiquant_scale: Scales of integer values. May be None.
+        value_antiquant_offset: Added to integer values before scaling. May be None.
+        key_shared_prefix: Keys in front of every item's own. May be None.
+        value_shared_prefix: Values in front of every item's own. May be None.
+        actual_shared_prefix_len: Keys of the shared prefix that count, one number; None: all. May be None.
+        query_rope: Rope part of the query rows. May be None.
+        key_rope: Rope part of the key rows, as the keys lie. May be None.
+        key_rope_antiquant_scale: Reserved. May be None.
+        dequant_scale_query: Scale of an int8 query, per row and head. May be None.
+        learnable_sink: One more logit per query head, without a value. May be None.
+        q_start_idx: Of pse_type 2 and 3, which there are not. May be None.
+        kv_start_idx: Of pse_type 2 and 3, which there are not. May be None.
+        num_heads: Query heads.
+        scale_value: Factor on query . key.
+        pre_tokens: Window to the left (modes 0 with a mask, and 4).
+        next_tokens: Window to the right (modes 0 with a mask, and 4).
+        input_layout: Axis order of query, key and value; behind a _ that of the output.
+        num_key_value_heads: Key heads; 0: as many as query heads.
+        sparse_mode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, 9 tree.
+        inner_precise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+        block_size: Tokens of a page; ignored without a block table.
+        antiquant_mode: Of antiquant_scale: 0 per channel or one number, 1 per token.
+        softmax_lse_flag: Whether softmax_lse is written.
+        key_antiquant_mode: Of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        value_antiquant_mode: Of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages.
+        query_quant_mode: 3: an int8 query with a scale per row and head (rope parts beside it); else 0.
+        pse_type: 0: pse_shift is added to the scaled scores.
+        attention_out: The output rows.
+        softmax_lse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. May be None.
+        strict: the chip's limits are errors too.
+        check_content: phase 2 checks tensor content too.
+
+    Returns:
+        (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV5.
+    """
+
+def aclnnFusedInferAttentionScoreV5(
+    workspace: Any,
+    workspace_size: int,
+    executor: acl.Executor | None,
+    stream: acl.Stream | None,
+) -> int:
+    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know. Phase 2: runs what phase 1 planned, into its output tensors.
+
+    Args:
+        workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+        workspace_size: as phase 1 returned it, or more.
+        executor: as phase 1 returned it; one run each, unless made repeatable.
+        stream: from acl.rt.create_stream(); None is the default one.
+
+    Returns:
+        ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+
+    Source: CANN, aclnnFusedInferAttentionScoreV5.
+    """
+
 def aclnnLightningIndexerGetWorkspaceSize(
     query: acl.Tensor | None,
     key: acl.Tensor | None,

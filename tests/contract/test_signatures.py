@@ -82,6 +82,9 @@ KEYWORD_ONLY_FROM = {
     "npu_fusion_attention_grad_v2": "pse",
     "npu_fusion_attention_grad_v3": "pse",
     "npu_incre_flash_attention": "padding_mask",
+    "npu_prompt_flash_attention": "padding_mask",
+    "npu_fused_infer_attention_score": "pse_shift",
+    "npu_fused_infer_attention_score_v2": "query_rope",
     "attention": "layout",
     "npu_lightning_indexer": "actual_seq_lengths_query",
     "npu_lightning_indexer_grad": None,
@@ -128,6 +131,24 @@ TORCH_NPU = {
     " antiquant_offset block_table dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
     " kv_padding_size num_heads=1 scale_value=1.0 input_layout='BSH' num_key_value_heads=0 block_size=0"
     " inner_precise=1",
+    "npu_prompt_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths deq_scale1"
+    " quant_scale1 deq_scale2 quant_scale2 quant_offset2 num_heads=1 scale_value=1.0 pre_tokens=2147483647"
+    " next_tokens=0 input_layout='BSH' num_key_value_heads=0 actual_seq_lengths_kv sparse_mode=0",
+    "npu_fused_infer_attention_score": "query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv"
+    " dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset"
+    " key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset block_table"
+    " query_padding_size kv_padding_size key_shared_prefix value_shared_prefix actual_shared_prefix_len query_rope"
+    " key_rope key_rope_antiquant_scale num_heads=1 scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
+    " input_layout='BSH' num_key_value_heads=0 sparse_mode=0 inner_precise=0 block_size=0 antiquant_mode=0"
+    " key_antiquant_mode=0 value_antiquant_mode=0 softmax_lse_flag=False",
+    "npu_fused_infer_attention_score_v2": "query key value query_rope key_rope pse_shift atten_mask actual_seq_qlen"
+    " actual_seq_kvlen block_table dequant_scale_query dequant_scale_key dequant_offset_key dequant_scale_value"
+    " dequant_offset_value dequant_scale_key_rope quant_scale_out quant_offset_out quant_scale_p learnable_sink"
+    " num_query_heads=1 num_key_value_heads=0 softmax_scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
+    " input_layout='BSH' sparse_mode=0 block_size=0 query_quant_mode=0 key_quant_mode=0 value_quant_mode=0"
+    " inner_precise=0 return_softmax_lse=False query_dtype key_dtype value_dtype query_rope_dtype key_rope_dtype"
+    " key_shared_prefix_dtype value_shared_prefix_dtype dequant_scale_query_dtype dequant_scale_key_dtype"
+    " dequant_scale_value_dtype dequant_scale_key_rope_dtype out_dtype",
     "npu_lightning_indexer": "query key weights actual_seq_lengths_query actual_seq_lengths_key block_table"
     f" layout_query='BSND' layout_key='BSND' sparse_count=2048 sparse_mode=3 {EVERY} return_value=False",
     "npu_lightning_indexer_grad": "query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key"
@@ -157,6 +178,16 @@ def test_torch_npu_signatures(name: str) -> None:
         found.append(p.name if plain else f"{p.name}={p.default!r}")
     assert found == TORCH_NPU[name].split()
 
+
+FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1
+    quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset block_table
+    query_padding_size kv_padding_size"""
+FUSED_NUMBERS = """num_heads scale_value pre_tokens next_tokens input_layout num_key_value_heads sparse_mode
+    inner_precise block_size antiquant_mode softmax_lse_flag"""
+FUSED_SIDES = """key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset
+    key_shared_prefix value_shared_prefix actual_shared_prefix_len"""
+FUSED_ROPES, FUSED_MODES = "query_rope key_rope key_rope_antiquant_scale", "key_antiquant_mode value_antiquant_mode"
+FUSED_OUT = "attention_out softmax_lse"
 
 # The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
 ACLNN = {
@@ -258,6 +289,28 @@ ACLNN = {
         quant_offset2 antiquant_scale antiquant_offset block_table kv_padding_size num_heads scale_value input_layout
         num_key_value_heads block_size inner_precise attention_out
     """,
+    "aclnnPromptFlashAttention": """
+        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value pre_tokens next_tokens
+        input_layout num_key_value_heads attention_out
+    """,
+    "aclnnPromptFlashAttentionV2": """
+        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
+        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
+        num_key_value_heads sparse_mode attention_out
+    """,
+    "aclnnPromptFlashAttentionV3": """
+        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
+        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
+        num_key_value_heads sparse_mode inner_precise attention_out
+    """,
+    "aclnnFusedInferAttentionScore": f"{FUSED_INPUTS} {FUSED_NUMBERS} {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV2": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_NUMBERS} {FUSED_MODES} {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV3": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} {FUSED_NUMBERS} {FUSED_MODES}"
+    f" {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV4": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
+    f" {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV5": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
+    f" q_start_idx kv_start_idx {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode pse_type {FUSED_OUT}",
     "aclnnLightningIndexer": """
         query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
         sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out

@@ -166,6 +166,7 @@ OTHERWISE = {
     "dkey": {"dkOut"},
     "weights": {"weight"},
     "dweights": {"dWeightOut"},
+    **{f"dequant_scale{n}": {f"deqScale{n}", f"deqScale{n}Optional"} for n in (1, 2)},
 }
 
 

@@ -162,6 +162,40 @@ DECODING = [
           "pool[pages[-1]] = pool[old]", "pass",
           "inference/test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
 ]  # fmt: skip
+FUSED = "inference/test_fused.py::test_golden_agrees_with_dense_formulas"
+CPU_FUSED = "inference/test_fused.py::test_the_cpu_back_end_agrees_with_golden"
+CACHES = "inference/test_waist_of_caches.py::"
+INFERENCE = [
+    house("a row in pieces read as one piece", "waist/kv.py",
+          "piece = self.piece or self.dim", "piece = self.dim", CACHES + "test_rows_in_pieces", FUSED),
+    house("common keys behind a sequence's own", SPECIFICATION,
+          "torch.cat((_stored(problem, common, 0, shared), values), dim=1)",
+          "torch.cat((values, _stored(problem, common, 0, shared)), dim=1)", CACHES + "test_common_keys", FUSED),
+    house("a tree mask begins at the first key", SPECIFICATION,
+          "(operands.blocked.first_of(b), 0)", "(0, operands.blocked.first_of(b))",
+          CACHES + "test_a_matrix_without_the_first_keys", FUSED),
+    house("a row's scale left out", SPECIFICATION,
+          "scores = scores * query(operands.row_scale)", "scores = scores * 1", CACHES + "test_scales_of_rows", FUSED),
+    house("weights are not rounded", SPECIFICATION,
+          "(operands.weight_scale.double() * weights).round()", "(operands.weight_scale.double() * weights)",
+          CACHES + "test_rounded_weights", "inference/test_fused_examples.py::test_e8_int8_throughout", FUSED),
+    house("int8 weights against the maximum so far", "backends/cpu/full_int8.py",
+          "weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()",
+          "weights = (self._scores(keys) - self._scores(keys).amax(-1, keepdim=True).clamp(min=-99)).exp()", CPU_FUSED),
+    house("a window beside a mask from the other corner", "ops/fused/lower.py",
+          'Band.window(n["pre"], n["next"], "start")', 'Band.window(n["pre"], n["next"])', FUSED),
+    house("scales of values are those of keys", "ops/fused/lower.py",
+          'scale, offset = n["antiquant_scale"][side]', 'scale, offset = n["antiquant_scale"][0]', FUSED),
+    house("rows of queries padded on the left counted from the first slot", "ops/inference/call.py",
+          "view.address = view.address + self.q_first * view.stride_row", "pass", FUSED),
+    house("a row without keys has a logarithm of -inf", "ops/inference/call.py",
+          ".masked_fill_(sum_ == 0, math.inf)", "", FUSED),
+    house("a sink is a key", "ops/inference/call.py",
+          "rows.masked_fill_(end <= first, math.inf)", "pass", FUSED),
+    house("an int8 query is copied when a call is lowered", "ops/fused/lower.py",
+          'settled.cache, n["query"]),', 'settled.cache, n["query"].to(problem.torch_dtype)),',
+          "inference/test_fused.py::test_tensors_are_read_when_a_call_runs"),
+]  # fmt: skip
 SPARSE = [
     house("scores of the indexer without ReLU", "backends/golden/indexer.py",
           "scores = (weights * dots.clamp(min=0)).sum(0)", "scores = (weights * dots).sum(0)",
@@ -236,6 +270,24 @@ FACES = [
           "faces/test_install.py::test_uninstall_restores_everything"),
 ]  # fmt: skip
 
+FUSED_FACES = "inference/test_fused_faces.py"
+CALLERS = [
+    house("fused inference: one-token queries keep their mode", "ops/fused/geometry.py",
+          '"mode": 0 if one_token else mode,', '"mode": mode,',
+          "inference/test_fused.py::test_golden_agrees_with_dense_formulas"),
+    house("fused inference: columns count a prefix twice", "ops/fused/geometry.py",
+          '"columns": common + int(', '"columns": 2 * common + int(',
+          "inference/test_fused_callers.py::test_the_call_runs_as_written"),
+    house("fused inference: a trace loses a gradient without a word", "torch_ops/traced.py",
+          "        _untrained(tensors, *rest)\n", "        pass\n", f"{FUSED_FACES}::test_a_gradient_is_never_dropped"),
+    house("fused inference: .out writes no logarithm", "npu/fused_out.py",
+          'lse.copy_(found["softmax_lse"])', "lse.add_(0)",
+          f"{FUSED_FACES}::test_out_may_be_any_view_and_even_the_query"),
+    house("fused inference: slots before heads without a hint", "ops/fused/checks.py",
+          "if t.dim() == 4 and table is not None and", "if t.dim() == 5 and table is not None and",
+          f"{FUSED_FACES}::test_the_text_names_the_cause"),
+]  # fmt: skip
+
 KERNELS = "kernels/test_cases.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
@@ -301,4 +353,6 @@ NATIVE = [
          "exp2<6>(score * log2_e) * y.share - p, count - i", "exp2<6>(score * log2_e) * y.share, count - i"),
 ]  # fmt: skip
 
-MUTANTS = (*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *SPARSE, *FACES, *TRITON, *NATIVE)
+MUTANTS = (
+    *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+)

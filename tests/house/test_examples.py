@@ -19,6 +19,7 @@ import fusion_attention as fa
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
     "generate": ["--tokens", "8"],
+    "serve": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }
 # The examples of acl run with its runtime: tests/faces/test_acl.py.

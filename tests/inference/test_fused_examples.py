@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.inference import fused_records as fused
+from fusion_attention.ops.fused import records as fused
 from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
@@ -240,6 +240,17 @@ def test_e8_int8_throughout() -> None:
     # Stored in half precision: what the rounded weights add to, 0.0015 and more, is seen all the same.
     torch.testing.assert_close(out.double(), torch.tensor(FULL_OUT).double(), rtol=2.0**-11, atol=0)
     near(lse, [[1.769445, 2.089338], [0.377127, 0.669146]])
+
+
+def test_scales_of_64_bits_are_hardware_words() -> None:
+    """Bits 13 to 31 of a word are a float32's upper ones: 0.02 is 0.019989..., and what stands above is not read."""
+    short, words = dict(FULL), dict(FULL)
+    for name in ("dequant_scale1", "dequant_scale2"):
+        bits = FULL[name].view(torch.int32).to(torch.int64)
+        short[name] = (bits & 0xFFFFE000).to(torch.int32).view(torch.float32)
+        words[name] = (bits | 1 << 46).view(torch.uint64)
+    assert short["dequant_scale1"].item() == 0.019989013671875
+    assert all(map(torch.equal, run(fused.TORCH_V1, **words), run(fused.TORCH_V1, **short)))
 
 
 def test_e8_int8_output() -> None:

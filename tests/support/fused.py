@@ -5,7 +5,7 @@ Nothing here knows the lowering or a back end.
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -253,8 +253,6 @@ def _scale_tensor(case: FusedCase, kind: str, items: list[Tensor]) -> Tensor:
     if kind in ("tensor", "channel", "head"):
         return items[0].flatten() if kind != "channel" else items[0].flatten(1)
     if kind in ("pages", "pages_head"):
-        from dataclasses import replace
-
         pages = cache_of(replace(case, store="heads"), items)[..., 0]
         return pages if kind == "pages_head" else pages[:, 0]
     width = max(case.kv_len) + 3
@@ -286,7 +284,7 @@ def arguments(case: FusedCase) -> Args:
         "softmax_lse_flag": True,
     }
     q_len, kv_len = list(case.q_len), list(case.kv_len)
-    if case.packed and case.inside != "NSD":
+    if case.packed and case.inside not in ("NSD", "SH"):
         ends = [torch.tensor(x).cumsum(0).tolist() for x in (q_len, kv_len)]
         q_len, kv_len = ends[0], kv_len if case.paged else ends[1]
     args |= {"actual_seq_lengths": q_len, "actual_seq_lengths_kv": kv_len}
@@ -334,8 +332,8 @@ def _quantised(case: FusedCase, n: Args) -> Args:
     elif case.latent:
         scale = rows_of(case, [s[..., None] for s in n["row_scale"]], "BSND" if case.inside == "BSH" else case.inside,
                         case.row_slots, case.q_first)  # fmt: skip
-        one = torch.tensor([0.05])
-        args = {"dequant_scale_query": scale[..., 0], "key_antiquant_scale": one, "value_antiquant_scale": one}
+        args = {"dequant_scale_query": scale[..., 0], "key_antiquant_scale": torch.tensor([0.05])}
+        args["value_antiquant_scale"] = torch.tensor([0.03])
         args["query_quant_mode"] = 3
     elif case.keys:
         for what in ("scale", "offset") if case.offsets else ("scale",):
@@ -451,7 +449,7 @@ def _meaning(case: FusedCase, n: Args, side: str, b: int, wide: torch.dtype) -> 
     if case.full:
         return stored if side == "k" else stored * torch.tensor(0.0004).to(wide)
     if case.latent:
-        return stored if side == "k" else stored * torch.tensor(0.05).to(wide)
+        return stored if side == "k" else stored * torch.tensor(0.03).to(wide)
     if not case.keys:
         return stored
     offset = n[f"{side}_offset"][b].to(wide) if case.offsets else 0

@@ -18,6 +18,9 @@ LENGTHS = [
     FusedCase(layout="TND", q_len=(0, 3, 0, 5), kv_len=(4, 0, 0, 9), mode=3),
     FusedCase(layout="TND", q_len=(4, 1), kv_len=(2, 9), mode=3),  # more rows than keys
     FusedCase(rows=8, slots=12, mode=3),
+    FusedCase(kv_len=(0, 0), out="tensor", offsets=True),
+    FusedCase(kv_len=(0, 0), store="rows"),
+    FusedCase(layout="TND", q_len=(0, 0), kv_len=(3, 0)),
     FusedCase(layout="BNSD", q_len=(70, 3), kv_len=(90, 1030), mode=3, dim=64, dim_v=64, dtype="bfloat16"),
 ]
 MODES = [
@@ -96,4 +99,18 @@ INTEGERS = [
     *(FusedCase(out=kind, offsets=o, layout=x) for kind in ("tensor", "channel") for o, x in ((0, "BSH"), (1, "BNSD"))),
     FusedCase(out="channel", offsets=True, dim=24, dim_v=8, layout="TND_NTD", rest=1),
 ]  # fmt: skip
-CASES = [*LAYOUTS, *LENGTHS, *MODES, *CACHES, *INTEGERS]
+# Of PromptFlashAttention alone, which has no logarithm.
+PROMPTS = [FusedCase(layout="SH", q_len=(3, 0, 4), kv_len=(3, 0, 4), dtype=dtype) for dtype in ("float16", "float32")]
+# New tokens in the words of IncreFlashAttention.
+DECODES = [
+    *(
+        FusedCase(q_len=(1, 1), layout=x, store=s)
+        for x in ("BSH", "BSND", "BNSD")
+        for s in ("stack", "list", *PAGES[:2])
+    ),
+    FusedCase(q_len=(1, 1), mask=True, blank=True, pse="batch"),
+    FusedCase(q_len=(1, 1), left=(0, 2), slots=12),
+    *(FusedCase(q_len=(1, 1), keys=k, values=k, joint=True, offsets=True) for k in ("tensor", "channel")),
+    FusedCase(q_len=(1, 1), out="channel", offsets=True, kv_len=(0, 700), dtype="bfloat16"),
+]
+CASES = [*LAYOUTS, *LENGTHS, *MODES, *CACHES, *INTEGERS, *DECODES]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusion_attention import acl, aclnn
-from fusion_attention.contract import Attr, Op, size_of
+from fusion_attention.contract import Attr, Op, Tensors, size_of
 from fusion_attention.ops import RECORDS
 
 V2 = RECORDS["aclnnFlashAttentionScoreV2"]
@@ -20,15 +20,18 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
         sizes[number.axis] = args[number.name]
     if isinstance(args.get("sparse_count"), int):
         sizes |= {"K": args["sparse_count"], "Kv": args["sparse_count"] if args["return_values"] else 0}
+    paged = args.get("block_table") is not None
     for p in op.tensors():
         value, words = args[p.name], p.words(op.layout_of(p, args))
+        if paged and isinstance(p, Tensors):
+            continue  # pages have axes of their own
         if isinstance(value, torch.Tensor) and value.dim() == len(words):
             for word, size in zip(words, value.shape, strict=True):
                 unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
                 known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
                 if len(unknown) == 1:
                     sizes[unknown[0]] = size // known
-    return sizes
+    return {"Dv": sizes.get("D", 0), "L": 1, **sizes}
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
@@ -41,7 +44,10 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
         alone = getattr(torch, p.dtypes, None) if p.dtypes else None
         source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
         dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
+        rope = args.get("query_rope")
+        dtype = (torch.float16 if rope is None else rope.dtype) if dtype == torch.int8 else dtype
         dtype = torch.int8 if args.get("quant_scale2") is not None else dtype
+        dtype = torch.float32 if p.name == "softmax_lse" else dtype
         if p.name == "dpse":
             pse = args["pse"]
             found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)

@@ -146,7 +146,7 @@ def handles(value: Any) -> tuple[Any, ...]:
 
 
 def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...]:
-    """The outputs that belong to a call: each must be there, and (strict) no other."""
+    """The outputs that belong to a call: each must be there, and (strict) no other, unless it is optional."""
     op, layout = bound.op, bound.names.get(bound.op.layout_attr, "")
     written = []
     for p in op.tensors(output=True):
@@ -157,7 +157,7 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
         absent = absent or any(bound.names.get(axis) is None for axis in axes)
         if not absent and value is None:
             raise refusal(op, p.shown, f"a tensor to write ({p.text})", "None", code=NULL_POINTER)
-        if absent and value is not None and value.numel() and strict:
+        if absent and value is not None and value.numel() and strict and not p.optional:
             why = f"{source} was not given" if source else "nothing is written to it"
             raise refusal(op, p.shown, "None or an empty tensor", show(value), why, TILING)
         if not absent:

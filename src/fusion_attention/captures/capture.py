@@ -22,8 +22,8 @@ import torch
 
 from fusion_attention.api import attention
 from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
-from fusion_attention.contract import Array, Op, Tensors
-from fusion_attention.npu import indexer_loss, inference, sparse, training, training_call
+from fusion_attention.contract import Array, Op, Tensor, Tensors
+from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.dropout import draw_seed
@@ -40,7 +40,7 @@ _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
     "npu_incre_flash_attention": ("attention_out",),
 }
-_FACES = (training, inference, sparse, indexer_loss)
+_FACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
@@ -97,7 +97,8 @@ class capture(ContextDecorator):
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
         """Writes one call; a file appears whole or not at all."""
-        given = {p.name: args.get(p.name) for p in op.params if args.get(p.name) is not None}
+        inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]  # room for results is none
+        given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         arrays = {p.name: _integers(given[p.name]) for p in op.params if isinstance(p, Array) and p.name in given}
         tensors = {name: value for name, value in tensors.items() if name not in arrays}

@@ -40,3 +40,4 @@ from fusion_attention.contract.record import Rule as Rule
 from fusion_attention.contract.record import Settings as Settings
 from fusion_attention.contract.record import Tensor as Tensor
 from fusion_attention.contract.record import Tensors as Tensors
+from fusion_attention.contract.stages import ask as ask

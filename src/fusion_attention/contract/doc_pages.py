@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from fusion_attention.contract.expressions import shape_text
-from fusion_attention.contract.record import LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
+from fusion_attention.contract.record import INVALID, LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
 
 TITLES = {
     "meaning": "Rules (always an error)",
@@ -33,6 +33,7 @@ AXES = {
     "Dr": "elements per row of rope",
     "Ni": "heads of the indexer",
     "Di": "elements per row of the indexer",
+    "L": "1 where it is asked for",
     "G": "query heads that share a key head",
     "K": "entries of a row's list",
     "Kv": "values of a row's list",
@@ -131,14 +132,11 @@ def _row(op: Op, p: Param) -> str:
         dtype = f"as `{op.by_name[p.dtypes[1:]].shown}`" if p.dtypes.startswith("=") else p.dtypes.replace(" ", ", ")
         shapes = _by_layout(op, p)
         shape = shape_text(shapes[0]) if len(set(shapes)) == 1 else "by layout"
-        if not any(shapes):
-            judged = any(r.param == p.name and r.level == "meaning" for r in op.asked)
-            shape = "by the rules" if judged else "any"
-            dtype = dtype or shape
+        judged = "by the rules" if any(r.param == p.name and r.level == "meaning" for r in op.asked) else "any"
+        shape, dtype = shape if any(shapes) else judged, dtype or judged
         # What strict calls refuse stands beside what others take.
-        narrower = [
-            r.expected for r in op.asked if r.level == "limit" and r.param == p.name and _DTYPE.search(r.expected)
-        ]
+        limits = (r for r in op.asked if r.level == "limit" and r.code == INVALID and r.param == p.name)
+        narrower = [r.expected for r in limits if _DTYPE.search(r.expected)]
         dtype = "; strict: ".join([dtype, *map(op.spell, narrower)])
     elif isinstance(p, Attr):
         kind, dtype = "attribute", p.type.__name__

@@ -1,6 +1,15 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask
+from fusion_attention.npu.fused_inference import (
+    _npu_fused_infer_attention_score_get_max_workspace,
+    _npu_fused_infer_attention_score_infer_output,
+    _npu_fused_infer_attention_score_v2_get_max_workspace,
+    _npu_fused_infer_attention_score_v2_infer_output,
+    npu_fused_infer_attention_score,
+    npu_fused_infer_attention_score_v2,
+    npu_prompt_flash_attention,
+)
 from fusion_attention.npu.indexer_loss import (
     npu_dense_lightning_indexer_grad_kl_loss,
     npu_dense_lightning_indexer_softmax_lse,
@@ -26,9 +35,15 @@ from fusion_attention.settings import strict
 
 __all__ = [
     "_npu_dropout_gen_mask",
+    "_npu_fused_infer_attention_score_get_max_workspace",
+    "_npu_fused_infer_attention_score_infer_output",
+    "_npu_fused_infer_attention_score_v2_get_max_workspace",
+    "_npu_fused_infer_attention_score_v2_infer_output",
     "install",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
+    "npu_fused_infer_attention_score",
+    "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",
     "npu_fusion_attention_grad",
     "npu_fusion_attention_grad_v2",
@@ -38,6 +53,7 @@ __all__ = [
     "npu_incre_flash_attention",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_prompt_flash_attention",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",

@@ -16,7 +16,7 @@ from fusion_attention.plan import compute, plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.laid import Laid
 from fusion_attention.torch_ops.refusals import constants, once
-from fusion_attention.waist.lowered import Differentiable, Lowered, Repeatable
+from fusion_attention.waist.lowered import Differentiable, Further, Lowered, Repeatable
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]
@@ -60,11 +60,11 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
     if op.again:
-        _lay(bound, call, backend, tuple(found))
+        _lay(bound, call, backend)
     return found
 
 
-def _lay(bound: Bound, call: Repeatable, backend: str, names: tuple[str, ...]) -> None:
+def _lay(bound: Bound, call: Repeatable, backend: str) -> None:
     """Lays a call when its memo meets it a second time: lengths that change with every call are not worth it."""
     laid = bound.memo.laid
     if backend not in laid:
@@ -74,23 +74,26 @@ def _lay(bound: Bound, call: Repeatable, backend: str, names: tuple[str, ...]) -
         bound.memo.lays = again is not None
         if again is not None:
             found = plan(call.problem, call.extents, call.device, backend, call.verb)
-            laid[backend] = _Known(Laid(found, *again), bound.op.again, names)
+            laid[backend] = _Known(Laid(found, *again), bound.op.again, call.names, call.further)
 
 
 class _Known:
     """A laid call as its record names arguments and results."""
 
-    __slots__ = ("_given", "_laid", "_names")
+    __slots__ = ("_further", "_given", "_laid", "_names")
 
-    def __init__(self, laid: Laid, given: tuple[str, ...], names: tuple[str, ...]) -> None:
-        """given: as Op.again; names: of out, and of max and sum if it has them."""
-        self._laid, self._given, self._names = laid, given, names
+    def __init__(self, laid: Laid, given: tuple[str, ...], names: tuple[str, ...], further: Further | None) -> None:
+        """given: as Op.again; names: of out, and of max and sum if it has them; further: as Repeatable.further."""
+        self._laid, self._given, self._names, self._further = laid, given, names, further
 
     def results(self, args: Mapping[str, Any], whole: bool) -> Results:
         """The results of a call with these arguments, by name."""
         q, keys, values, table = self._given
         k = _one(args[keys])
         v = k if args.get(values) is None else _one(args[values])
+        further = self._further
+        if further is not None:
+            return further.make(*self._laid.run(args[q], k, v, args.get(table), stats=further.stats))
         found = self._laid.run(args[q], k, v, args.get(table), stats=whole)
         return dict(zip(self._names if whole else self._names[:1], found, strict=False))
 

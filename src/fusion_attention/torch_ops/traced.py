@@ -13,7 +13,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from fusion_attention.contract import Op, intact
+from fusion_attention.contract import Op, ask, intact, trained
 from fusion_attention.memory import empty
 from fusion_attention.torch_ops import eager
 from fusion_attention.torch_ops.refusals import below, no_tangents
@@ -118,9 +118,18 @@ class _Differentiable(_SingleLevelFunction):
         return None, *(g if need and trained else None for g, need, trained in needed)
 
 
+def _untrained(tensors: Any, *rest: Any) -> None:
+    """Raises where a gradient would be lost without a word: below autograd no rule sees who waits for one."""
+    text, args = _arguments(tensors, *rest)
+    rules = [r for r in text.op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
+    ask(text.op, [r for r in rules if trained(args[r.param])], args)
+
+
 def _forward_autograd(tensors: Any, *rest: Any) -> Any:
     no_tangents(tensors)
     op = read(rest[-1]).op
+    if op.watched and torch.is_grad_enabled():
+        _untrained(tensors, *rest)
     if op.trains and torch.is_grad_enabled():
         named, trained = zip(names_of(op.name).tensors, tensors, strict=True), _trained(op)
         if any(t is not None and t.requires_grad for name, t in named if name in trained):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -116,8 +116,26 @@ class Differentiable(Lowered, Protocol):
         ...
 
 
+class Further(NamedTuple):
+    """What makes results, by name, of out, max and sum; holds no tensor of a caller. stats: it reads the last two."""
+
+    stats: bool
+    make: Callable[..., dict[str, torch.Tensor]]
+
+
 class Repeatable(Lowered, Protocol):
-    """A lowered forward that may read no more than q, k, v and a table of pages."""
+    """A lowered forward that may read no more than q, k, v and a table of pages.
+
+    Attributes:
+        names: of its results: out, and max and sum where the caller wants them.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def further(self) -> Further | None:
+        """What makes the call's results; None where they are out, or out, max and sum, as they are."""
+        ...
 
     def again(self) -> tuple[Operands, Operands, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
         """Its views, the same over no memory, and the fresh out, max and sum that they lie on; None where it reads

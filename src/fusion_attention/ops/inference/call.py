@@ -29,7 +29,7 @@ from fusion_attention.ops.shared.layouts import (
     wide,
 )
 from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.lowered import Filled, room
+from fusion_attention.waist.lowered import Filled, Further, room
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
@@ -51,7 +51,8 @@ class InferenceCall:
         table: int32 [sequences, pages] of a paged cache.
         first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
         k_dequant, v_dequant: scales; v's are k's where it has none of its own.
-        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence.
+        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence, as
+            keys do where some are common.
         sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
         names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
         memo: shared by all calls of the same shapes, strides and lengths.
@@ -199,12 +200,23 @@ class InferenceCall:
 
     def again(self) -> tuple[Operands, Operands, tuple[Tensor, Tensor, Tensor]] | None:
         """As waist.lowered.Repeatable."""
-        if len(self.k) > 1 or self.names[1:] == (LSE,) or not covered(self.q, self.layout, self.extents, "q"):
+        if len(self.k) > 1 or not covered(self.q, self.layout, self.extents, "q"):
             return None
         results = another(self._templates()[0]), *self.stats()
         views = self.operands(*results)
         rows = self.pattern(views)
         return None if rows is None else (views, rows, results)
+
+    @property
+    def further(self) -> Further | None:
+        """As waist.lowered.Repeatable."""
+        names, absent, by_batch = self.names, self.absent, self.lse_by_batch
+        if names[1:] == (LSE,):
+            return Further(True, lambda out, *stats: {names[0]: out, LSE: _shaped(_logarithm(*stats), by_batch)})
+        if not absent:
+            return None
+        stats = self._templates()[1].dtype
+        return Further(False, lambda out, *_: {names[0]: out, **{n: out.new_empty(0, dtype=stats) for n in absent}})
 
     def _places(self) -> Places:
         p = self.problem
@@ -229,8 +241,8 @@ class InferenceCall:
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
         view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
-        # Rows and columns count an item's slots.
-        if self.first is not None:
+        # Rows and columns count an item's slots; behind common keys, which have none, its keys.
+        if self.first is not None and not self.problem.common_keys:
             view.address = view.address + self.first * view.stride_key
         if self.q_first is not None:
             view.address = view.address + self.q_first * view.stride_row
@@ -258,15 +270,23 @@ class _Logarithms(Filled):
         self.call, self.stats, self.lse = call, stats, lse
 
     def finish(self) -> None:
-        """The result from statistics: +inf for a row of no key or of no sequence, the lowest number for a mean."""
+        """The result from statistics."""
         super().finish()
-        call, (max_, sum_) = self.call, self.stats
-        lse = max_ + sum_.log()
-        lse = lse.masked_fill(max_ == -math.inf, _LOWEST).masked_fill(sum_ == 0, math.inf)
-        if call.problem.has_sink:
-            _forget_sinks(call, self.operands[0], lse)
-        shaped = lse.mT.unsqueeze(0) if call.lse_by_batch else lse
-        self.lse.copy_(shaped.unsqueeze(-1))
+        lse = _logarithm(*self.stats)
+        if self.call.problem.has_sink:
+            _forget_sinks(self.call, self.operands[0], lse)
+        self.lse.copy_(_shaped(lse, self.call.lse_by_batch))
+
+
+def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
+    """max + ln(sum); +inf for a row of no key or of no sequence, the lowest number for a mean."""
+    lse = sum_.log().add_(max_)
+    return lse.masked_fill_(max_ == -math.inf, _LOWEST).masked_fill_(sum_ == 0, math.inf)
+
+
+def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
+    """As interfaces have it: with a last axis, and perhaps a batch of one and heads first."""
+    return (lse.mT.unsqueeze(0) if by_batch else lse).unsqueeze(-1)
 
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:

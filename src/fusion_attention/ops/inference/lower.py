@@ -111,6 +111,7 @@ def _extents(n: dict[str, Any]) -> Extents:
 def _problem(n: dict[str, Any]) -> Problem:
     kv_dtype = stored_as(n["key"][0], n["query"].dtype)
     scales = n["quant_scale2"]
+    bias = "matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none"
     return Problem(
         heads_q=n["N1"],
         heads_kv=n["N2"],
@@ -118,10 +119,10 @@ def _problem(n: dict[str, Any]) -> Problem:
         dim_v=n["D"],
         dtype=dtype_text(n["query"]),
         scale=float(n["scale_value"]),
-        bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
+        bias=bias,
         has_blocked=n["atten_mask"] is not None,
-        # The mask alone leaves a mean; rows before the first token of a step are zero.
-        empty_rows="mean_in_band",
+        # What a mask or a bias hides leaves a mean; rows before the first token of a step are zero.
+        empty_rows="mean_in_band" if n["atten_mask"] is not None or bias != "none" else "zero",
         page_size=n["block_size"] if n["block_table"] is not None else 0,
         kv_dtype=kv_dtype,
         dequant_k="channel" if kv_dtype else "none",

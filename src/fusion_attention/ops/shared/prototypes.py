@@ -36,6 +36,24 @@ _PAGES = {
         actualSeqLengthsQuery actualSeqLengthsKey scaleValue layout sparseMode pre_tokens next_tokens deterministic
         dQueryIndex dKeyIndex dWeights loss""",
 }
+_FUSED = """
+    pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2 quantScale2 quantOffset2
+    antiquantScale antiquantOffset blockTable queryPaddingSize kvPaddingSize"""
+_SIDES = """
+    keyAntiquantScale keyAntiquantOffset valueAntiquantScale valueAntiquantOffset
+    keySharedPrefix valueSharedPrefix actualSharedPrefixLen"""
+_ROPES, _QUERY = " queryRope keyRope keyRopeAntiquantScale", " dequantScaleQuery learnableSink"
+_SIDE_MODES = "keyAntiquantMode valueAntiquantMode"
+
+
+def _fused(optional: str, modes: str = "", suffix: str = "Optional") -> str:
+    """The names of a version of FusedInferAttentionScore: its optional inputs, and its last modes."""
+    return f"""
+        query key value {" ".join(name + suffix for name in optional.split())}
+        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
+        antiquantMode softmaxLseFlag {modes} attentionOut softmaxLse"""
+
+
 _HEADERS = {
     "aclnnFlashAttentionScore": """
         query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
@@ -133,48 +151,13 @@ _HEADERS = {
         query key value pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2
         quantScale2 quantOffset2
         numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise attentionOut""",
-    "aclnnFusedInferAttentionScore": """
-        query key value pseShift attenMask actualSeqLengths actualSeqLengthsKv deqScale1 quantScale1 deqScale2
-        quantScale2 quantOffset2 antiquantScale antiquantOffset blockTable queryPaddingSize kvPaddingSize
-        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
-        antiquantMode softmaxLseFlag attentionOut softmaxLse""",
-    "aclnnFusedInferAttentionScoreV2": """
-        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
-        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
-        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
-        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
-        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
-        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
-        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode attentionOut softmaxLse""",
-    "aclnnFusedInferAttentionScoreV3": """
-        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
-        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
-        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
-        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
-        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
-        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional
-        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
-        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode attentionOut softmaxLse""",
-    "aclnnFusedInferAttentionScoreV4": """
-        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
-        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
-        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
-        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
-        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
-        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional dequantScaleQueryOptional learnableSinkOptional
-        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
-        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode queryQuantMode attentionOut softmaxLse""",
-    "aclnnFusedInferAttentionScoreV5": """
-        query key value pseShiftOptional attenMaskOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
-        deqScale1Optional quantScale1Optional deqScale2Optional quantScale2Optional quantOffset2Optional
-        antiquantScaleOptional antiquantOffsetOptional blockTableOptional queryPaddingSizeOptional kvPaddingSizeOptional
-        keyAntiquantScaleOptional keyAntiquantOffsetOptional valueAntiquantScaleOptional valueAntiquantOffsetOptional
-        keySharedPrefixOptional valueSharedPrefixOptional actualSharedPrefixLenOptional
-        queryRopeOptional keyRopeOptional keyRopeAntiquantScaleOptional dequantScaleQueryOptional learnableSinkOptional
-        qStartIdxOptional kvStartIdxOptional
-        numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
-        antiquantMode softmaxLseFlag keyAntiquantMode valueAntiquantMode queryQuantMode pseType
-        attentionOut softmaxLse""",
+    "aclnnFusedInferAttentionScore": _fused(_FUSED, suffix=""),
+    "aclnnFusedInferAttentionScoreV2": _fused(_FUSED + _SIDES, _SIDE_MODES),
+    "aclnnFusedInferAttentionScoreV3": _fused(_FUSED + _SIDES + _ROPES, _SIDE_MODES),
+    "aclnnFusedInferAttentionScoreV4": _fused(_FUSED + _SIDES + _ROPES + _QUERY, f"{_SIDE_MODES} queryQuantMode"),
+    "aclnnFusedInferAttentionScoreV5": _fused(
+        f"{_FUSED}{_SIDES}{_ROPES}{_QUERY} qStartIdx kvStartIdx", f"{_SIDE_MODES} queryQuantMode pseType"
+    ),
     "aclnnSparseFlashAttention": """
         query key value sparseIndices blockTableOptional actualSeqLengthsQueryOptional actualSeqLengthsKvOptional
         queryRopeOptional keyRopeOptional scaleValue sparseBlockSizeOptional layoutQueryOptional layoutKvOptional

@@ -1,6 +1,6 @@
 """The rules of integers in fused inference attention: caches, queries and outputs, and their scales.
 
-As fused_rules.py, which holds most others.
+As rules.py, which holds most others.
 """
 
 from __future__ import annotations
@@ -8,14 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.inference.fused_rules import LATENT, PAGES
+from fusion_attention.ops.fused.rules import LATENT, PAGES
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
-from fusion_attention.ops.shared.rules import group, invalid, limit, presence, refused, reserved, typed
+from fusion_attention.ops.shared.rules import group, invalid, limit, refused, reserved, typed
 
+ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
 JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
 APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
 EITHER: dict[str, Any] = {**JOINT, **APART}
+SCALED = ("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")
+# Several query rows over integer keys.
+SEVERAL: dict[str, Any] = {
+    "query": ("B S1 N1*D", "bfloat16"),
+    "key": ("B S2 N2*D", "int8"),
+    "value": ("B S2 N2*D", "int8"),
+    **dict(zip(SCALED, (("2 N2*D", "bfloat16"), ("N2*D", "bfloat16"), ("N2*D", "bfloat16")), strict=True)),
+}
 TOKENS: dict[str, Any] = {
     **ROWS,
     **{f"{side}_antiquant_mode": 1 for side in ("key", "value")},
@@ -92,8 +101,7 @@ CACHES = (
     typed(
         "dtype_of(key) == 'int8' if dtype_of(query) == 'int8' else dtype_of(key) in ('int8', 'int32', dtype_of(query))",
         "key",
-        "int32 holds eight integers of four bits; fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library "
-        "computes int8 and int4",
+        f"int32 holds eight integers of four bits; {ELSEWHERE}",
         text="the dtype of query, int8 or int32",
         needs=FUSED_ONLY,
         spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
@@ -129,21 +137,37 @@ CACHES = (
     ),
 )
 SIDES = (
-    presence(
+    *(
+        typed(
+            f"{name} {known}",
+            name,
+            ELSEWHERE,
+            text="a mode of integers",
+            spoil={name: 6},
+        )
+        for name, known in (
+            ("key_antiquant_mode", "not in (6, 7, 8)"),
+            ("value_antiquant_mode", "not in (6, 7, 8)"),
+            ("query_quant_mode", "!= 6"),
+        )
+    ),
+    Rule(
         "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
         "key_antiquant_scale",
         "keys and values are integers together",
         text="key_antiquant_scale and value_antiquant_scale, or neither",
         given=APART,
         spoil={"value_antiquant_scale": None},
+        stage="presence",
     ),
-    presence(
+    Rule(
         "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
         "key_antiquant_offset",
         "keys and values have offsets together",
         text="key_antiquant_offset and value_antiquant_offset, or neither",
         given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
         spoil={"value_antiquant_offset": None},
+        stage="presence",
     ),
     *(
         beside_its_scale(
@@ -238,8 +262,18 @@ CACHE_LIMITS = (
         text="int8, and at most 16 query rows",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
-        given={**EITHER, "S1": 3},
+        given=SEVERAL,
         spoil={"S1": 17},
+    ),
+    limit(
+        "dtype_of(query) == 'bfloat16'",
+        "query",
+        "the chip takes integer keys under several rows of bfloat16",
+        text="bfloat16 over integer keys",
+        when="integers(key) and not one_token and dtype_of(query) != 'int8'",
+        needs=("key_antiquant_scale",),
+        given=SEVERAL,
+        spoil={"query": ("B S1 N1*D", "float16"), **EITHER, "S1": 3},
     ),
     limit(
         "block_table is None",
@@ -277,11 +311,11 @@ LATENT_QUERIES = (
         given=LATENTS,
         spoil={"dequant_scale_query": None},
     ),
-    invalid(
+    Rule(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query",
         "one per row and head",
-        text="the shape of query without its elements; BSH: [B, S, N]",
+        text="the shape of query without its elements; BSH: [B, S1, N1]",
         when="dequant_scale_query is not None",
         given=LATENTS,
         spoil={"dequant_scale_query": ("B S1 3", "float32")},
@@ -370,7 +404,7 @@ LOGARITHMS = (
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
         "softmax_lse",
-        "[B, N, S, 1], packed [T, N, 1]",
+        "[B, N1, S1, 1], packed [T1, N1, 1]",
         text="a last axis of 1",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
@@ -401,10 +435,10 @@ RESERVED = group(
 )
 OWN_DTYPE = (
     typed(
-        "known_dtype(out_dtype)",
+        "number_fits(out_dtype, query, query_rope, quant_scale2)",
         "out_dtype",
-        "1 is int8, 5 float16, 15 bfloat16",
-        text="torch's number of a dtype that outputs have",
+        "1 is int8, 5 float16, 15 bfloat16; beside an int8 query the output has the dtype of its rope part",
+        text="torch's number of the output's dtype",
         spoil={"out_dtype": 6},
     ),
 )

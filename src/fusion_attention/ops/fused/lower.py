@@ -1,6 +1,6 @@
 """From a bound call of fused inference attention down to an InferenceCall: the last place that knows its words.
 
-What lengths and shapes say together stands in fused_geometry.py. What a record lacks has its neutral value.
+What lengths and shapes say together stands in geometry.py. What a record lacks has its neutral value.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import torch
 
 from fusion_attention.contract import Bound, dtype_text, members
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
-from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.geometry import (
     geometry,
     lse_shape,
     of_inputs,
@@ -23,6 +21,8 @@ from fusion_attention.ops.inference.fused_geometry import (
     out_dtype,
     out_shape,
 )
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 
@@ -109,10 +109,10 @@ def _laid(layout: str) -> str:
 
 
 def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
-    """Whether values are the keys: of latents, which then are read once."""
+    """Whether values are the keys: of latents, which then are read once. No kernel of a GPU does that."""
     k, v = key[0], value[0]
-    same = len(key) == len(value) == 1 and k.shape == v.shape and k.stride() == v.stride()
-    return same and (k is v or (not k.is_meta and k.data_ptr() == v.data_ptr()))
+    same = len(key) == len(value) == 1 and k.is_cpu and v.is_cpu
+    return same and k.data_ptr() == v.data_ptr() and k.shape == v.shape and k.stride() == v.stride()
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
@@ -202,7 +202,8 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
 
 def _problem(n: dict[str, Any]) -> Problem:
     query, scales, key = n["query"], n["quant_scale2"], members(n["key"])[0]
-    rope, integers = n["query_rope"], query.dtype == torch.int8
+    rope, integers, blocked = n["query_rope"], query.dtype == torch.int8, n["mask_kind"] in ("full", "tree")
+    bias = "matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none"
     dtype = query.dtype if not integers else torch.float16 if rope is None else rope.dtype
     return Problem(
         heads_q=n["N1"],
@@ -212,10 +213,11 @@ def _problem(n: dict[str, Any]) -> Problem:
         dim_rope=0 if rope is None else n["Dr"],
         dtype=dtype_text(query) if not integers else str(dtype).removeprefix("torch."),
         scale=float(n["scale_value"]),
-        bias="matrix" if n["pse_shift"] is not None and not n["pse_reserved"] else "none",
-        has_blocked=n["mask_kind"] in ("full", "tree"),
+        bias=bias,
+        has_blocked=blocked,
         has_sink=n["learnable_sink"] is not None,
-        empty_rows="zero" if n["inner_precise"] & 2 else "mean_in_band",
+        # What a mask or a bias hides leaves a mean; what mode and lengths leave without keys is zero.
+        empty_rows="mean_in_band" if (blocked or bias != "none") and not n["inner_precise"] & 2 else "zero",
         page_size=n["page"],
         kv_dtype=stored_as(key, dtype),
         dequant_k=_kind(n, 0),

@@ -1,6 +1,6 @@
 """The questions that the rules of fused inference attention ask; each answers True, or says what came instead.
 
-Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (fused_rules.py).
+Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (rules.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import dtype_text, members, show
-from fusion_attention.ops.inference import checks
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
     TRIANGLE,
     WORDS,
@@ -21,6 +20,7 @@ from fusion_attention.ops.inference.fused_geometry import (
     of_inputs,
     page_layout,
 )
+from fusion_attention.ops.inference import checks
 from fusion_attention.waist.mask import UNLIMITED
 
 Tensor = torch.Tensor
@@ -295,9 +295,14 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
     return ("float16", "bfloat16") if rope is None else (dtype_text(rope),)
 
 
-def known_dtype(number: int | None) -> bool:
-    """Whether a number is one of torch's for a dtype of outputs."""
-    return number is None or number in OUT_DTYPES
+def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
+    """Whether a number is torch's of a dtype that attention_out has; a query of floats decides alone."""
+    known = OUT_DTYPES.get(number) if number is not None else None
+    if number is None or (known and scale is None and query.dtype != torch.int8):
+        return True
+    wanted = out_dtypes(query, rope, scale)
+    found = str(known or "no such dtype").removeprefix("torch.")
+    return found in wanted or f"{number} ({found}), beside {' or '.join(wanted)}"
 
 
 FUNCTIONS = checks.FUNCTIONS | {
@@ -328,6 +333,6 @@ FUNCTIONS = checks.FUNCTIONS | {
             integers,
             may_empty,
         ),
-        *(joint_fits, scale_fits, scale_dtypes, one_each, row_scale_fits, out_dtypes, known_dtype, of_inputs),
+        *(joint_fits, scale_fits, scale_dtypes, one_each, row_scale_fits, out_dtypes, number_fits, of_inputs),
     )
 }

@@ -1,7 +1,8 @@
 """The rules of fused inference attention: inputs and lengths, and what only the chip demands of them.
 
-Those of where keys lie stand in fused_cache_rules.py, of masks and biases in fused_mask_rules.py, of integers in
-fused_quant_rules.py; what IncreFlashAttention asks too comes from rules.py. Levels and codes: docs/rulings.md 15.
+Those of where keys lie stand in cache_rules.py, of masks and biases in mask_rules.py, of integers in
+quant_rules.py; what IncreFlashAttention asks too comes from ops/inference/rules.py. Levels and codes:
+docs/rulings.md 15.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.inference.fused_geometry import PACKED
+from fusion_attention.ops.fused.geometry import PACKED
 from fusion_attention.ops.inference.rules import EVEN_HEADS, MOST_HEADS, NO_FLOAT32
 from fusion_attention.ops.shared.rules import (
     elements,
@@ -22,6 +23,7 @@ from fusion_attention.ops.shared.rules import (
     of_lengths,
     own_scale,
     refused,
+    reserved,
     untrained,
 )
 
@@ -137,7 +139,7 @@ LENGTHS = (
     ),
     *(
         limit(
-            f"{check} is True",
+            check,
             name,
             "drop the padding rows, or append an item",
             text=f"packed lengths that end with {what}",
@@ -250,6 +252,7 @@ FUSED_LIMITS = (
 TRAINED = partial(untrained, UNTRAINED, kind=Rule)
 TORCH = (
     own_scale("scale_value"),
+    reserved("padding_mask", "S1 S2"),
     *TRAINED(query=(2, 3, 256), key=(2, 6, 128), value=(2, 6, 128)),
     *TRAINED({"S1": 3}, pse_shift=(2, 4, 3, 6)),
 )

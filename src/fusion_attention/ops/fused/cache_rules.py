@@ -1,6 +1,6 @@
 """The rules of where keys lie in fused inference attention: pages, lists, left padding, shared prefix, rope parts.
 
-As fused_rules.py, which holds inputs and lengths.
+As rules.py, which holds inputs and lengths.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID, Rule
-from fusion_attention.ops.inference.fused_rules import (
+from fusion_attention.ops.fused.rules import (
     CACHE,
     FUSED_ONLY,
     GAPS,
@@ -50,8 +50,8 @@ CACHES = (
         of_lengths(
             f"rows_fit(key, {CACHE}, D, block_table, block_size)",
             "key",
-            "its last axes lie as those of query; pages are [blocks, block_size, N*D], [blocks, N, block_size, D] or, "
-            "in pieces of 32 bytes, [blocks, N, D/d0, block_size, d0]",
+            "its last axes lie as those of query; pages are [blocks, block_size, N2*D], [blocks, N2, block_size, D] "
+            "or, in pieces of 32 bytes, [blocks, N2, D/d0, block_size, d0]",
             text="rows of num_key_value_heads heads with the elements of query's",
             when="heads_fit(num_key_value_heads, N1)",
             needs=FUSED_ONLY,
@@ -59,17 +59,14 @@ CACHES = (
         ),
         code=INVALID,
     ),
-    replace(
-        of_lengths(
-            f"lies_as(value, key, {CACHE}, None, block_table)",
-            "value",
-            "values lie as keys do; only their elements may be fewer",
-            text="the shape of key but for the last axis",
-            when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
-            needs=FUSED_ONLY,
-            spoil={"value": "B 5 N2*Dv"},
-        ),
-        code=INVALID,
+    of_lengths(
+        f"lies_as(value, key, {CACHE}, None, block_table)",
+        "value",
+        "values lie as keys do; only their elements may be fewer",
+        text="the shape of key but for the last axis",
+        when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
+        needs=FUSED_ONLY,
+        spoil={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",
@@ -92,7 +89,7 @@ CACHES = (
     Rule(
         "pieces_fit(key) is True and pieces_fit(value) is True",
         "key",
-        "[blocks, N, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
+        "[blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
         text="pieces of 32 bytes in pages of five axes",
         when="block_table is not None",
         needs=FUSED_ONLY,
@@ -127,10 +124,10 @@ CACHE_LIMITS = (
         spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
-        "input_layout in ('BNSD', 'TND') or cache_layout != 'BNSD'",
+        "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
         "key",
         "the chip takes pages of heads beside BNSD and TND only",
-        text="pages [blocks, block_size, N*D]",
+        text="pages [blocks, block_size, N2*D]",
         when="block_table is not None",
         needs=FUSED_ONLY,
         given=PAGES,
@@ -172,6 +169,7 @@ CACHE_LIMITS = (
         )
         for name, what, given, gaps in (
             ("query", "rows", {}, GAPS),
+            *((side, "rows", {}, torch.zeros(2, 6, 256, dtype=torch.float16)[..., ::2]) for side in ("key", "value")),
             ("block_table", "ids", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
         )
     ),
@@ -275,12 +273,21 @@ PREFIXES = (
         given=PREFIX,
         spoil={"actual_shared_prefix_len": [5]},
     ),
+    Rule(
+        "query_rope is None",
+        "key_shared_prefix",
+        "its keys have no rope part",
+        text="no rope parts beside a shared prefix",
+        when="key_shared_prefix is not None",
+        needs=("query_rope",),
+        given=PREFIX,
+        spoil=ROPE,
+    ),
     limit(
-        "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and query_rope is None and "
-        "dtype_of(query) != 'int8' and len(key) == 1",
+        "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and dtype_of(query) != 'int8' and len(key) == 1",
         "key_shared_prefix",
         "the chip shares no prefix there",
-        text="a prefix of padded floats in one tensor, without rope parts",
+        text="a prefix of padded keys in one tensor, under a query of floats",
         when="key_shared_prefix is not None",
         given=PREFIX,
         spoil={
@@ -344,6 +351,15 @@ ROPES = (
         when="query_rope is not None and D == 512",
         given=LATENT,
         spoil={"N1": 3, "num_heads": 3},
+    ),
+    limit(
+        "mask_kind != 'full' and (dtype_of(key) == dtype_of(query))",
+        "query_rope",
+        "the chip takes rope parts beside rows of one dtype, causal or not",
+        text="no full mask and no integer keys under a query of floats beside rope parts",
+        when="query_rope is not None",
+        given=ROPE,
+        spoil={"atten_mask": "B S1 S2"},
     ),
     reserved("key_rope_antiquant_scale", "1"),
 )

@@ -124,7 +124,8 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
     """Axes that lengths alone say, for samples, whose tensors are not there yet."""
-    layout, found = n["input_layout"], {}
+    layout = n["input_layout"]
+    found: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
         given = n.get(name)
         if packed(layout) and given is not None and len(given):

@@ -1,6 +1,6 @@
 """The rules of what acts on scores in fused inference attention: mask, mode, window, pse_shift and sink.
 
-As fused_rules.py, which holds most others.
+As rules.py, which holds most others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.inference.fused_geometry import PACKED
-from fusion_attention.ops.inference.fused_rules import PAGES, ROPE
+from fusion_attention.ops.fused.geometry import PACKED
+from fusion_attention.ops.fused.rules import PAGES, ROPE
 from fusion_attention.ops.shared.rules import content, limit, note, typed
 from fusion_attention.waist.mask import UNLIMITED
 
@@ -100,17 +100,6 @@ MODES = (
         only=PACKED,
         given=SQUARE,
         spoil={"actual_seq_lengths_kv": [2, 12]},
-    ),
-    limit(
-        "query_rope is not None and query_padding_size is None and kv_padding_size is None and pse_shift is None and "
-        "key_shared_prefix is None and quant_scale2 is None",
-        "sparse_mode",
-        "the chip takes tree masks over latents and rope parts only",
-        text="rope parts beside mode 9, and no padding, pse_shift, prefix or int8 output",
-        when="mode == 9",
-        needs=("query_rope",),
-        given=TREE,
-        spoil={"query_rope": None, "key_rope": None},
     ),
     limit(
         "not (one_token and sparse_mode in (2, 3, 4) and mask_kind == 'none')",
@@ -205,6 +194,27 @@ MASK_SHAPES = (
         text="no compressed mask where it says which keys a row sees",
         when="mask_kind == 'full' and not one_token",
         spoil={"atten_mask": "2048 2048", "next_tokens": UNLIMITED},
+    ),
+)
+NO_TREES = (
+    limit(
+        "sparse_mode != 9",
+        "sparse_mode",
+        "the fourth version is the first that knows tree masks",
+        text="no mode 9",
+        spoil={"atten_mask": "B S1 S1", "sparse_mode": 9},
+    ),
+)
+TREES = (
+    limit(
+        "query_rope is not None and query_padding_size is None and kv_padding_size is None and pse_shift is None and "
+        "key_shared_prefix is None and quant_scale2 is None",
+        "sparse_mode",
+        "the chip takes tree masks over latents and rope parts only",
+        text="rope parts beside mode 9, and no padding, pse_shift, prefix or int8 output",
+        when="mode == 9",
+        given=TREE,
+        spoil={"query_rope": None, "key_rope": None},
     ),
 )
 # The first two versions of PromptFlashAttention know no pse_shift.

@@ -2,8 +2,8 @@
 
 And of torch_npu's three functions.
 
-A version is a delta of the one before; what IncreFlashAttention has too comes from records.py. Rules stand in
-fused_rules.py, the way down in fused_lower.py.
+A version is a delta of the one before; what IncreFlashAttention has too comes from ops/inference/records.py. Rules
+stand in rules.py, the way down in lower.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
-from fusion_attention.ops.inference.fused_cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
-from fusion_attention.ops.inference.fused_cache_rules import ROPES as ROPE_RULES
-from fusion_attention.ops.inference.fused_checks import FUNCTIONS
-from fusion_attention.ops.inference.fused_geometry import (
+from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
+from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
+from fusion_attention.ops.fused.checks import FUNCTIONS
+from fusion_attention.ops.fused.geometry import (
     LAYOUTS,
     PACKED,
     PROMPT,
@@ -29,18 +29,28 @@ from fusion_attention.ops.inference.fused_geometry import (
     lse_words,
     words,
 )
-from fusion_attention.ops.inference.fused_lower import PROMPT_RESULTS, RESULTS, fresh, lower
-from fusion_attention.ops.inference.fused_mask_rules import (
+from fusion_attention.ops.fused.lower import PROMPT_RESULTS, RESULTS, fresh, lower
+from fusion_attention.ops.fused.mask_rules import (
     BIASES,
     MASKS,
+    NO_TREES,
     PRECISION,
     PROMPT_PRECISION,
     PROMPT_WINDOW,
     SINKS,
+    TREES,
     UNREAD_BIAS,
 )
-from fusion_attention.ops.inference.fused_quant_rules import INTEGERS, LAST, NO_INTEGERS, OUTPUTS, OWN_DTYPE, RESERVED
-from fusion_attention.ops.inference.fused_rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
+from fusion_attention.ops.fused.quant_rules import (
+    ELSEWHERE,
+    INTEGERS,
+    LAST,
+    NO_INTEGERS,
+    OUTPUTS,
+    OWN_DTYPE,
+    RESERVED,
+)
+from fusion_attention.ops.fused.rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
 from fusion_attention.ops.inference.records import (
     ANTI_OFFSET,
     ANTI_SCALE,
@@ -76,7 +86,7 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 # ----------------------------------------------------------------------------------------------------------- parameters
 
-QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"))
+QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"), cast=ELSEWHERE)
 PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
 PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
 KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=words("2", "D"))
@@ -163,8 +173,8 @@ KEY_MODE, VALUE_MODE = (
         f"{side}_antiquant_mode",
         f"Of {side}_antiquant_scale: {SIDE_MODE}",
         default=0,
-        domain=f"0 <= {side}_antiquant_mode <= 5",
-        bad=6,
+        domain=f"0 <= {side}_antiquant_mode <= 8",
+        bad=9,
     )
     for side in ("key", "value")
 )
@@ -172,8 +182,8 @@ QUERY_MODE = Attr(
     "query_quant_mode",
     "3: an int8 query with a scale per row and head (rope parts beside it); else 0.",
     default=0,
-    domain="query_quant_mode in (0, 3)",
-    bad=6,
+    domain="query_quant_mode in (0, 3, 6)",
+    bad=1,
 )
 PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0", bad=2)
 LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)
@@ -248,8 +258,9 @@ ROPE_SAMPLES: dict[str, Any] = {
     "TND_NTD": {**LATENT, **LATENT_PAGES},
 }
 PROMPTS = INPUTS + PROMPT_CACHE + MASKS
+WITH_ROPE = ROPE_RULES + FUSED_LIMITS
 FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
-RULINGS = (1, 2, 5, 6, 10, 15, 16, 20, 23)
+RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 
 PROMPT_V1 = of_cann(
     "aclnnPromptFlashAttention",
@@ -266,6 +277,7 @@ PROMPT_V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    again=("query", "key", "value", "block_table"),
     results=PROMPT_RESULTS,
     fresh=fresh,
     sizes=SIZES,
@@ -296,9 +308,9 @@ FUSED_V1 = PROMPT_V1.version(
         *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, LSE_FLAG, OUT, LSE),
     ),
-    rules=FUSED,
+    rules=FUSED + NO_TREES,
     formula=FORMULA,
-    rulings=(*RULINGS, 18),
+    rulings=(*RULINGS, 18, 31, 33, 34),
     layouts=ROPELESS,
     neutral=NEUTRAL,
     results=RESULTS,
@@ -312,7 +324,8 @@ FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
     "FusedInferAttentionScoreV2 with rope parts of their own.",
     after={"actual_shared_prefix_len": ROPES},
-    rules=FUSED + ROPE_RULES + FUSED_LIMITS,
+    rules=FUSED + WITH_ROPE + NO_TREES,
+    rulings=(*FUSED_V1.rulings, 39),
     layouts=LAYOUTS,
     samples=ROPE_SAMPLES,
 )
@@ -320,7 +333,7 @@ FUSED_V4 = FUSED_V3.version(
     "aclnnFusedInferAttentionScoreV4",
     "FusedInferAttentionScoreV3 with a scale per query row, and sinks.",
     after={"key_rope_antiquant_scale": (DEQUANT_QUERY, SINK), "value_antiquant_mode": (QUERY_MODE,)},
-    rules=FUSED_V3.rules + SINKS,
+    rules=FUSED + WITH_ROPE + SINKS + TREES,
 )
 FUSED_V5 = FUSED_V4.version(
     "aclnnFusedInferAttentionScoreV5",

@@ -1,0 +1,170 @@
+"""The other faces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for results.
+
+They are made from the functions and their records. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, cast
+
+import torch
+
+from fusion_attention.contract import ContractError, Op, bind, show
+from fusion_attention.memory import empty
+from fusion_attention.ops.fused.geometry import (
+    OUT_DTYPES,
+    WORDS,
+    lse_shape,
+    of_inputs,
+    out_dtype,
+    out_shape,
+)
+from fusion_attention.ops.fused.records import TORCH_PFA, TORCH_V1, TORCH_V2
+from fusion_attention.torch_ops import dispatch
+
+P = ParamSpec("P")
+Face = Callable[..., Any]
+Pair = tuple[torch.Tensor, torch.Tensor]
+# Names that a function spells otherwise than its record, which a trace need not look into.
+_SPELLED = {
+    op.name: tuple((p.shown, p.name) for p in op.params if p.shown != p.name) for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
+}
+_NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
+
+
+def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the record's own names, from those of a function; a dtype as torch's number of it."""
+    args = dict(given)
+    for shown, own in _SPELLED[name]:
+        if shown in args:
+            args[own] = args.pop(shown)
+    dtype = args.get("out_dtype")
+    if isinstance(dtype, torch.dtype):
+        args["out_dtype"] = _NUMBERS.get(dtype, -1)
+    return args
+
+
+def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """From what a face was given to the record's arguments; Signature.bind() would be slower than a call."""
+    signature = inspect.signature(function)
+    names = tuple(signature.parameters)
+    first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+    def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
+        twice = len(positional) > len(first) or any(name in named for name in first[: len(positional)])
+        if twice or len(given) != len(names):
+            signature.bind(*positional, **named)  # says what is wrong
+        return canonical(op.name, given)
+
+    return read
+
+
+def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out):
+        return out[0], out[1]
+    raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
+
+
+class WithOut(Protocol[P]):
+    """A function that has an `.out`.
+
+    Attributes:
+        out: the same into tensors that are given, `.out(..., workspace=None, out=[attention_out, softmax_lse])`.
+    """
+
+    __name__: str
+    out: Callable[..., Pair]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pair:
+        """As the function."""
+        ...
+
+
+def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P]]:
+    """Gives the function of a record its `.out`."""
+
+    def decorate(function: Callable[P, Pair]) -> WithOut[P]:
+        found = cast("WithOut[P]", function)
+        found.out = _out_of(function, op)
+        return found
+
+    return decorate
+
+
+def _out_of(function: Face, op: Op) -> Face:
+    """`function.out`: the same into tensors that are given."""
+    read = _reader(function, op)
+
+    def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
+        attention, lse = _pair(op, out)
+        args = read(positional, named)
+        asked = bool(args["softmax_lse_flag"])
+        found = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
+        attention.copy_(found["attention_out"])
+        if asked:
+            lse.copy_(found["softmax_lse"])
+        return attention, lse
+
+    own = (
+        inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY),
+    )
+    parameters = [*inspect.signature(function).parameters.values(), *own]
+    out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    out.__qualname__ = f"{function.__name__}.out"
+    out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
+
+Args:
+    workspace: not used: this library plans its own memory.
+    out: [attention_out, softmax_lse], of the shapes and dtypes that the call has. A softmax_lse that is not asked for
+        is left alone, whatever it is.
+
+All others are the function's. Source: {op.page}.
+"""
+    return out
+
+
+def workspace_of(function: WithOut[P], op: Op) -> Callable[P, torch.Tensor]:
+    """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
+    read = _reader(function, op)
+
+    def get_max_workspace(*positional: Any, **named: Any) -> torch.Tensor:
+        args = read(positional, named)
+        if not dispatch.is_traced(args.values()):
+            bind(op, args)
+        query: torch.Tensor = args["query"]
+        return query.new_empty(0)
+
+    get_max_workspace.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    get_max_workspace.__name__ = get_max_workspace.__qualname__ = f"_{function.__name__}_get_max_workspace"
+    get_max_workspace.__doc__ = f"""The workspace of {function.__name__}.out: a tensor without elements.
+
+This library plans its own memory; what is wrong with the call is said here already.
+
+Args: as {function.__name__}'s. Source: {op.page}.
+"""
+    return get_max_workspace
+
+
+def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
+    args = {**op.neutral, **canonical(op.name, given)}
+    layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
+
+    def refuse(name: str, expected: str, got: str) -> ContractError:
+        return ContractError([op.failure(op.by_name[name].shown, expected, got)])
+
+    if layout not in op.layouts:
+        raise refuse("input_layout", "one of " + ", ".join(op.layouts), show(layout))
+    rank = len(WORDS[of_inputs(layout)].split())
+    if not isinstance(query, torch.Tensor) or query.dim() != rank:
+        raise refuse("query", f"{rank} dimensions in layout {layout}", show(query))
+    if heads <= 0 or args["num_key_value_heads"] < 0:
+        raise refuse("num_heads", f"{op.by_name['num_heads'].shown} > 0", show(heads))
+    if not isinstance(args["value"], torch.Tensor) or (args["block_table"] is None and args["value"].dim() != rank):
+        raise refuse("value", f"{rank} dimensions in layout {layout}", show(args["value"]))
+    return empty(query, out_shape(args), out_dtype(args)), empty(query, lse_shape(args), torch.float32)

@@ -1,0 +1,1 @@
+"""Attention of prompts and new tokens over a cache: PromptFlashAttention and FusedInferAttentionScore."""

@@ -1,0 +1,414 @@
+"""Fused inference attention through torch_npu's functions: forms of lengths, errors, traces, and rooms for results."""
+
+import importlib
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+from support.compiled import compiled
+from support.records import Args, call, outcome
+from support.two_phase import call as call_phases
+from support.two_phase import done, outputs_of
+
+from fusion_attention import ContractError, npu
+from fusion_attention.contract import Op, bind
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops.fused import records as fused
+from fusion_attention.ops.fused.quant_rules import LATENTS, QUERY
+from fusion_attention.ops.inference import records as inference
+from fusion_attention.torch_ops import dispatch
+
+Tensor = torch.Tensor
+FIA, FIA_V2 = npu.npu_fused_infer_attention_score, npu.npu_fused_infer_attention_score_v2
+TORCH = (fused.TORCH_PFA, fused.TORCH_V1, fused.TORCH_V2)
+PACKED: Args = {"input_layout": "TND"}
+SQUARE: Args = {"atten_mask": "2048 2048", "sparse_mode": 3}
+PAGES: Args = {
+    "block_table": "B 2", "block_size": 16, "actual_seq_lengths_kv": [20, 32], "key": "8 16 N2*D", "value": "8 16 N2*D"
+}  # fmt: skip
+ONE_TOKEN: Args = {"S1": 1}
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def packed(**more: Any) -> dict[str, Any]:
+    heads = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.125, "input_layout": "TND"}
+    cache = {"key": rows(12, 2, 64, seed=1), "value": rows(12, 2, 64, seed=2)}
+    return {"query": rows(8, 4, 64), **cache, **heads, **more}
+
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+
+@pytest.mark.parametrize(
+    "form",
+    [tuple, np.array, lambda n: np.array(n, np.int32), torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)],
+    ids=["tuple", "numpy", "numpy int32", "tensor", "tensor int32"],
+)
+def test_lengths_may_have_any_form(form: Any) -> None:
+    q_ends, kv_ends = [3, 8], [5, 12]
+    want = FIA(**packed(actual_seq_lengths=q_ends, actual_seq_lengths_kv=kv_ends, softmax_lse_flag=True))
+    got = FIA(**packed(actual_seq_lengths=form(q_ends), actual_seq_lengths_kv=form(kv_ends), softmax_lse_flag=True))
+    same_bits(got, want)
+
+
+def test_a_slice_of_lengths_is_read_where_it_lies() -> None:
+    table = np.array([[1, 5], [2, 12]])
+    want = FIA(**packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=[5, 12]))
+    same_bits(FIA(**packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=table[:, 1])), want)
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    ("settings", "strict", "text"),
+    [
+        ({"pse_shift": "B 1 1 S2", "S1": 1}, False, "axis 1 must be N (4), got 1: repeat it per head"),
+        ({**PACKED, "T1": 21, "actual_seq_lengths": [10, 20]}, True, "21 query rows, lengths end at 20"),
+        ({"B": 16, "actual_seq_lengths_kv": [6] * 9}, False, "9 lengths for 16 items"),
+        ({**PACKED, "D": 256, "Dv": 256}, True, "D and Dv of 64, 128, 192 or 192 and 128"),
+        ({"atten_mask": "S1 S2", "sparse_mode": 3}, False, "the 2048 x 2048 mask that sparse_mode 2, 3 and 4 take"),
+        ({"atten_mask": "B 1 1 S2"}, False, "repeat it over the query rows, 3 of them, or use actual_seq_lengths_kv"),
+        ({**PAGES, "block_table": torch.tensor([[0, 1], [8, 3]])}, False, "8 at [1, 0], outside [0, 8)"),
+        ({**PAGES, "key": "8 16 N2 D", "value": "8 16 N2 D"}, False, "view it as [8, 16, N*D]"),
+        (
+            {"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*D", "actual_shared_prefix_len": [5]},
+            False,
+            "a prefix is no longer than its tensor",
+        ),
+        ({**PACKED, "actual_seq_lengths": [5, 3]}, False, "3 after 5 at item 1"),
+        ({"atten_mask": "B N1 S1 S2"}, False, "all heads share a mask, axis 1 must be 1"),
+    ],
+)
+def test_the_text_names_the_cause(settings: Args, strict: bool, text: str) -> None:
+    op = fused.TORCH_V1
+    failures, _ = outcome(op, sample(op, **settings), strict=strict)
+    assert any(text in str(f) for f in failures), failures
+
+
+@pytest.mark.parametrize(("number", "scale"), [(6, None), (torch.float32, None), (5, "1"), (torch.bfloat16, "1")])
+def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> None:
+    args = sample(fused.TORCH_V2, quant_scale2=scale)
+    with pytest.raises(ContractError, match="out_dtype: expected torch's number of the output's dtype, got"):
+        call(fused.TORCH_V2, args | {"out_dtype": number})
+
+
+@pytest.mark.parametrize(
+    ("op", "settings", "text"),
+    [
+        (fused.TORCH_V1, {"S1": 1, "sparse_mode": 4}, "one-token queries outside TND see every key"),
+        (fused.TORCH_PFA, {"atten_mask": "S1 S2"}, "its default 0 makes this call causal"),
+        (fused.TORCH_V1, {"atten_mask": "2048 2048"}, "it is applied as it is"),
+        (fused.PROMPT_V1, {"pse_shift": "B N1 S1 S2"}, "this version ignores it"),
+    ],
+)
+def test_the_note_names_the_doubt(op: Op, settings: Args, text: str) -> None:
+    failures, notes = outcome(op, sample(op, **settings))
+    assert not failures
+    assert len(notes) == 1
+    assert text in notes[0]
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_gradient_is_never_dropped(name: str) -> None:
+    given = packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=[5, 12])
+    given[name].requires_grad_()
+    with pytest.raises(ContractError, match=f"{name}: .*train with npu_fusion_attention"):
+        FIA(**given)
+    fast, _ = compiled(lambda **given: FIA(**given)[0])
+    with pytest.raises(Exception, match="train with npu_fusion_attention"):
+        fast(**given)
+    with torch.no_grad():
+        assert not FIA(**given)[0].requires_grad
+
+
+# ------------------------------------------------------------------------------------------------------------ no memory
+
+CALLS = [(op, {"input_layout": layout}) for op in TORCH for layout in op.layouts]
+CALLS += [(op, {"softmax_lse_flag": True, "input_layout": layout}) for op in TORCH[1:] for layout in op.layouts]
+CALLS += [
+    (fused.TORCH_V1, {"quant_scale2": "1"}),
+    (fused.TORCH_V1, {**PAGES, "S1": 1, "key": "8 N2 16 D", "value": "8 N2 16 D"}),
+    (fused.TORCH_V1, {**PAGES, "S1": 1, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"}),
+    (
+        fused.TORCH_V1,
+        {
+            "S1": 1,
+            **dict.fromkeys(("key", "value"), ("B S2 16", "int32")),
+            **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), "128"),
+        },
+    ),
+    (fused.TORCH_V2, {"quant_scale2": "1", "out_dtype": 1}),
+    (fused.TORCH_V2, LATENTS),
+    (fused.TORCH_V1, QUERY),
+    (fused.TORCH_PFA, QUERY),
+]
+
+
+def results(op: Op, args: Args) -> list[Tensor]:
+    found = dispatch.results(op, args)
+    nothing = torch.empty(0, device=args["query"].device)
+    return [found.get(name, nothing) for name in op.results]
+
+
+@pytest.mark.parametrize(("op", "settings"), CALLS, ids=[f"{op.name}-{n}" for n, (op, _) in enumerate(CALLS)])
+def test_meta_tensors_give_the_shapes_of_others(op: Op, settings: Args) -> None:
+    args = sample(op, **settings)
+    bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
+    for real, meta in zip(results(op, args), results(op, bare), strict=True):
+        assert meta.is_meta
+        assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize("op", TORCH[1:], ids=lambda op: op.name)
+@pytest.mark.parametrize("lse", [False, True])
+def test_room_is_what_a_call_returns(op: Op, lse: bool) -> None:
+    room = getattr(npu, f"_{op.name}_infer_output")
+    shown = {p.name: p.shown for p in op.params}
+    for layout in op.layouts:
+        args = sample(op, input_layout=layout, softmax_lse_flag=lse)
+        names = ("query", "value", "input_layout", "block_table", "num_heads", "num_key_value_heads", "query_rope")
+        got = room(**{shown[name]: args[name] for name in (*names, "softmax_lse_flag")})
+        for ours, real in zip(got, results(op, args), strict=True):
+            assert (ours.shape, ours.dtype) == (real.shape, real.dtype), layout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"input_layout": "SBH"}, "input_layout: expected one of BSH"),
+        ({"query": torch.zeros(2, 3, 4, 64)}, "query: expected 3 dimensions in layout BSH"),
+        ({"num_heads": 0}, "num_heads: expected num_heads > 0, got 0"),
+        ({"value": torch.zeros(2, 64)}, "value: expected 3 dimensions in layout BSH"),
+    ],
+)
+def test_no_room_for_what_is_no_call(wrong: dict[str, Any], text: str) -> None:
+    given = {"query": torch.zeros(2, 3, 256), "value": torch.zeros(2, 6, 256), "num_heads": 4} | wrong
+    with pytest.raises(ContractError, match=re.escape(text)):
+        npu._npu_fused_infer_attention_score_infer_output(**given)
+
+
+# ----------------------------------------------------------------------------------------------------- rooms of callers
+
+ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
+
+
+def test_out_may_be_any_view_and_even_the_query() -> None:
+    want, lse = FIA(**packed(**ENDS, softmax_lse_flag=True))
+    wide, stats = torch.full((8, 8, 64), 7.0).half(), torch.full((8, 4, 1), 7.0)
+    FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=[wide[:, ::2], stats])
+    same_bits(wide[:, ::2], want)
+    same_bits(stats, lse)
+    assert (wide[:, 1::2] == 7).all()
+    given = packed(**ENDS)
+    found, _ = FIA.out(**given, out=(given["query"], torch.empty(0)))
+    same_bits(found, want)
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        ([torch.zeros(7, 4, 64).half(), torch.zeros(8, 4, 1)], "attention_out: expected axis 0 to be T1=8"),
+        ([torch.zeros(8, 4, 64), torch.zeros(8, 4, 1)], "attention_out: expected the dtype of the output, got"),
+        ([torch.zeros(8, 4, 32).half(), torch.zeros(8, 4, 1)], "attention_out: expected the shape of the output"),
+        ([torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 8)], "softmax_lse: expected a last axis of 1"),
+        ([torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1).half()], "softmax_lse: expected float32"),
+        ([torch.zeros(8, 4, 64).half()], "out: expected [attention_out, softmax_lse]"),
+        (torch.zeros(8, 4, 64).half(), "out: expected [attention_out, softmax_lse]"),
+    ],
+)
+def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
+    tensors = out if isinstance(out, list) else [out]
+    with pytest.raises(ContractError, match=re.escape(text)):
+        FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=out)
+    assert all((t == 0).all() for t in tensors)
+
+
+@pytest.mark.parametrize("face", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
+def test_arguments_that_the_function_does_not_have(face: Any) -> None:
+    given, query = packed(**ENDS), rows(8, 4, 64)
+    out = {"out": [torch.empty(0), torch.empty(0)]} if face is FIA.out else {}
+    for positional, named in (
+        ((), given | {"heads": 4}),
+        ((), {"query": query, "num_heads": 4}),
+        ((query,), given),
+        ((query,) * 4, ENDS),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            face(*positional, **named, **out)
+
+
+def test_the_workspace_is_asked_for_a_legal_call() -> None:
+    ask = npu._npu_fused_infer_attention_score_get_max_workspace
+    assert ask(**packed(**ENDS)).numel() == 0
+    with pytest.raises(ContractError, match="num_heads"):
+        ask(**packed(**ENDS) | {"num_heads": 3})
+
+
+def test_the_installed_module_has_them_all() -> None:
+    npu.install()
+    try:
+        torch_npu = importlib.import_module("torch_npu")
+        query = packed(**ENDS) | {"query": rows(8, 4, 64).to("npu")}
+        workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**query)
+        out, lse = torch.empty(8, 4, 64, dtype=torch.float16, device="npu"), torch.empty(1, device="npu")
+        torch_npu.npu_fused_infer_attention_score.out(**query, workspace=workspace, out=[out, lse])
+    finally:
+        npu.uninstall()
+    same_bits(out, FIA(**packed(**ENDS))[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- traces
+
+
+@pytest.mark.usefixtures("fresh")
+def test_one_graph_for_all_lengths() -> None:
+    table = torch.tensor([[0, 5], [3, 1]], dtype=torch.int32)
+    pages = {"key": rows(8, 16, 128, seed=1), "value": rows(8, 16, 128, seed=2), "block_table": table}
+    given = packed(**pages, block_size=16, softmax_lse_flag=True)
+    del given["query"]
+
+    def step(query: Tensor, ends: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return FIA(query, actual_seq_lengths=ends, actual_seq_lengths_kv=lengths, **given)
+
+    fast, made = compiled(step)
+    for ends, lengths in (([3, 8], [20, 32]), ([8, 8], [9, 0])):
+        inputs = rows(8, 4, 64), torch.tensor(ends), torch.tensor(lengths)
+        same_bits(fast(*inputs), step(*inputs))
+    assert len(made) == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_out_in_a_graph() -> None:
+    given = packed(**ENDS, softmax_lse_flag=True)
+    query = given.pop("query")
+
+    def step(query: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        FIA.out(query, **given, out=[out, lse])
+        return out + 1
+
+    fast, made = compiled(step)
+    rooms = torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1)
+    found = fast(query, *rooms)
+    same_bits(rooms, FIA(query, **given))
+    same_bits(found, rooms[0] + 1)
+    assert len(made) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- one core
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NSD"])
+@pytest.mark.parametrize("mode", [0, 2, 3, 4])
+def test_prompts_are_one_operator(layout: str, mode: int) -> None:
+    both = (fused.TORCH_V1, fused.TORCH_PFA)
+    mask = {"atten_mask": "2048 2048"} if mode else {}
+    window = {"pre_tokens": 2, "next_tokens": 1} if mode in (0, 4) else {}
+    first, second = (sample(op, input_layout=layout, sparse_mode=mode, **mask, **window) for op in both)
+    same_bits(results(both[0], first)[0], results(both[1], second)[0])
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+@pytest.mark.parametrize("more", [{}, {"atten_mask": "B S2"}, {"actual_seq_lengths_kv": [2, 6]}], ids=str)
+def test_one_token_is_one_operator(layout: str, more: Args) -> None:
+    args = sample(fused.TORCH_V1, input_layout=layout, S1=1, **more)
+    old = sample(inference.TORCH, input_layout=layout)
+    old |= {name: args[name] for name in old.keys() & args.keys() if "lengths" not in name}
+    old["actual_seq_lengths"] = args["actual_seq_lengths_kv"]
+    same_bits(results(fused.TORCH_V1, args)[0], results(inference.TORCH, old)[0])
+
+
+def test_ten_more_is_the_same_mode() -> None:
+    for mode in range(5):
+        more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
+        plain, precise = (
+            call(fused.TORCH_PFA, sample(fused.TORCH_PFA, sparse_mode=m, **more)) for m in (mode, mode + 10)
+        )
+        same_bits(precise, plain)
+
+
+# --------------------------------------------------------------------------------------------------------- two phases
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
+def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
+    asked = sample(op, softmax_lse_flag=True)
+    found = done(op, asked)
+    assert found["softmax_lse"].isfinite().all()
+    assert call_phases(op, asked, {**outputs_of(op, asked), "softmax_lse": None}) == (161001, 0)
+    plain, other = sample(op), torch.full((1,), 7.0).half()
+    given = {**outputs_of(op, plain), "softmax_lse": other}
+    assert call_phases(op, plain, given) == (0, 0)
+    assert other == 7
+    same_bits(given["attention_out"], found["attention_out"])
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
+def test_every_layout_runs_in_two_phases(op: Op) -> None:
+    for layout in op.layouts:
+        args = sample(op, input_layout=layout)
+        out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
+        assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
+        same_bits(out, results(op, args)[0])
+
+
+def test_versions_give_the_same_bits() -> None:
+    layouts = [layout for layout in fused.PROMPT_V1.layouts if layout != "SH"]
+    for layout in layouts:
+        found = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
+        assert len(found) == 8
+        for other in found[1:]:
+            same_bits(other, found[0])
+
+
+# ------------------------------------------------------------------------------------------------- two things at a time
+
+
+def together(op: Op, chance: random.Random) -> Args | None:
+    """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
+    settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
+    for rule in chance.sample(op.asked, chance.choice((2, 3))):
+        settings |= {**rule.given, **(rule.spoil if chance.random() < 0.5 else {})}
+    settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
+    if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:
+        return None  # what only the limits of a chip are about
+    try:
+        args = sample(op, **settings)
+    except (RuntimeError, KeyError, TypeError, IndexError):
+        return None
+    outputs = {p.name for p in op.tensors(output=True)}
+    return {name: t.detach() if isinstance(t, Tensor) else t for name, t in args.items() if name not in outputs}
+
+
+@pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+@pytest.mark.parametrize("op", TORCH, ids=lambda op: op.name)
+def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
+    chance, ran = random.Random(7), 0
+    for _ in range(400):
+        args = together(op, chance)
+        if args is None:
+            continue
+        try:
+            names = bind(op, args).names
+        except ContractError:
+            continue
+        found, ran = results(op, args), ran + 1
+        assert found[0].shape == names["shape_out"]
+        bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
+        lists = {name: [t.to("meta") for t in value] for name, value in args.items() if is_list(value)}
+        for real, meta in zip(found, results(op, bare | lists), strict=True):
+            assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
+    assert ran > 60
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
