@@ -111,11 +111,11 @@ ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
         piece.longest = wider;
         return true;
     };
-    const auto group = static_cast<double>(problem_.heads_q / problem_.heads_kv);
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
     for (; piece.end < tiles_.size() && tiles_[piece.end].seq == piece.unit.seq && grow(tiles_[piece.end]);
          ++piece.end) {
         const Tile &tile = tiles_[piece.end];
-        piece.work += group * static_cast<double>(tile.row1 - tile.row0) *
+        piece.work += static_cast<double>(group * (tile.row1 - tile.row0)) *
                       (row_work + static_cast<double>(tile.end - tile.begin));
     }
     piece.work += key_work * static_cast<double>(piece.unit.key_end - piece.unit.key_begin);
