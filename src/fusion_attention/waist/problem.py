@@ -309,14 +309,6 @@ class IndexerLossProblem(_Typed):
     Args:
         heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem.
         heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
-        common_keys: the first keys of every sequence, so many of them, are the same rows of memory for all sequences
-            (k_common, v_common), and k and v hold the keys behind them: their token 0 is key common_keys. Lengths,
-            bands, biases and blocked count all keys; scales per channel are those of both.
-        has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
-            integers dtype holds exactly); else 1.
-        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
-            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
-            weighs all its keys by round(weight_scale).
         select_count: entries of a row's list, shared by all heads; 0: no selection.
     """
 
