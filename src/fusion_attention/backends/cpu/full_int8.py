@@ -35,6 +35,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("dropout", p.dropout, ("none",)),
         ("dim_rope", p.dim_rope, (0,)),
         ("has_sink", p.has_sink, (False,)),
+        ("softcap", p.softcap, (0.0,)),
     )
     return [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."
@@ -133,8 +134,6 @@ class _Block:
         scores = products * self.factor
         if p.has_row_scale and o.row_scale is not None:
             scores = scores * o.row_scale.sequence(b, p.heads_q, rows.stop)[:, rows]
-        if p.softcap:
-            scores = p.softcap * (scores / p.softcap).tanh()
         if p.bias == "matrix" and o.bias is not None:
             added = bias.from_matrix(o.bias, b, p.heads_q, rows, keys).float()
             scores = scores + (p.scale * added if p.bias_scaled else added)
