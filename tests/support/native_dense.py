@@ -52,6 +52,7 @@ def draw_problem(rng: random.Random) -> Problem:
         dropout=drops,
         keep_prob=1.0 if drops == "none" else rng.choice([0.5, 0.8, 0.9]),
         empty_rows=rng.choice(["zero", "zero", "mean", "mean_in_band"]),
+        has_blocked_tiles=rng.random() < 0.3,
     )
 
 

@@ -45,7 +45,7 @@ def reasons_against(problem: Problem) -> list[str]:
             "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
             "with scales of rows or with an int8 result."
         )
-    if p.has_blocked_tiles:  # NOT YET
+    if needed(p) and p.has_blocked_tiles:
         reasons.append("the cpu back end computes blocked tiles over dense rows of keys alone.")
     if p.common_keys and (p.dim_rope or "token" in (p.dequant_k, p.dequant_v)):
         reasons.append("the cpu back end computes common_keys without rope parts and scales of tokens.")
