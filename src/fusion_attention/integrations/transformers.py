@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,24 +86,25 @@ class _Code(NamedTuple):
     windows: bool  # hands sliding_window to it
 
 
-@functools.cache
-def _code_of(config: type) -> _Code:
-    """Of the modeling module beside a configuration; where there is none, masks are made in full."""
-    names = [base.__module__.replace("configuration_", "modeling_") for base in config.__mro__]
-    module = next((sys.modules[name] for name in names if "modeling_" in name and name in sys.modules), None)
-    if module is None:
-        return _Code(True, False, False)
-    with open(str(module.__file__), encoding="utf-8") as file:
-        text = file.read()
+def _read_code(configuration: str) -> _Code:
+    """Of the modeling module beside a configuration's; where there is none, masks are made in full."""
+    module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
+    if module is None or "modeling_" not in module.__name__:
+        return _Code(asks=True, describes=False, windows=False)
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
     return _Code("ALL_ATTENTION_FUNCTIONS" in text, "_supports_flash_attn = True" in text, "sliding_window=" in text)
 
 
-def _code(config: type) -> _Code:
+_code_of = functools.cache(_read_code)
+
+
+def _code(configuration: str) -> _Code:
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
-        return trace_constants.constant(_code_of, config)
-    return _code_of(config)
+        found: _Code = trace_constants.constant(_read_code, configuration)
+        return found
+    return _code_of(configuration)
 
 
 def mask(
@@ -124,7 +126,7 @@ def mask(
     Raises:
         ValueError: the model's code does not call the attention interface.
     """
-    code = _code(type(config))
+    code = _code(type(config).__module__)
     if not code.asks:
         raise ValueError(
             f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
