@@ -139,8 +139,15 @@ def mask(
             end = q_offset + q_length if allow_is_causal_skip else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
                 return _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
-        elif (ids := _packed_ids(mask_function)) is not None:
-            return ids
+        elif (
+            # What else deviates from a causal mask comes with keys of its own, by or_masks(), or by vmap.
+            attention_mask is None
+            and q_length == kv_length > 1
+            and local_size != 1
+            and mask_function.__name__ == "and_mask"
+            and not others.get("use_vmap")
+        ):
+            return _packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu"))
     made: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -170,28 +177,12 @@ def _keys(
     return None if count == kv_length and _padding(padding).kind == "none" else padding
 
 
-def _packed_ids(function: Callable[..., Any]) -> Tensor | None:
-    """The sequence of every token, where a mask function is causal, perhaps in a window, within packed sequences."""
-    parts = _captured(function, "and_masks", "mask_functions")
-    if parts is None or len(parts) != 2:
-        return None
-    ids = _captured(parts[0], "packed_sequence_mask_function", "packed_sequence_mask")
-    within = _captured(parts[1], "remap_positions_for_packed_sequence", "mask_function")
-    if within is not masking_utils.causal_mask_function:
-        window = _captured(within, "and_masks", "mask_functions") or ()
-        names = [part.__qualname__.split(".")[0] for part in window]
-        if names != ["sliding_window_overlay", "causal_mask_function"]:
-            return None
-    found: Tensor | None = ids
-    return found
-
-
-def _captured(function: Any, maker: str, name: str) -> Any:
-    """What a function made by one of masking_utils' factories holds under a name; None of any other function."""
-    if getattr(function, "__qualname__", "").split(".")[0] != maker or function.__module__ != masking_utils.__name__:
-        return None
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return next((cell.cell_contents for free, cell in cells if free == name), None)
+def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
+    """The sequence of every packed token, of a mask function that is causal, perhaps in a window, within sequences."""
+    items = torch.arange(batch, device=device)[:, None]
+    rows = torch.arange(1, length, device=device)[None]
+    starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
+    return torch.nn.functional.pad(starts.expand(batch, -1).long().cumsum(1), (1, 0))
 
 
 class _Padding(NamedTuple):
