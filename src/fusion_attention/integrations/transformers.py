@@ -224,6 +224,11 @@ def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     return kept[name][1]
 
 
+def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
+    """_kept(), but in a trace, which keeps what it computed by itself."""
+    return read(tensor) if is_traced((tensor,)) else _kept(tensor, name, read)
+
+
 def _lengths(ids: Tensor) -> Any:
     """The tokens of every run of equal ids in [B, S], whose rows are apart."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
@@ -257,6 +262,7 @@ def attend(
     indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
@@ -283,21 +289,40 @@ def attend(
     band = None if left == UNLIMITED and not causal else Band.window(left, 0 if causal else left)
     if attention_mask is not None and attention_mask.dim() == 4:
         _explicit(attention_mask, q, words)
-    elif cu_seq_lens_q is not None and attention_mask is None:
-        kv_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return _packed(q, k, v, _of_ends(cu_seq_lens_q), _of_ends(kv_ends), band, words), None
-    elif attention_mask is None:
-        words["band"] = band
-    elif attention_mask.dtype != torch.bool:
-        lengths = _lengths(attention_mask) if is_traced((q,)) else _kept(attention_mask, "lengths", _lengths)
-        return _packed(q, k, v, lengths, lengths, band, words), None
-    else:
+        return attention(q, k, v, **words), None
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
         return _padded(q, k, v, attention_mask, band, words), None
-    return attention(q, k, v, **words), None
+    if attention_mask is not None:
+        q_len = kv_len = _read(attention_mask, "lengths", _lengths)
+    elif cu_seq_lens_q is not None:
+        q_len = _read(cu_seq_lens_q, "between", _between)
+        kv_len = q_len if cu_seq_lens_k is None else _read(cu_seq_lens_k, "between", _between)
+    elif causal and _may_restart(position_ids, q, k):
+        q_len = kv_len = _read(position_ids, "runs", functools.partial(_runs, batch=len(q)))
+    else:
+        q_len = kv_len = None
+    if q_len is None or len(q_len) == len(q) == 1:
+        return attention(q, k, v, band=band, **words), None
+    return _packed(q, k, v, q_len, kv_len, band, words), None
 
 
-def _of_ends(ends: Tensor) -> Any:
-    return _between(ends) if is_traced((ends,)) else _kept(ends, "lengths", _between)
+def _may_restart(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    """Whether positions may be of packed sequences; a model that fills a cache has no mask that says so."""
+    rows = q.shape[1]
+    return (
+        position_ids is not None
+        and position_ids.dim() == 2
+        and 1 < rows == k.shape[1]
+        and rows == position_ids.shape[1]
+    )
+
+
+def _runs(position_ids: Tensor, batch: int) -> Any:
+    """The lengths of sequences whose positions count on; None in a batch without a packed one."""
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not is_traced((position_ids,)) and not starts.any():
+        return None
+    return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
 
 def _packed(
