@@ -30,5 +30,5 @@ void *dlopen(const char *file, int mode) noexcept { return fusion_old_dlopen(fil
 void *dlsym(void *library, const char *name) noexcept { return fusion_old_dlsym(library, name); }
 
 // There since 2.32: whether counters of shared pointers may do without atomic instructions. Never.
-char __libc_single_threaded = 0;
+char __libc_single_threaded = 0;  // NOLINT(bugprone-reserved-identifier)
 }
