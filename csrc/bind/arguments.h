@@ -218,11 +218,14 @@ private:
     }
 };
 
+// A new reference, or null with Python's error set. The stable ABI has no PyObject_CallMethodNoArgs.
+inline PyObject *called(PyObject *of, PyObject *method) { return PyObject_VectorcallMethod(method, &of, 1, nullptr); }
+
 // Where a tensor's first element lies; null for None.
 inline void *place_of(nb::handle tensor) {
     if (tensor.is_none()) return nullptr;
     static PyObject *const data_ptr = PyUnicode_InternFromString("data_ptr");
-    const nb::object place = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
+    const nb::object place = nb::steal(called(tensor.ptr(), data_ptr));
     if (!place.is_valid()) throw nb::python_error();
     void *const found = PyLong_AsVoidPtr(place.ptr());
     if (!found && PyErr_Occurred()) throw nb::python_error();
