@@ -140,9 +140,12 @@ std::int64_t DecodePlan::floats_of(const Block &block) const {
     return static_cast<std::int64_t>(row_floats_) * (block.row1 - block.row0);
 }
 
+double DecodePlan::all_work() const {
+    return static_cast<double>(pairs_) * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+}
+
 int DecodePlan::team(int threads) const {
-    const double columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    return team_size(team_by_work(threads, static_cast<double>(pairs_) * columns, work_per_thread), leaves_);
+    return team_size(team_by_work(threads, all_work(), work_per_thread), leaves_);
 }
 
 // How many of the last leaves may be those of runs that several threads share.
@@ -338,7 +341,8 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
             new (counter++) Counter(static_cast<std::int32_t>(block.parts));
         }
     }
-    run_team(members, [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
+    run_team(members, time_alone(all_work(), work_per_thread),
+             [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
     return state.empty;
 }
 
