@@ -44,6 +44,16 @@ class Seen:
     tiles: Tensor | None = None
     bits: Tensor | None = None
 
+    def blocked(self, rows: int, keys: int) -> Tensor:
+        """[B or 1, N or 1, rows, keys]: true where a key is not seen."""
+        assert self.tiles is not None and self.bits is not None
+        whole = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
+        bits = torch.cat([self.bits, whole])[self.tiles.long()]  # -2 and -1 are the last two
+        pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
+        pairs = pairs.transpose(0, 1, 2, 4, 3, 5)
+        b, n, down, _, across, _ = pairs.shape
+        return torch.from_numpy(pairs.reshape(b, n, down * TILE, across * TILE)[:, :, :rows, :keys])
+
 
 # ------------------------------------------------------------------------------------------------------------- masks
 

@@ -159,13 +159,24 @@ class _Memo(OrderedDict[Any, Any]):
         return _Memo()
 
 
-def remembered(owner: Any, question: Any, captured: tuple[Any, ...], answer: Callable[[], T]) -> T:
+def remembered(
+    owner: Any,
+    question: Any,
+    captured: tuple[Any, ...],
+    answer: Callable[[], T],
+    *,
+    content: bool = True,
+    keep: Callable[[T], bool] = lambda found: True,
+) -> T:
     """answer(), or what it was last time, as long as nothing in `captured` changed; kept on the owner, dies with it.
 
     Args:
         owner: an object with attributes; one without is asked anew each time.
         question: hashable: what else the answer depends on.
         captured: objects that the answer reads: functions with all they captured, tensors with their content.
+        answer: finds out.
+        content: False where the answer does not read what tensors hold.
+        keep: whether an answer may serve again.
     """
     try:
         memo = vars(owner).get(_ATTRIBUTE)
@@ -174,21 +185,25 @@ def remembered(owner: Any, question: Any, captured: tuple[Any, ...], answer: Cal
             setattr(owner, _ATTRIBUTE, memo)
     except (TypeError, AttributeError):
         return answer()
-    state, held = _state(captured)
+    state, held = _state(captured, content)
     known = memo.get(question)
     if known is not None and known[0] == state:
         return known[2]  # type: ignore[no-any-return]
     found = answer()
+    if not keep(found):
+        return found
     memo[question] = (state, held, found)  # held: while these live, nobody else has their ids
     while len(memo) > _KEPT:
         memo.popitem(last=False)
     return found
 
 
-def _state(values: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
     """(what is compared, the objects behind it) of values and of all that functions among them captured."""
     held: list[Any] = []
-    atoms = list(_atoms(values, frozenset(), set(), held))
+    atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), held)]
+    if content:
+        atoms += [_content(value) for value in held if isinstance(value, Tensor)]
     return atoms, held
 
 
@@ -203,8 +218,8 @@ def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -
     seen.add(id(value))
     held.append(value)
     if isinstance(value, Tensor):
-        yield _content(value)
-    elif isinstance(value, (tuple, list, set, frozenset)):
+        return
+    if isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
             yield from _atoms(item, names, seen, held)
     elif isinstance(value, dict):
