@@ -20,7 +20,7 @@ from fusion_attention.integrations.flex_scores import Terms
 from fusion_attention.patches import Changes, Counted
 from fusion_attention.torch_ops import dispatch
 
-__all__ = ["flex_attention", "patched"]
+__all__ = ["explain", "flex_attention", "patched"]
 
 _EVERY = Seen(None)
 _WHOLE = 1 << 30  # rows and keys of the one block of a mask that hides nothing, as torch makes it
@@ -108,6 +108,31 @@ def _flex_attention(
 
         return out, AuxOutput(lse=lse)
     return (out, lse) if return_lse else out
+
+
+def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = None, block_mask: Any = None) -> str:
+    """In which words flex_attention() says a mask and a score_mod to attention(): bands are fastest, tiles next.
+
+    Example:
+        >>> q = torch.randn(1, 4, 100, 32)
+        >>> print(explain(q, q, lambda score, b, h, row, key: 30 * torch.tanh(score / 30), lambda b, h, row, key: row >= key))
+        band=Band.causal('start'), softcap=30
+    """
+    _check_mask(query, key, block_mask)
+    shape = Shape(*query.shape[:3], key.shape[2], query.device)
+    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    words = []
+    if _packs(seen, terms):
+        words.append(f"{len(seen.q_len or ())} packed sequences, band={seen.band}")
+    elif seen.band is not None and not seen.packed:
+        words.append(f"band={seen.band}" + (", q_len and kv_len" if seen.q_len else ""))
+    elif seen.tiles is not None:
+        words.append("tiles")
+    words += [f"scale * {terms.factor:.6g}"] if terms.factor != 1 else []
+    words += [f"softcap={terms.softcap:.6g}"] if terms.softcap else []
+    words += ["alibi_slopes"] if terms.slopes is not None else []
+    words += [f"bias {list(terms.bias.shape)}"] if terms.bias is not None else []
+    return ", ".join(words) or "every row sees every key"
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -230,7 +255,7 @@ def _attend(
             # A bias has the query's dtype; distances of a thousand tokens have more digits than bfloat16.
             q, k, v = (t.to(bias.dtype) for t in (q, k, v))
         terms = replace(terms, bias=bias.to(q.dtype))
-    words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": True}
+    words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": stats}
     if terms.softcap:
         words["softcap"] = terms.softcap
     if terms.slopes is not None:
@@ -239,7 +264,7 @@ def _attend(
         words["backend"] = "golden"
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
-    return out.to(dtype), lse if stats else None
+    return out.to(dtype), lse
 
 
 def _packs(seen: Seen, terms: Terms) -> bool:
@@ -249,27 +274,32 @@ def _packs(seen: Seen, terms: Terms) -> bool:
     return terms.slopes is None or (seen.aligned and terms.slopes.ndim == 1)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     items, heads, rows, _ = q.shape
-    q_rows, k_rows, v_rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    out, lse = attention(
-        q_rows, k_rows, v_rows, layout="TND", band=seen.band, q_len=seen.q_len, kv_len=seen.kv_len, **words
-    )
+    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    words = {**words, "layout": "TND", "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
+    out, lse = _called(*packed, words)
     out = out.view(items, rows, heads, -1).transpose(1, 2)
     if not _tokens_outside(q):
         out = out.contiguous()
-    return out, lse.view(items, rows, heads).transpose(1, 2)
+    return out, None if lse is None else lse.view(items, rows, heads).transpose(1, 2)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if seen.band is not None and not seen.packed:
         words = {**words, "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
     elif seen.tiles is not None:
         words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
-        return attention(q, k, v, layout="BNSD", **words)
-    out, lse = attention(*(t.transpose(1, 2) for t in (q, k, v)), layout="BSND", **words)
+        return _called(q, k, v, {**words, "layout": "BNSD"})
+    out, lse = _called(*(t.transpose(1, 2) for t in (q, k, v)), {**words, "layout": "BSND"})
     return out.transpose(1, 2), lse
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of attention()."""
+    said = attention(q, k, v, **words)
+    return said if isinstance(said, tuple) else (said, None)
 
 
 def _tokens_outside(q: Tensor) -> bool:

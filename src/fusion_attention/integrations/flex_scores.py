@@ -28,7 +28,7 @@ class Terms:
     Attributes:
         bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None.
         slopes: float32 [N] or [B, N], or None.
-        behind: whether the slopes are true of keys at or before their row only.
+        behind: whether all this is true of keys at or before their row only.
         mask: true where the function leaves a score that it otherwise makes -inf; the bias is without these.
     """
 
@@ -279,7 +279,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
         distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
         values = flex_mods.by_distance(bias, pairs[:, 0], pairs[:, 1], distances)
     if values is not None:
-        found = _of_distances(values.view(items, heads, -1), at, bias, alone, past)
+        found = _of_distances(values.view(items, heads, -1), at, bias, alone, past, shape.heads)
     else:
         found = _of_matrix(_matrix(bias, pairs, structure, at), bias, alone)
     assert bias.form is not None
@@ -328,29 +328,35 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
     return Terms(bias=values) if values.any() else Terms()
 
 
-def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool) -> Terms:
+def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
     """values: the bias [B, N, S2 + S1 - 1] where a row lies 1 - S2, ..., S1 - 1 behind a key."""
-    if not values.requires_grad:
-        hidden = values == -torch.inf
-        distance = torch.arange(1 - at.keys, at.rows, device=values.device)
-        mask = _leaves(bias) if alone and hidden.any() else None
-        if mask is not None or not hidden.any():
-            left = values.masked_fill(hidden, 0)
-            if not left.any():
-                return Terms(mask=mask)
-            slopes = _slopes(values, distance, hidden | (distance < 0) if past else hidden)
-            if slopes is not None:
-                return Terms(slopes=slopes, behind=past, mask=mask)
-    return Terms(bias=_spread(values, at))
+    if values.requires_grad:
+        return Terms(bias=_spread(values, at))
+    distance = torch.arange(1 - at.keys, at.rows, device=values.device)
+    if past:
+        values = values.masked_fill(distance < 0, 0)
+    hidden = values == -torch.inf
+    if hidden.any() and not alone:
+        return Terms(bias=_spread(values, at), behind=past)
+    mask = _leaves(bias) if hidden.any() else None
+    if not values.masked_fill(hidden, 0).any():
+        return Terms(mask=mask, behind=past)
+    slopes = _slopes(values, distance, hidden | (distance < 0) if past else hidden)
+    if slopes is not None:
+        slopes = slopes.expand(*slopes.shape[:-1], heads).contiguous()
+        return Terms(slopes=slopes, mask=mask, behind=past)
+    return Terms(bias=_spread(values, at), behind=past)
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
     """The slopes [N] or [B, N] whose products with distances are exactly these values, except where they are free."""
     if values.dtype != torch.float32:
         return None
-    known = ~free & (distance.abs() == 1)
-    slopes = -torch.where(known, values, 0).amin(-1, keepdim=True)
-    if not (known.any(-1).all() and ((values == -(slopes * distance.abs())) | free).all()):
+    known = (~free & (distance.abs() == 1)).expand_as(values)
+    if not known.any(-1).all():
+        return None
+    slopes = -values.gather(-1, known.int().argmax(-1, keepdim=True))
+    if not ((values == -(slopes * distance.abs())) | free).all():
         return None
     slopes = slopes[..., 0]
     return slopes[0] if len(slopes) == 1 else slopes
