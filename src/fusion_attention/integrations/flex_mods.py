@@ -212,28 +212,34 @@ def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
-    yield id(value)
     if id(value) in seen:
+        yield id(value)
         return
     seen.add(id(value))
     held.append(value)
-    if isinstance(value, Tensor):
-        return
     if isinstance(value, (tuple, list, set, frozenset)):
+        yield type(value), len(value)
         for item in value:
             yield from _atoms(item, names, seen, held)
-    elif isinstance(value, dict):
+        return
+    if isinstance(value, dict):
+        yield dict, len(value)
         for item in (*value.keys(), *value.values()):
             yield from _atoms(item, names, seen, held)
-    elif isinstance(value, types.FunctionType):
+        return
+    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+        yield from _atoms(value.__func__, names, seen, held)
+        yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), seen, held)
+        return
+    yield id(value)
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, types.FunctionType):
         names = _names(value.__code__)
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         named = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
         for item in (value.__code__, value.__defaults__, value.__kwdefaults__, *cells, *named):
             yield from _atoms(item, names, seen, held)
-    elif isinstance(value, types.MethodType):
-        yield from _atoms((value.__func__,), names, seen, held)
-        yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), seen, held)
     elif isinstance(value, functools.partial):
         yield from _atoms((value.func, value.args, value.keywords), names, seen, held)
     elif not isinstance(value, (types.ModuleType, types.CodeType, type)):

@@ -18,7 +18,16 @@ from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, SOFTCAP, in_order, scale_of
+from fusion_attention.ops.shared.params import (
+    BIAS,
+    BLOCKED,
+    OWN_FLOATS,
+    OWN_SINK,
+    PAGE_IDS,
+    SOFTCAP,
+    in_order,
+    scale_of,
+)
 from fusion_attention.ops.shared.rules import (
     broadcasting,
     cached,
