@@ -219,6 +219,8 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
 bool ForwardPlan::alone(int threads) const {
     if (unit_bytes_ > small_unit_) return false;
     const auto count = static_cast<std::size_t>(threads);
+    // What tiles block no plan knows: then only many units are as good as equal ones.
+    if (threads > 1 && problem_.has_blocked_tiles && works_.size() < fair_share * count) return false;
     double longest = 0;
     for (std::size_t k = 0; k < fair_share && k * count < works_.size(); ++k) {
         longest = std::max(longest, static_cast<double>(k + 1) * works_[k * count]);
