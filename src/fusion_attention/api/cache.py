@@ -253,7 +253,8 @@ class PagedKVCache:
 
     def _count(self, count: int) -> int:
         """A number of tokens or pages that a caller names."""
-        if not (type(count) is int or isinstance(count, np.integer)) or count < 0:
+        whole = type(count) is int or isinstance(count, np.integer)
+        if not whole or count < 0:
             raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
         return int(count)
 
