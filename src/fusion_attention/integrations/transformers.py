@@ -1,0 +1,377 @@
+"""Attention for models of transformers: register(), then attn_implementation="fusion_attention".
+
+A model asks twice: the mask interface once per forward, the attention interface in every layer. What passes between
+them are plain tensors, which models, caches and checkpoints carry as they carry their own masks:
+
+    None                  the module says all: is_causal and sliding_window, the last row beside the last key
+    bool  [B, T]          keys that count besides; the last row is beside key T - 1, keys from T on do not exist
+    int64 [B, S]          the sequence that each packed token belongs to; sequences are runs
+    bool  [B, 1 or N, S or 1, T]    keys that rows see, whatever the module says
+    float [B, 1 or N, S or 1, T]    added to the scores, whatever the module says
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import masking_utils
+from transformers.utils import logging
+
+from fusion_attention.api.attention import attention
+from fusion_attention.api.sparse import sparse_attention
+from fusion_attention.contract import ContractWarning
+from fusion_attention.torch_ops.dispatch import is_traced
+from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
+
+__all__ = ["TESTED", "attend", "mask", "register"]
+
+Tensor = torch.Tensor
+
+NAME = "fusion_attention"
+# Releases of transformers, first and last, that the tests have run with.
+TESTED = ("5.23", "5.23")
+
+_log = logging.get_logger(__name__)
+
+
+def register(name: str = NAME) -> None:
+    """Makes this library an attention implementation of transformers, under a name.
+
+    Once per process, before the first model; again costs nothing.
+
+    Args:
+        name: what attn_implementation= and set_attn_implementation() take.
+
+    Warns:
+        ContractWarning: transformers is of a release that was not tested.
+
+    Source: this library; docs/with_transformers.md.
+
+    Example:
+        >>> register()
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+        >>> model = LlamaModel._from_config(LlamaConfig(**sizes), attn_implementation="fusion_attention")
+        >>> model(torch.arange(5)[None]).last_hidden_state.shape
+        torch.Size([1, 5, 32])
+    """
+    if transformers.AttentionInterface._global_mapping.get(name) is attend:
+        return
+    release = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    first, last = (tuple(map(int, bound.split("."))) for bound in TESTED)
+    if not first <= release <= last:
+        warnings.warn(
+            f"transformers {transformers.__version__} was not tested with fusion_attention, "
+            f"{TESTED[0]} to {TESTED[1]} were: compare a few outputs with attn_implementation='eager'",
+            ContractWarning,
+            stacklevel=2,
+        )
+    transformers.AttentionInterface.register(name, attend)
+    masking_utils.AttentionMaskInterface.register(name, mask)
+
+
+class _Code(NamedTuple):
+    """What a family's modeling code says of itself."""
+
+    asks: bool  # calls the attention interface
+    describes: bool  # hands is_causal, and packed tokens, to the attention function as flash-attn wants them
+    windows: bool  # hands sliding_window to it
+
+
+@functools.cache
+def _code_of(config: type) -> _Code:
+    """Of the modeling module beside a configuration; where there is none, masks are made in full."""
+    names = [base.__module__.replace("configuration_", "modeling_") for base in config.__mro__]
+    module = next((sys.modules[name] for name in names if "modeling_" in name and name in sys.modules), None)
+    if module is None:
+        return _Code(True, False, False)
+    with open(str(module.__file__), encoding="utf-8") as file:
+        text = file.read()
+    return _Code("ALL_ATTENTION_FUNCTIONS" in text, "_supports_flash_attn = True" in text, "sliding_window=" in text)
+
+
+def _code(config: type) -> _Code:
+    if torch.compiler.is_compiling():
+        from fusion_attention.torch_ops import trace_constants
+
+        return trace_constants.constant(_code_of, config)
+    return _code_of(config)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **others: Any,
+) -> Tensor | None:
+    """What the attention function is told of a forward's mask; arguments as transformers' sdpa_mask().
+
+    Raises:
+        ValueError: the model's code does not call the attention interface.
+    """
+    code = _code(type(config))
+    if not code.asks:
+        raise ValueError(
+            f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
+            f'use attn_implementation="eager" (docs/with_transformers.md says which families can be served)'
+        )
+    # A chunk is a local size too, and no module is told of it.
+    window = local_size is None or (code.windows and local_size == getattr(config, "sliding_window", None))
+    if code.describes and window:
+        if allow_is_causal_skip or allow_is_bidirectional_skip:
+            end = q_offset + q_length if allow_is_causal_skip else kv_offset + kv_length
+            if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
+                return _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
+        elif (ids := _packed_ids(mask_function)) is not None:
+            return ids
+    made: Tensor | None = masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **others,
+    )
+    return made
+
+
+def _keys(
+    padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
+) -> Tensor | None:
+    """Which keys before position `end` count: None where those are all keys, and all count."""
+    count = end - kv_offset
+    if padding is None:
+        return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
+    padding = masking_utils.prepare_padding_mask(padding, count, kv_offset)[:, kv_offset:end]
+    if is_traced((padding,)):
+        return padding  # a trace must not read it
+    return None if count == kv_length and _padding(padding).kind == "none" else padding
+
+
+def _packed_ids(function: Callable[..., Any]) -> Tensor | None:
+    """The sequence of every token, where a mask function is causal, perhaps in a window, within packed sequences."""
+    parts = _captured(function, "and_masks", "mask_functions")
+    if parts is None or len(parts) != 2:
+        return None
+    ids = _captured(parts[0], "packed_sequence_mask_function", "packed_sequence_mask")
+    within = _captured(parts[1], "remap_positions_for_packed_sequence", "mask_function")
+    if within is not masking_utils.causal_mask_function:
+        window = _captured(within, "and_masks", "mask_functions") or ()
+        names = [part.__qualname__.split(".")[0] for part in window]
+        if names != ["sliding_window_overlay", "causal_mask_function"]:
+            return None
+    found: Tensor | None = ids
+    return found
+
+
+def _captured(function: Any, maker: str, name: str) -> Any:
+    """What a function made by one of masking_utils' factories holds under a name; None of any other function."""
+    if getattr(function, "__qualname__", "").split(".")[0] != maker or function.__module__ != masking_utils.__name__:
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return next((cell.cell_contents for free, cell in cells if free == name), None)
+
+
+class _Padding(NamedTuple):
+    """Where the keys that count lie: "none" missing; on the "left" of a row's padding; in one "run"; or "scattered"."""
+
+    kind: str
+    first: list[int]
+    end: list[int]
+
+
+def _padding(keys: Tensor) -> _Padding:
+    """Of a bool [B, T]; read from the device once for all layers."""
+    return _kept(keys, "padding", _read_padding)
+
+
+def _read_padding(keys: Tensor) -> _Padding:
+    length = keys.shape[1]
+    if not keys.numel():
+        return _Padding("none", [0] * len(keys), [length] * len(keys))
+    ones = keys.to(torch.uint8)
+    count = ones.sum(1)
+    edges = torch.stack([ones.argmax(1), length - ones.flip(1).argmax(1), count])
+    first, end, counts = edges.tolist()
+    end = [e if n else f for e, f, n in zip(end, first, counts, strict=True)]
+    if any(e - f != n for f, e, n in zip(first, end, counts, strict=True)):
+        return _Padding("scattered", first, end)
+    if any(first):
+        return _Padding("run", first, end)
+    return _Padding("none" if all(e == length for e in end) else "left", first, end)
+
+
+def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
+    """What read(tensor) says, kept on the tensor until it changes: a forward hands one mask to all its layers."""
+    version = 0 if tensor.is_inference() else tensor._version
+    kept = tensor.__dict__.get("_fusion_attention", {})
+    if name not in kept or kept[name][0] != version:
+        kept[name] = version, read(tensor)
+        tensor._fusion_attention = kept  # type: ignore[attr-defined]
+    return kept[name][1]
+
+
+def _lengths(ids: Tensor) -> Any:
+    """The tokens of every run of equal ids in [B, S], whose rows are apart."""
+    apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
+    if is_traced((ids,)):
+        # How many runs there are a trace must not know: as many as tokens, most of them of none.
+        run = (apart != apart.roll(1)).long()
+        run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
+        return torch.zeros_like(run).scatter_add_(0, run, torch.ones_like(run))
+    return torch.unique_consecutive(apart, return_counts=True)[1].tolist()
+
+
+def _between(ends: Tensor) -> Any:
+    """Lengths from cumulative ends with a leading 0."""
+    lengths = ends[1:] - ends[:-1]
+    return lengths if is_traced((ends,)) else lengths.tolist()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
+
+    Raises:
+        ContractError, BackendError: as fusion_attention.attention().
+    """
+    if others.get("output_attentions"):
+        _log.warning_once('fusion_attention returns no attention weights: attn_implementation="eager" does.')
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    words: dict[str, Any] = {"scale": scaling}
+    if dropout:
+        words["keep_prob"] = 1.0 - dropout
+    if s_aux is not None:
+        words["sink"] = s_aux
+    if softcap:
+        words["softcap"] = softcap
+    if position_bias is not None:
+        words["bias"] = position_bias.to(q.dtype)
+    if indices is not None and attention_mask is not None:
+        return _selected(q, k, v, attention_mask, indices, words), None
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    left = UNLIMITED if sliding_window is None else sliding_window - 1
+    band = None if left == UNLIMITED and not causal else Band.window(left, 0 if causal else left)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        _explicit(attention_mask, q, words)
+    elif cu_seq_lens_q is not None and attention_mask is None:
+        kv_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        return _packed(q, k, v, _of_ends(cu_seq_lens_q), _of_ends(kv_ends), band, words), None
+    elif attention_mask is None:
+        words["band"] = band
+    elif attention_mask.dtype != torch.bool:
+        lengths = _lengths(attention_mask) if is_traced((q,)) else _kept(attention_mask, "lengths", _lengths)
+        return _packed(q, k, v, lengths, lengths, band, words), None
+    else:
+        return _padded(q, k, v, attention_mask, band, words), None
+    return attention(q, k, v, **words), None
+
+
+def _of_ends(ends: Tensor) -> Any:
+    return _between(ends) if is_traced((ends,)) else _kept(ends, "lengths", _between)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, band: Band | None, words: dict[str, Any]
+) -> Tensor:
+    """Sequences one behind the other, across the batch."""
+    flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+    out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, band=band, **words)
+    return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, band: Band | None, words: dict[str, Any]) -> Tensor:
+    """Attention where some of the keys count: a bool [B, T], whose last key is beside the last row."""
+    rows, length = q.shape[1], keys.shape[1]
+    k, v = k[:, :length], v[:, :length]
+    if is_traced((q, keys)):
+        return attention(q, k, v, band=band, blocked=~keys[:, None, None], **words)
+    kind, first, end = _padding(keys)
+    if kind == "none":
+        return attention(q, k, v, band=band, **words)
+    if kind == "left":
+        if band is None:
+            return attention(q, k, v, kv_len=end, **words)
+        # Rows behind a sequence's end are of no use to anyone; elsewhere rows and keys are not one sequence.
+        q_len = end if rows == length else None
+        return attention(q, k, v, band=_from_start(band, length - rows), q_len=q_len, kv_len=end, **words)
+    if kind == "run" and band is not None and rows == length and "bias" not in words:
+        # Padding before, a sequence, padding behind: a row of the batch is three packed sequences where it lies.
+        lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
+        return _packed(q, k, v, lengths, lengths, band, words)
+    return attention(q, k, v, band=band, blocked=_kept(keys, "blocked", torch.logical_not)[:, None, None], **words)
+
+
+def _from_start(band: Band, shift: int) -> Band:
+    """A band of the lower right corner, measured from the upper left one."""
+    lo = band.lo if band.lo == -INFINITE else band.lo + shift
+    hi = band.hi if band.hi == INFINITE else band.hi + shift
+    return Band(lo, hi, "start")
+
+
+def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
+    """The words for a mask that says of every row what it sees."""
+    if given.is_floating_point():
+        bias = given.to(q.dtype)
+        words["bias"] = words["bias"] + bias if "bias" in words else bias
+    elif given.dtype == torch.bool and is_traced((q, given)):
+        words["blocked"] = ~given
+    elif given.dtype == torch.bool:
+        if given.shape[1] == 1 and (given.shape[2] == 1 or given.stride(2) == 0):
+            kind, _, end = _kept(given, "padding", lambda t: _read_padding(t[:, 0, 0]))
+            if kind in ("none", "left"):
+                if kind == "left":
+                    words["kv_len"] = end
+                return
+        words["blocked"] = _kept(given, "blocked", torch.logical_not)
+    else:
+        raise TypeError(f"attention_mask: expected bool or floating elements in [B, N, S, T], got {given.dtype}")
+
+
+def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
+    """Attention over the keys that an indexer chose [B, S, K], of those that the mask [B, 1, S, T] leaves."""
+    seen = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
+    indices = indices.long()
+    if not words.keys() <= {"scale", "sink"}:
+        chosen = torch.zeros_like(seen).scatter(-1, indices, True)
+        return attention(q, k, v, blocked=~(chosen & seen)[:, None], **words)
+    # A list ends at its first negative entry.
+    indices = indices.masked_fill(~seen.gather(-1, indices), -1).sort(-1, descending=True).values
+    lists = indices[:, :, None].expand(-1, -1, k.shape[2], -1)
+    return sparse_attention(q, k, v, lists, causal=False, **words)
