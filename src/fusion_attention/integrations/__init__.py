@@ -1,1 +1,1 @@
-"""Doors for programs written against other libraries: each translates their words and calls this library's functions."""
+"""Doors for programs written against other libraries: their words become calls of this library."""

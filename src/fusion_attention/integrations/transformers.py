@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -86,24 +87,25 @@ class _Code(NamedTuple):
     windows: bool  # hands sliding_window to it
 
 
-@functools.cache
-def _code_of(config: type) -> _Code:
-    """Of the modeling module beside a configuration; where there is none, masks are made in full."""
-    names = [base.__module__.replace("configuration_", "modeling_") for base in config.__mro__]
-    module = next((sys.modules[name] for name in names if "modeling_" in name and name in sys.modules), None)
-    if module is None:
-        return _Code(True, False, False)
-    with open(str(module.__file__), encoding="utf-8") as file:
-        text = file.read()
+def _read_code(configuration: str) -> _Code:
+    """Of the modeling module beside a configuration's; where there is none, masks are made in full."""
+    module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
+    if module is None or "modeling_" not in module.__name__:
+        return _Code(asks=True, describes=False, windows=False)
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
     return _Code("ALL_ATTENTION_FUNCTIONS" in text, "_supports_flash_attn = True" in text, "sliding_window=" in text)
 
 
-def _code(config: type) -> _Code:
+_code_of = functools.cache(_read_code)
+
+
+def _code(configuration: str) -> _Code:
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
-        return trace_constants.constant(_code_of, config)
-    return _code_of(config)
+        found: _Code = trace_constants.constant(_read_code, configuration)
+        return found
+    return _code_of(configuration)
 
 
 def mask(
@@ -125,7 +127,7 @@ def mask(
     Raises:
         ValueError: the model's code does not call the attention interface.
     """
-    code = _code(type(config))
+    code = _code(type(config).__module__)
     if not code.asks:
         raise ValueError(
             f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
@@ -138,8 +140,15 @@ def mask(
             end = q_offset + q_length if allow_is_causal_skip else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
                 return _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
-        elif (ids := _packed_ids(mask_function)) is not None:
-            return ids
+        elif (
+            # What else deviates from a causal mask comes with keys of its own, by or_masks(), or by vmap.
+            attention_mask is None
+            and q_length == kv_length > 1
+            and local_size != 1
+            and mask_function.__name__ == "and_mask"
+            and not others.get("use_vmap")
+        ):
+            return _packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu"))
     made: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -169,28 +178,12 @@ def _keys(
     return None if count == kv_length and _padding(padding).kind == "none" else padding
 
 
-def _packed_ids(function: Callable[..., Any]) -> Tensor | None:
-    """The sequence of every token, where a mask function is causal, perhaps in a window, within packed sequences."""
-    parts = _captured(function, "and_masks", "mask_functions")
-    if parts is None or len(parts) != 2:
-        return None
-    ids = _captured(parts[0], "packed_sequence_mask_function", "packed_sequence_mask")
-    within = _captured(parts[1], "remap_positions_for_packed_sequence", "mask_function")
-    if within is not masking_utils.causal_mask_function:
-        window = _captured(within, "and_masks", "mask_functions") or ()
-        names = [part.__qualname__.split(".")[0] for part in window]
-        if names != ["sliding_window_overlay", "causal_mask_function"]:
-            return None
-    found: Tensor | None = ids
-    return found
-
-
-def _captured(function: Any, maker: str, name: str) -> Any:
-    """What a function made by one of masking_utils' factories holds under a name; None of any other function."""
-    if getattr(function, "__qualname__", "").split(".")[0] != maker or function.__module__ != masking_utils.__name__:
-        return None
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return next((cell.cell_contents for free, cell in cells if free == name), None)
+def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
+    """The sequence of every packed token, of a mask function that is causal, perhaps in a window, within sequences."""
+    items = torch.arange(batch, device=device)[:, None]
+    rows = torch.arange(1, length, device=device)[None]
+    starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
+    return torch.nn.functional.pad(starts.expand(batch, -1).long().cumsum(1), (1, 0))
 
 
 class _Padding(NamedTuple):
@@ -232,6 +225,11 @@ def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     return kept[name][1]
 
 
+def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
+    """_kept(), but in a trace, which keeps what it computed by itself."""
+    return read(tensor) if is_traced((tensor,)) else _kept(tensor, name, read)
+
+
 def _lengths(ids: Tensor) -> Any:
     """The tokens of every run of equal ids in [B, S], whose rows are apart."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
@@ -265,6 +263,7 @@ def attend(
     indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
@@ -297,21 +296,40 @@ def attend(
         return _selected(q, k, v, attention_mask, indices, words), None
     if attention_mask is not None and attention_mask.dim() == 4:
         _explicit(attention_mask, q, words)
-    elif cu_seq_lens_q is not None and attention_mask is None:
-        kv_ends = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return _packed(q, k, v, _of_ends(cu_seq_lens_q), _of_ends(kv_ends), band, words), None
-    elif attention_mask is None:
-        words["band"] = band
-    elif attention_mask.dtype != torch.bool:
-        lengths = _lengths(attention_mask) if is_traced((q,)) else _kept(attention_mask, "lengths", _lengths)
-        return _packed(q, k, v, lengths, lengths, band, words), None
-    else:
+        return attention(q, k, v, **words), None
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
         return _padded(q, k, v, attention_mask, band, words), None
-    return attention(q, k, v, **words), None
+    if attention_mask is not None:
+        q_len = kv_len = _read(attention_mask, "lengths", _lengths)
+    elif cu_seq_lens_q is not None:
+        q_len = _read(cu_seq_lens_q, "between", _between)
+        kv_len = q_len if cu_seq_lens_k is None else _read(cu_seq_lens_k, "between", _between)
+    elif causal and _may_restart(position_ids, q, k):
+        q_len = kv_len = _read(position_ids, "runs", functools.partial(_runs, batch=len(q)))
+    else:
+        q_len = kv_len = None
+    if q_len is None or len(q_len) == len(q) == 1:
+        return attention(q, k, v, band=band, **words), None
+    return _packed(q, k, v, q_len, kv_len, band, words), None
 
 
-def _of_ends(ends: Tensor) -> Any:
-    return _between(ends) if is_traced((ends,)) else _kept(ends, "lengths", _between)
+def _may_restart(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    """Whether positions may be of packed sequences; a model that fills a cache has no mask that says so."""
+    rows = q.shape[1]
+    return (
+        position_ids is not None
+        and position_ids.dim() == 2
+        and 1 < rows == k.shape[1]
+        and rows == position_ids.shape[1]
+    )
+
+
+def _runs(position_ids: Tensor, batch: int) -> Any:
+    """The lengths of sequences whose positions count on; None in a batch without a packed one."""
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not is_traced((position_ids,)) and not starts.any():
+        return None
+    return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
 
 def _packed(

@@ -1,0 +1,132 @@
+"""Families of transformers, tiny, with random weights, and what of each is tested: docs/with_transformers.md lists it.
+
+python tests/support/hf_models.py          writes the page's table anew
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "with_transformers.md"
+# How a batch may come, and what may be done with a model; the columns of the table.
+COLUMNS = ("plain", "padded", "left-padded", "packed", "bfloat16", "generate", "static cache", "torch.compile")
+CAUSAL = COLUMNS
+ENCODER = ("plain", "padded", "left-padded", "packed", "bfloat16", "torch.compile")
+SEQ2SEQ = ("plain", "padded", "left-padded", "bfloat16", "generate", "static cache", "torch.compile")
+IMAGES = ("plain", "bfloat16", "torch.compile")
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2}
+WINDOWS = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of transformers, and what it is tested with.
+
+    Args:
+        name: as people say it.
+        model: the class, "module.Class".
+        config: "Class" of its module, and what it is made with.
+        columns: what is tested.
+        inputs: makes a batch; those of text are made for all models alike.
+        special: what is special of its attention, for the table.
+    """
+
+    name: str
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    columns: tuple[str, ...] = CAUSAL
+    special: str = ""
+
+    @property
+    def module(self) -> Any:
+        """transformers' module of the model's code."""
+        folder = self.model.split(".")[0]
+        return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+
+    def make(self) -> Any:
+        """The model, in float32 and evaluation mode, with scores far enough apart that a wrong mask shows."""
+        folder, name = self.model.split(".")
+        configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+        torch.manual_seed(0)
+        model = getattr(self.module, name)(getattr(configuration, self.config)(**self.sizes)).eval()
+        for text, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "embed" not in text and "router" not in text:
+                torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            if text.endswith("sinks"):
+                torch.nn.init.normal_(parameter)
+        if hasattr(model, "set_experts_implementation") and "experts" in str([n for n, _ in model.named_modules()]):
+            model.set_experts_implementation("eager")  # which float64 goes through too
+        return model
+
+
+def text(name: str, folder: str, prefix: str, sizes: dict[str, Any], special: str = "") -> Family:
+    """A decoder of text."""
+    return Family(name, f"{folder}.{prefix}ForCausalLM", f"{prefix}Config", sizes, CAUSAL, special)
+
+
+# fmt: off
+_CLIP = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_IMAGE = {"image_size": 16, "patch_size": 4}
+FAMILIES = (
+    text("Llama", "llama", "Llama", GROUPED),
+    text("Qwen2", "qwen2", "Qwen2",
+         GROUPED | {"use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWS}, "windows in some layers"),
+    text("Qwen3", "qwen3", "Qwen3", GROUPED | {"head_dim": 16}),
+    text("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", GROUPED | EXPERTS | {"head_dim": 16, "num_experts": 4}),
+    text("Mistral", "mistral", "Mistral", GROUPED | {"sliding_window": 5}, "window"),
+    text("Mixtral", "mixtral", "Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("Gemma 2", "gemma2.Gemma2ForCausalLM", "Gemma2Config",
+           GROUPED | {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOWS, "attn_logit_softcapping": 1.5},
+           CAUSAL, "softcap, windows in some layers"),
+    Family("Gemma 3", "gemma3.Gemma3ForCausalLM", "Gemma3TextConfig",
+           GROUPED | {"head_dim": 16, "sliding_window": 5, "layer_types": WINDOWS}, CAUSAL, "windows in some layers"),
+    text("Phi-3", "phi3", "Phi3", GROUPED | {"sliding_window": 5}, "window"),
+    text("GPT-NeoX", "gpt_neox", "GPTNeoX", SIZES),
+    text("GPT-OSS", "gpt_oss", "GptOss",
+         GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+                    "layer_types": WINDOWS}, "sinks, windows in some layers"),
+    text("DeepSeek-V3", "deepseek_v3", "DeepseekV3", SIZES | LATENT, "keys longer than values"),
+    text("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32",
+         SIZES | LATENT | {"index_n_heads": 5, "index_head_dim": 16, "index_topk": 6}, "keys chosen by an indexer"),
+    Family("BERT", "bert.BertForMaskedLM", "BertConfig", SIZES, ENCODER),
+    Family("RoBERTa", "roberta.RobertaForMaskedLM", "RobertaConfig", SIZES, ENCODER),
+    Family("ModernBERT", "modernbert.ModernBertForMaskedLM", "ModernBertConfig",
+           SIZES | {"layer_types": WINDOWS, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}, ENCODER,
+           "windows to both sides in some layers"),
+    Family("T5", "t5.T5ForConditionalGeneration", "T5Config",
+           {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+            "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}, SEQ2SEQ, "learned bias, no scale"),
+    Family("Whisper", "whisper.WhisperForConditionalGeneration", "WhisperConfig",
+           {"vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+            "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 48, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None,
+            "begin_suppress_tokens": None}, SEQ2SEQ),
+    Family("ViT", "vit.ViTForImageClassification", "ViTConfig", _CLIP | _IMAGE, IMAGES),
+    Family("CLIP", "clip.CLIPModel", "CLIPConfig",
+           {"text_config": _CLIP | {"vocab_size": VOCABULARY, "eos_token_id": 2}, "vision_config": _CLIP | _IMAGE,
+            "projection_dim": 24}, ("plain", "padded", "bfloat16", "torch.compile")),
+)
+# fmt: on
+NOT_SERVED = {
+    "Bloom": "its attention is code of its own that asks no attention interface: an error says so, eager computes it",
+    "MPT": "as Bloom",
+}
