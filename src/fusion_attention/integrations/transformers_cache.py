@@ -216,9 +216,14 @@ class PagedLayer(CacheLayerMixin):
 
     def settle(self, there: Tensor | None = None, slide: bool = True) -> None:
         """Stores the rows that wait; there: [B, new], which are tokens; slide: and lets go of what no window sees."""
-        if self._new is None:
-            return self._slide() if slide else None
-        (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
+        if self._new is not None:
+            (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
+            self._take(k, v, there, slide)
+        if slide:
+            self._slide()
+
+    def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
+        """settle(), of rows [B, new, heads, dim]."""
         if there is not None:
             self.present.add(self._tokens, there)
         self._tokens += k.shape[1]
@@ -230,8 +235,6 @@ class PagedLayer(CacheLayerMixin):
                 self._store([sequence], k[b : b + 1, rows], v[b : b + 1, rows], slide)
         counts = [k.shape[1]] * len(k) if there is None else there.sum(1).tolist()
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
-        if slide:
-            self._slide()
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
         """New tokens [sequences, tokens, heads, dim], in a pool that grows."""
