@@ -1,4 +1,4 @@
-"""Families of transformers, tiny, with random weights, and what of each is tested: docs/with_transformers.md lists it.
+"""Families of transformers, tiny, with random weights, and what is tested of each; a page of docs lists it.
 
 python tests/support/hf_models.py          writes the page's table anew
 """
@@ -122,7 +122,7 @@ FAMILIES = (
             "begin_suppress_tokens": None}, SEQ2SEQ),
     Family("ViT", "vit.ViTForImageClassification", "ViTConfig", _CLIP | _IMAGE, IMAGES),
     Family("CLIP", "clip.CLIPModel", "CLIPConfig",
-           {"text_config": _CLIP | {"vocab_size": VOCABULARY, "eos_token_id": 2}, "vision_config": _CLIP | _IMAGE,
+           {"text_config": _CLIP | {"vocab_size": VOCABULARY, "eos_token_id": 1}, "vision_config": _CLIP | _IMAGE,
             "projection_dim": 24}, ("plain", "padded", "bfloat16", "torch.compile")),
 )
 # fmt: on

@@ -30,7 +30,7 @@ from fusion_attention.api.sparse import sparse_attention
 from fusion_attention.contract import ContractWarning
 from fusion_attention.integrations.transformers_cache import StoredRows
 from fusion_attention.torch_ops.dispatch import is_traced
-from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
+from fusion_attention.waist.mask import INFINITE, Band
 
 __all__ = ["TESTED", "attend", "mask", "register"]
 
@@ -40,6 +40,7 @@ NAME = "fusion_attention"
 # Releases of transformers, first and last, that the tests have run with.
 TESTED = ("5.23", "5.23")
 
+_CAUSAL = Band.causal()
 _log = logging.get_logger(__name__)
 
 
@@ -284,10 +285,8 @@ def attend(
     if position_bias is not None:
         words["bias"] = position_bias.to(q.dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    left = UNLIMITED if sliding_window is None else sliding_window - 1
-    band = None if left == UNLIMITED and not causal else Band.window(left, 0 if causal else left)
     if isinstance(key, StoredRows):
-        answered = key.layer.attend(q, attention_mask, band, words)
+        answered = key.layer.attend(q, attention_mask, _band(causal, sliding_window), words)
         if isinstance(answered, Tensor):
             return answered, None
         key, value = answered
@@ -298,7 +297,8 @@ def attend(
         _explicit(attention_mask, q, words)
         return attention(q, k, v, **words), None
     if attention_mask is not None and attention_mask.dtype == torch.bool:
-        return _padded(q, k, v, attention_mask, band, words), None
+        return _padded(q, k, v, attention_mask, causal, sliding_window, words), None
+    words["band"] = _band(causal, sliding_window)
     if attention_mask is not None:
         q_len = kv_len = _read(attention_mask, "lengths", _lengths)
     elif cu_seq_lens_q is not None:
@@ -309,8 +309,8 @@ def attend(
     else:
         q_len = kv_len = None
     if q_len is None or len(q_len) == len(q) == 1:
-        return attention(q, k, v, band=band, **words), None
-    return _packed(q, k, v, q_len, kv_len, band, words), None
+        return attention(q, k, v, **words), None
+    return _packed(q, k, v, q_len, kv_len, words), None
 
 
 def _may_restart(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
@@ -332,42 +332,44 @@ def _runs(position_ids: Tensor, batch: int) -> Any:
     return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, band: Band | None, words: dict[str, Any]
-) -> Tensor:
+def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
+    """What every row sees, its diagonal from the last key or, `shift` keys further, from the first one."""
+    if window is None and (shift is None or not causal):
+        return _CAUSAL if causal else None
+    lo = -INFINITE if window is None else 1 - window
+    hi = 1 if causal or window is None else window
+    return Band(lo, hi) if shift is None else Band(lo if window is None else lo + shift, hi + shift, "start")
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
     """Sequences one behind the other, across the batch."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
-    out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, band=band, **words)
+    out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, band: Band | None, words: dict[str, Any]) -> Tensor:
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
+) -> Tensor:
     """Attention where some of the keys count: a bool [B, T], whose last key is beside the last row."""
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
+    one_sequence = rows == length and (causal or window is not None)  # else keys may be of another one than rows
     if is_traced((q, keys)):
-        return attention(q, k, v, band=band, blocked=~keys[:, None, None], **words)
+        return attention(q, k, v, band=_band(causal, window), blocked=~keys[:, None, None], **words)
     kind, first, end = _padding(keys)
-    if kind == "none":
-        return attention(q, k, v, band=band, **words)
     if kind == "left":
-        if band is None:
-            return attention(q, k, v, kv_len=end, **words)
-        # Rows behind a sequence's end are of no use to anyone; elsewhere rows and keys are not one sequence.
-        q_len = end if rows == length else None
-        return attention(q, k, v, band=_from_start(band, length - rows), q_len=q_len, kv_len=end, **words)
-    if kind == "run" and band is not None and rows == length and "bias" not in words:
+        # Rows behind a sequence's end are of no use to anyone.
+        words["q_len"], words["kv_len"] = end if one_sequence else None, end
+        return attention(q, k, v, band=_band(causal, window, length - rows), **words)
+    words["band"] = _band(causal, window)
+    if kind == "run" and one_sequence and "bias" not in words:
         # Padding before, a sequence, padding behind: a row of the batch is three packed sequences where it lies.
         lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
-        return _packed(q, k, v, lengths, lengths, band, words)
-    return attention(q, k, v, band=band, blocked=_kept(keys, "blocked", torch.logical_not)[:, None, None], **words)
-
-
-def _from_start(band: Band, shift: int) -> Band:
-    """A band of the lower right corner, measured from the upper left one."""
-    lo = band.lo if band.lo == -INFINITE else band.lo + shift
-    hi = band.hi if band.hi == INFINITE else band.hi + shift
-    return Band(lo, hi, "start")
+        return _packed(q, k, v, lengths, lengths, words)
+    if kind != "none":
+        words["blocked"] = _kept(keys, "blocked", torch.logical_not)[:, None, None]
+    return attention(q, k, v, **words)
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
