@@ -27,7 +27,7 @@ template <class Format> std::size_t row_bytes(const Problem &problem, std::int64
 }
 
 template <class Format> std::size_t key_bytes(const Problem &problem) {
-    return KeyPart<Format>(Sizes<Format>(problem), nullptr).bytes;
+    return KeyPart<Format>(problem, Sizes<Format>(problem), nullptr).bytes;
 }
 
 template <class Format> constexpr Kernels kernels() {

@@ -136,9 +136,10 @@ inline int choice(nb::handle value, const char *name, int count) {
     return number;
 }
 
-// The fields of the Python Problem in order, dtype, bias and dropout as numbers, and the threshold of drawn dropout.
+// The fields of the Python Problem in order, dtype, bias and dropout as numbers, the threshold of drawn dropout, and
+// the softcap.
 inline fusion::Problem problem_of(const nb::tuple &t) {
-    if (t.size() != 14) refuse("a problem has 14 fields");
+    if (t.size() != 15) refuse("a problem has 15 fields");
     fusion::Problem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -154,6 +155,7 @@ inline fusion::Problem problem_of(const nb::tuple &t) {
     p.dropout = static_cast<fusion::Dropout>(choice(t[11], "dropout", 3));
     p.keep_prob = item<double>(t, 12);
     p.keep_below = item<std::int64_t>(t, 13);
+    p.softcap = item<double>(t, 14);
     return p;
 }
 

@@ -26,6 +26,7 @@ struct Problem {
     double keep_prob;
     std::int64_t keep_below;     // a 16-bit draw below this is kept
     bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
+    double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay
 };
 
 // Rows of neighbouring elements: (sequence b, head h, token t) starts at element

@@ -221,7 +221,7 @@ template <class F>
 __attribute__((noinline)) void finish_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t,
                                              float *scores) {
     if (F::integer && t.keys.kind == Dequant::token) scale_scores(w, row, t, scores);
-    const bool scaled = F::integer && w.p.bias == Bias::none;  // with the rows of q
+    const bool scaled = F::integer && scales_queries(w.p);
     if (!F::integer && w.p.has_row_scale) {
         const Floats times = all(w.row_scale(row));
         for (std::int64_t c = 0; c < t.count; c += lanes) store(scores + c, load<Floats>(scores + c) * times);

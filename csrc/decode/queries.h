@@ -18,11 +18,14 @@ FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
     return partial_head + round_up<std::int64_t>(p.dim_v, 32);
 }
 
-// Whether scores are scaled and biased in a pass of their own (the largest product belongs to the largest score only
-// under a positive scale); if not, what makes a product the problem's score.
+// Whether scores are scaled, capped and biased in a pass of their own (the largest product belongs to the largest score
+// only under a positive scale); if not, what makes a product the problem's score.
 FUSION_INLINE bool needs_score_pass(const DecodeProblem &p) {
-    return p.storage >= Storage::int8 || p.bias != Bias::none || p.has_row_scale || !(p.scale > 1e-30);
+    return p.storage >= Storage::int8 || p.bias != Bias::none || p.has_row_scale || p.softcap > 0.0 ||
+           !(p.scale > 1e-30);
 }
+// Whether rows of q that are multiplied as integers take the scale with them: nothing comes between it and the scores.
+FUSION_INLINE bool scales_queries(const Problem &p) { return p.bias == Bias::none && !(p.softcap > 0.0); }
 FUSION_INLINE float natural_scale(const DecodeProblem &p) {
     return needs_score_pass(p) ? 1.0f : static_cast<float>(p.scale);
 }
@@ -229,8 +232,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     const float whole = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
     const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
-    // Else the bias is added first.
-    const float times = (w.p.bias == Bias::none ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
+    const float times = (scales_queries(w.p) ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;

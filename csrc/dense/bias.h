@@ -1,4 +1,5 @@
-// What is added to a row of scores: values from memory, values rebuilt from a table, or distances times a slope.
+// What becomes of a row of products: they are scaled, perhaps capped, and added to values from memory, values rebuilt
+// from a table, or distances times a slope.
 //
 // score = score * scale + factor * value, for `count` keys from key `first` on. Memory behind the sequence's last key
 // is not read; what is added there does not matter, since no row sees it.
@@ -6,6 +7,7 @@
 #pragma once
 
 #include "simd/rows.h"
+#include "simd/softcap.h"
 
 namespace fusion {
 namespace {
@@ -57,14 +59,19 @@ template <bool Root> void add_distances(const Row &r, float slope, std::int64_t 
     }
 }
 
-// Whether scores are scaled and biased in a pass of their own: the largest product belongs to the largest score only
-// under a positive scale.
-inline bool needs_bias_pass(const Problem &p) { return p.bias != Bias::none || p.has_row_scale || !(p.scale > 1e-30); }
+// Whether scores are scaled, capped and biased in a pass of their own: the largest product belongs to the largest score
+// only under a positive scale.
+inline bool needs_bias_pass(const Problem &p) {
+    return p.bias != Bias::none || p.has_row_scale || p.softcap > 0.0 || !(p.scale > 1e-30);
+}
 
-// With Bias::none the row is only scaled.
-inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq) {
-    const float scale = static_cast<float>(p.scale), factor = p.bias_scaled ? scale : 1.0f;
+// With Bias::none the row is only scaled, or capped; slopes: as of cap_scores().
+inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq, float *slopes = nullptr) {
+    const bool capped = p.softcap > 0.0;
+    if (capped) cap_scores(p, r.scores, r.count, slopes);
+    const float own = static_cast<float>(p.scale), factor = p.bias_scaled ? own : 1.0f, scale = capped ? 1.0f : own;
     if (p.bias == Bias::none) {
+        if (capped) return;
         for (std::int64_t c = 0; c < r.count; c += lanes) store(r.scores + c, load<Floats>(r.scores + c) * all(scale));
         return;
     }

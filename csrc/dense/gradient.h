@@ -2,6 +2,7 @@
 //
 //   S = q k^T, dP = dout v^T      by blocks of `block_rows` rows, as the forward does, so that scores have its bits
 //   P = exp(S - max) / sum, dS = P * (dP * M - D)                                M = keep / keep_prob
+//   beneath a cap, dq and dk take dS * (1 - tanh^2) for dS
 //   dq += dS k                    block by block
 //   dv^T += dout^T (P * M), dk^T += q^T dS            for all rows of the tile at once, one panel of keys at a time
 //
@@ -42,7 +43,7 @@ template <class Format, bool SmallPeaks> struct RowFactors {
 // not finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were.
 // SmallPeaks: scale, maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's
 // bits depend on its neighbours.
-template <class Format, bool Drops, bool Hidden, bool SmallPeaks>
+template <class Format, bool Capped, bool Drops, bool Hidden, bool SmallPeaks>
 void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
@@ -78,13 +79,16 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
                         dprob = pick(bits, dprob * kept_factor, Floats{});
                     }
                     Floats dscore = weight * (dprob - r.delta[e]);
+                    Floats dproduct = dscore;
+                    if constexpr (Capped) dproduct *= load<Floats>(k.slopes + (i + e) * keys + c + u * lanes);
                     if constexpr (Hidden) {
                         const std::uint32_t bits = lane_bits(k.seen + (i + e) * (keys / 8), c + u * lanes);
                         kept = pick(bits, kept, Floats{});
                         dscore = pick(bits, dscore, Floats{});
+                        dproduct = Capped ? pick(bits, dproduct, Floats{}) : dscore;
                     }
                     p[u][e] = kept;
-                    ds[u][e] = dscore;
+                    ds[u][e] = dproduct;
                     if (wants_dbias) store(scores + at, dscore);
                 }
                 Format::store_elements(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
@@ -103,16 +107,19 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
 
 template <class Format> void choose_softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     const bool drops = w.p.dropout != Dropout::none;
-    const auto choose = [&](auto small_peaks) {
-        if (drops && b.hidden) return softmax_gradient<Format, true, true, small_peaks()>(w, b);
-        if (drops) return softmax_gradient<Format, true, false, small_peaks()>(w, b);
-        if (b.hidden) return softmax_gradient<Format, false, true, small_peaks()>(w, b);
-        softmax_gradient<Format, false, false, small_peaks()>(w, b);
+    const auto choose = [&](auto capped, auto small_peaks) {
+        if (drops && b.hidden) return softmax_gradient<Format, capped(), true, true, small_peaks()>(w, b);
+        if (drops) return softmax_gradient<Format, capped(), true, false, small_peaks()>(w, b);
+        if (b.hidden) return softmax_gradient<Format, capped(), false, true, small_peaks()>(w, b);
+        softmax_gradient<Format, capped(), false, false, small_peaks()>(w, b);
+    };
+    const auto choose_capped = [&](auto small_peaks) {
+        w.p.softcap > 0.0 ? choose(std::true_type{}, small_peaks) : choose(std::false_type{}, small_peaks);
     };
     if constexpr (Format::fused) {
-        if (b.small_peaks) return choose(std::true_type{});
+        if (b.small_peaks) return choose_capped(std::true_type{});
     }
-    choose(std::false_type{});
+    choose_capped(std::false_type{});
 }
 
 // -------------------------------------------------------------------------------------------------- what is not finite
@@ -254,7 +261,7 @@ template <class Format, class T> bool accumulate_block(const GradientWork<Format
         for (std::int64_t i = 0; i < b.rows; ++i) {
             add_bias({w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row + i, w.key_tile.key0 + b.at, b.count,
                       w.k.scores + i * w.k.keys},
-                     w.p, w.o, w.seq);
+                     w.p, w.o, w.seq, w.p.softcap > 0.0 ? w.k.slopes + i * w.k.keys : nullptr);
         }
     }
     const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at,
@@ -398,7 +405,7 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
 template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Sizes<Format> sizes(p);
-    const KeyPart<Format> part(sizes, tile.memory);
+    const KeyPart<Format> part(p, sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));
     store_keys<Format, T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);

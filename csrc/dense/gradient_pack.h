@@ -60,6 +60,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     Word *k, *v, *k_keys;
     float *dk, *dv;                     // [panel][column][key]
     float *scores, *dprobs;             // [block_rows][keys]
+    float *slopes;                      // where there is a cap, [block_rows][keys]: of scores by their products
     Word *dscores;                      // [block_rows][keys / depth]
     Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
     std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
@@ -67,7 +68,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
     std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
     std::size_t bytes;
 
-    KeyPart(const Sizes<Format> &sizes, void *memory) {
+    KeyPart(const Problem &p, const Sizes<Format> &sizes, void *memory) {
         Carver carver(memory);
         carver.take(k, keys * sizes.words);
         carver.take(v, keys * sizes.value_words);
@@ -85,6 +86,7 @@ template <class Format> struct KeyPart {  // and one thread's scratch
         carver.take(fresh, keys / panel);
         carver.take(row_begin, keys / panel);
         carver.take(row_end, keys / panel);
+        carver.take(slopes, p.softcap > 0.0 ? block_rows * keys : 0);
         bytes = carver.bytes();
     }
 };
@@ -296,7 +298,7 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Sizes<Format> sizes(p);
-    const KeyPart<Format> part(sizes, tile.memory);
+    const KeyPart<Format> part(p, sizes, tile.memory);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += panel) {
         const std::int64_t here = least<std::int64_t>(panel, count - at), key = tile.key0 + at;

@@ -34,7 +34,7 @@ template <class Format> struct GradientWork {
                  PrefetchQueue<3> &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
-          k(sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
+          k(p, sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
           natural(bias_pass ? 1.0f : static_cast<float>(p.scale)),
           wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), turn(turn_), queue(queue_) {}
 };

@@ -61,6 +61,11 @@ class Family:
         folder = self.model.split(".")[0]
         return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a token is handed to some of several experts."""
+        return "num_experts_per_tok" in self.sizes
+
     def make(self) -> Any:
         """The model, in float32 and evaluation mode, with scores far enough apart that a wrong mask shows."""
         folder, name = self.model.split(".")
@@ -72,7 +77,7 @@ class Family:
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
             if text.endswith("sinks"):
                 torch.nn.init.normal_(parameter)
-        if hasattr(model, "set_experts_implementation") and "experts" in str([n for n, _ in model.named_modules()]):
+        if self.has_experts:
             model.set_experts_implementation("eager")  # which float64 goes through too
         return model
 
@@ -130,3 +135,24 @@ NOT_SERVED = {
     "Bloom": "its attention is code of its own that asks no attention interface: an error says so, eager computes it",
     "MPT": "as Bloom",
 }
+
+
+def table() -> str:
+    """What docs/with_transformers.md lists."""
+    lines = ["| model | " + " | ".join(COLUMNS) + " | with |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for family in FAMILIES:
+        marks = ["yes" if column in family.columns else "" for column in COLUMNS]
+        lines.append(f"| {family.name} | " + " | ".join(marks) + f" | {family.special} |")
+    sentences = [f"{name}: {reason}." for name, reason in NOT_SERVED.items()]
+    return "\n".join([*lines, "", *sentences])
+
+
+def page_with(found: str) -> str:
+    """The page with another table."""
+    start, end = "<!-- table -->\n", "\n<!-- end of table -->"
+    text = PAGE.read_text(encoding="utf-8")
+    return text[: text.index(start) + len(start)] + found + text[text.index(end) :]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(table()), encoding="utf-8")

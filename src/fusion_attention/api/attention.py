@@ -30,7 +30,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[False] = False, backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: Literal[False] = False,
+    backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -40,7 +41,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: Literal[True], backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: Literal[True],
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -50,7 +52,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", return_lse: bool, backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: bool,
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -81,12 +84,13 @@ def attention(
     seed: int | None = None,
     offset: int = 0,
     empty_rows: EmptyRows = "zero",
+    softcap: float = 0.0,
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
 
-        s   = scale * (q . k + q_rope . k_rope) + bias
+        s   = cap(scale * (q . k + q_rope . k_rope)) + bias             cap(x) = softcap * tanh(x / softcap), or x
         out = sum_j keep_j / keep_prob * exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink))
 
     Differentiable in q, k, v, q_rope, k_rope, bias and sink.
@@ -113,6 +117,7 @@ def attention(
         drop_bits: uint8, one bit per score of [B, N1, S1, S2] (packed: block by block), 1 = kept, lowest bit first.
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
         empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
+        softcap: keeps scores between -softcap and softcap, before any bias (Gemma 2: 50); 0: leaves them as they are.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
             differentiate it is an error (compiled, or under torch.func: a constant); lse.detach() where it is one.
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
@@ -136,7 +141,7 @@ def attention(
         "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
         "next_tokens": next_tokens, "blocked": blocked, "bias": bias, "alibi_slopes": alibi_slopes,
         "alibi_start": alibi_start, "sink": sink, "keep_prob": keep_prob, "drop_bits": drop_bits, "seed": seed,
-        "offset": offset, "empty_rows": empty_rows,
+        "offset": offset, "empty_rows": empty_rows, "softcap": softcap,
     }  # fmt: skip
     out, max_, sum_ = forward(args, backend, stats=return_lse)
     return (out, max_ + sum_.log()) if return_lse else out

@@ -31,7 +31,7 @@ def decode_attention(
     k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None, softcap: float = 0.0,
     return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
@@ -41,7 +41,7 @@ def decode_attention(
     k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None, softcap: float = 0.0,
     return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -51,7 +51,7 @@ def decode_attention(
     k_scale: Tensor | None = None, k_offset: Tensor | None = None, v_scale: Tensor | None = None,
     v_offset: Tensor | None = None, dim_v: int = 0, scale: float | None = None, band: Band | None = None,
     blocked: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None,
-    out_scale: Tensor | None = None, out_offset: Tensor | None = None,
+    out_scale: Tensor | None = None, out_offset: Tensor | None = None, softcap: float = 0.0,
     return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -79,12 +79,13 @@ def decode_attention(
     sink: Tensor | None = None,
     out_scale: Tensor | None = None,
     out_offset: Tensor | None = None,
+    softcap: float = 0.0,
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence over its cache, those tokens included.
 
-        s   = scale * (q . k) + bias                   k, v = (stored + offset) * scale where they are integers
+        s   = cap(scale * (q . k)) + bias              k, v = (stored + offset) * scale where they are integers
         out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink))
 
     Not differentiable.
@@ -109,6 +110,7 @@ def decode_attention(
         bias: added to the scaled scores, in q's dtype; broadcasts as blocked. -inf hides a key, whatever its v.
         sink: [N1], of any floating dtype; one more logit per row in the denominator.
         out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
+        softcap: cap(x) = softcap * tanh(x / softcap), as of attention(); 0: scores stay as they are.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
 
@@ -132,7 +134,7 @@ def decode_attention(
         "q": q, "layout": layout, "cache_layout": cache_layout, "q_len": q_len, "kv_len": kv_len,
         "block_table": block_table, "k_scale": k_scale, "k_offset": k_offset, "v_scale": v_scale,
         "v_offset": v_offset, "dim_v": dim_v, "scale": scale, "band": band, "blocked": blocked, "bias": bias,
-        "sink": sink, "out_scale": out_scale, "out_offset": out_offset,
+        "sink": sink, "out_scale": out_scale, "out_offset": out_offset, "softcap": softcap,
     }  # fmt: skip
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):

@@ -140,7 +140,10 @@ def mask(
         if allow_is_causal_skip or allow_is_bidirectional_skip:
             end = q_offset + q_length if allow_is_causal_skip else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
-                return _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
+                keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
+                # Full attention, perhaps to another sequence: a module that is causal may be handed it.
+                full = keys is not None and not allow_is_causal_skip and local_size is None
+                return keys[:, None, None] if keys is not None and full else keys
         elif (
             # What else deviates from a causal mask comes with keys of its own, by or_masks(), or by vmap.
             attention_mask is None

@@ -33,7 +33,8 @@ class _Typed:
 class Problem(_Typed):
     """Softmax attention with everything that changes a kernel, and nothing that changes from call to call.
 
-        s   = scale * row_scale * (q . k + q_rope . k_rope) + bias'    bias' = scale * bias if bias_scaled else bias
+        x   = scale * row_scale * (q . k + q_rope . k_rope)            bias' = scale * bias if bias_scaled else bias
+        s   = x + bias', or where there is a softcap: softcap * tanh(x / softcap) + bias'
         out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
 
     over the keys that a row sees; one whose score is -inf it does not see, whatever its v. A row that sees no key is an
@@ -71,6 +72,8 @@ class Problem(_Typed):
         select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
             ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
             block that its band leaves, once for every time that the block is listed.
+        softcap: what the scaled product comes near to and never exceeds, whatever its size; 0: none. A product of -inf
+            becomes -softcap, so its key is seen.
     """
 
     heads_q: int
@@ -98,6 +101,7 @@ class Problem(_Typed):
     has_weight_scale: bool = False
     select_count: int = 0
     select_block: int = 1
+    softcap: float = 0.0
 
     @property
     def group(self) -> int:

@@ -62,6 +62,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
             ("common_keys with select_count", problem.common_keys, (0,)),
             ("has_row_scale with select_count", problem.has_row_scale, (False,)),
             ("has_weight_scale with select_count", problem.has_weight_scale, (False,)),
+            ("softcap with select_count", problem.softcap, (0.0,)),
         ]
     listed = [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."

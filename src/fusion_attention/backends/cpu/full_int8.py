@@ -35,6 +35,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("dropout", p.dropout, ("none",)),
         ("dim_rope", p.dim_rope, (0,)),
         ("has_sink", p.has_sink, (False,)),
+        ("softcap", p.softcap, (0.0,)),
     )
     return [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."

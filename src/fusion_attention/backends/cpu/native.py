@@ -95,7 +95,7 @@ class Floats:
 def problem_of(p: Problem) -> tuple[Any, ...]:
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
-    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops
+    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops, p.softcap
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:

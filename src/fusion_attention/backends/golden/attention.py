@@ -36,6 +36,7 @@ class _Sequence:
     keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
     keep_factor: float  # what a kept probability is multiplied by
     times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: how often a row weighs a key that it sees
+    slope: torch.Tensor | float  # [heads_q, q_len, kv_len]: of a score by its product before the cap, or 1
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
@@ -144,7 +145,7 @@ def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch
 
 
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
-    """Sequence b with its scores: scale * (q . k + q_rope . k_rope) + bias."""
+    """Sequence b with its scores: scale * (q . k + q_rope . k_rope), perhaps capped, + bias."""
     device = operands.q.keep[0].device
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     kv_heads = _kv_heads(problem, device)
@@ -170,6 +171,10 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     if problem.has_row_scale:
         assert operands.row_scale is not None
         scores = scores * query(operands.row_scale)
+    slope: torch.Tensor | float = 1.0
+    if problem.softcap:
+        capped = (scores / problem.softcap).tanh()
+        scores, slope = problem.softcap * capped, 1 - capped * capped
     if problem.bias != "none":
         added = _bias(problem, extents, operands, b)
         scores = scores + (problem.scale * added if problem.bias_scaled else added)
@@ -177,7 +182,7 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     times = _times(problem, extents, operands, b, device)
     seen = seen & (times > 0)
     keep, keep_factor = _keep(problem, extents, operands, b, device)
-    return _Sequence(q, k, v, q_rope, k_rope, in_band, scores.where(seen, -_INF), keep, keep_factor, times)
+    return _Sequence(q, k, v, q_rope, k_rope, in_band, scores.where(seen, -_INF), keep, keep_factor, times, slope)
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,7 +258,8 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
     """Writes the gradients that were asked for, from the saved out and statistics (which may span more keys).
 
     dP = (dout . v) * M,  D = dout . out,  dS = P * (dP - D),  M = keep / keep_prob
-    dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout,  dbias = dS
+    dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS
+    dS' = dS, or beneath a cap dS * (1 - tanh^2)
     dsink = -sum_i D_i * exp(sink - max_i) / sum_i
 
     A row in mean form gives M * dout / n to dv and nothing else; an empty row in zero form gives nothing.
@@ -298,11 +304,11 @@ def _store_qk(
     softmax: torch.Tensor,
     dv: torch.Tensor | None,
 ) -> None:
-    """Writes dq = scale * dS k and dk = scale * dS^T q, and the same for the rope tails.
+    """Writes dq = scale * dS' k and dk = scale * dS'^T q, and the same for the rope tails.
 
     dv: where v lies in k, its gradient, which dk receives too.
     """
-    weights = problem.scale * dscores
+    weights = problem.scale * s.slope * dscores
     for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
         if dq is not None and k is not None:
             dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(weighted_sum(weights, softmax, k))

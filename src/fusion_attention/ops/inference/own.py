@@ -18,7 +18,16 @@ from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, PAGE_IDS, in_order, scale_of
+from fusion_attention.ops.shared.params import (
+    BIAS,
+    BLOCKED,
+    OWN_FLOATS,
+    OWN_SINK,
+    PAGE_IDS,
+    SOFTCAP,
+    in_order,
+    scale_of,
+)
 from fusion_attention.ops.shared.rules import (
     broadcasting,
     cached,
@@ -340,6 +349,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         dequant_k=of_keys,
         dequant_v=of_keys if n["v"] is None else scale_kind(n["v_scale"], n["v"], heads, n["Dv"]),
         out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+        softcap=float(n["softcap"]),
     )
 
 
@@ -373,10 +383,11 @@ RECORD = Op(
         *(BLOCKED, BIAS, OWN_SINK),
         _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
         _scale_param("out_offset", "Added before rounding."),
+        SOFTCAP,
     ),
     RULES,
     formula="""k, v = (stored + offset) * scale                     where the cache holds integers
-out  = softmax(scale * q k^T + bias, keys seen) @ v""",
+out  = softmax(cap(scale * q k^T) + bias, keys seen) @ v""",
     rulings=(10, 11, 16, 18, 23),
     layouts=("BSND", "BNSD"),
     layout_attr="layout",

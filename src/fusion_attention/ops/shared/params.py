@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Tensor
+from fusion_attention.contract import Attr, Tensor
 
 FLOATS = "float16 bfloat16 float32"
 OWN_FLOATS = f"{FLOATS} float64"  # of this library's own functions
@@ -50,4 +50,12 @@ BLOCKED = Tensor(
 BIAS = Tensor("bias", "Added to the scaled scores.", True, dtypes="=q")
 SINK = Tensor("sink", "One more logit per query head in every denominator.", True, dtypes="float32", shape="N1")
 OWN_SINK = replace(SINK, dtypes=OWN_FLOATS)
+SOFTCAP = Attr(
+    "softcap",
+    "Scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay.",
+    type=float,
+    default=0.0,
+    domain="0 <= softcap <= 1e30",
+    bad=-1.0,
+)
 PAGE_IDS = "int32 int64"

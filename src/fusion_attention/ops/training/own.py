@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, wide
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, scale_of
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, scale_of
 from fusion_attention.ops.shared.rules import (
     PACKED,
     PADDED,
@@ -220,6 +220,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
         keep_prob=float(n["keep_prob"]) if drops else 1.0,
         empty_rows=n["empty_rows"],
+        softcap=float(n["softcap"]),
     )
 
 
@@ -283,9 +284,10 @@ RECORD = Op(
             domain="empty_rows in ('zero', 'mean')",
             bad="nan",
         ),
+        SOFTCAP,
     ),
     RULES,
-    formula="out = softmax(scale * (q k^T + q_rope k_rope^T) + bias, keys seen) * keep / keep_prob @ v",
+    formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, keys seen) * keep / keep_prob @ v",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
     layouts=(*PADDED, *PACKED),
     layout_attr="layout",

@@ -1,0 +1,41 @@
+// Scores kept below a cap: softcap * tanh(score * scale / softcap).
+
+#pragma once
+
+#include "data/problem.h"
+#include "simd/vec.h"
+
+namespace fusion {
+namespace {
+
+// To less than two units of the last place, everywhere; 1 and -1 of infinities, NaN where x is.
+FUSION_INLINE Floats tanh(Floats x) {
+    const Words sign = bits_of(x) & 0x80000000u;
+    const Floats size = floats_of(bits_of(x) ^ sign), square = size * size;
+    // From `even` on 1 - 2 / (e^2x + 1) loses no bits; below it a minimax polynomial of the relative error is exact at
+    // 0.
+    constexpr float even = 0.625f, one = 16.0f;  // from `one` on the result is 1
+    const Floats power = exp2<6>((size > all(one) ? all(one) : size) * (2 * log2_e));
+    const Floats large = 1.0f - 2.0f / (power + 1.0f);
+    constexpr float c[] = {-3.3333282e-1f, 1.3331442e-1f, -5.3739713e-2f, 2.0639079e-2f, -5.7049774e-3f};
+    Floats p = all(c[4]);
+    FUSION_UNROLL for (int i = 3; i >= 0; --i) p = p * square + all(c[i]);
+    const Floats small = size + size * square * p;
+    return floats_of(bits_of(size < all(even) ? small : large) | sign);
+}
+
+// Products become scores of the problem. slopes, where not null: 1 - tanh^2, what is left of their gradient.
+__attribute__((noinline)) inline void cap_scores(const Problem &p, float *scores, std::int64_t count, float *slopes) {
+    constexpr double most = 3.4e38;  // of float32: 0 times an infinity would be NaN
+    const double share = p.scale / p.softcap;
+    const auto factor = static_cast<float>(share > most ? most : share < -most ? -most : share);
+    const auto cap = static_cast<float>(p.softcap);
+    for (std::int64_t c = 0; c < count; c += lanes) {
+        const Floats part = rounded(tanh(load<Floats>(scores + c) * factor));  // the same bits, with slopes or without
+        store(scores + c, part * cap);
+        if (slopes) store(slopes + c, 1.0f - part * part);
+    }
+}
+
+}  // namespace
+}  // namespace fusion
