@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.surroundings import Seen, modes, surroundings
 
-from fusion_attention import npu
+from fusion_attention import npu, patches
 
 install = importlib.import_module("fusion_attention.npu.install")  # the package has the function of that name
 
@@ -94,7 +94,7 @@ def test_eight_threads_at_once() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-    assert sum(isinstance(finder, install._Finder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, patches.Player) for finder in sys.meta_path) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- modes
@@ -160,8 +160,9 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 
 
 # Every place of install() that may fail: what it calls to change something.
-STEPS = {name: (install, name) for name in ("made", "_Finder", "Watch", "_mapped")}
-STEPS |= {"enter": (install._Devices, "enter"), "Watch.begin": (install.Watch, "begin")}
+STEPS = {name: (install, name) for name in ("made", "watch", "_mapped")}
+STEPS |= {"enter": (install._Devices, "enter"), "Player": (patches, "Player")}
+STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -202,7 +203,7 @@ def test_what_others_changed_meanwhile_is_theirs() -> None:
     torch.load = theirs = functools.partial(below)
     other = ModuleType("torch_npu")
     sys.modules["torch_npu"] = other
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, install._Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, patches.Player)]
     npu.uninstall()
     assert torch.load is theirs
     assert sys.modules.pop("torch_npu") is other

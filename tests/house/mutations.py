@@ -265,8 +265,8 @@ FACES = [
           "backends/test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
     house("captures begin at 0000 again", "captures/capture.py",
           "default=-1) + 1", "default=-1) * 0", "faces/test_captures_beside.py::test_numbers_go_on"),
-    house("uninstall leaves an attribute", "npu/install.py",
-          "            delattr(owner, name)", "            pass",
+    house("uninstall leaves an attribute", "patches.py",
+          "        delattr(owner, name)", "        pass",
           "faces/test_install.py::test_uninstall_restores_everything"),
 ]  # fmt: skip
 

@@ -26,7 +26,7 @@ FLOORS = {
     "plan": 5,
     "ops": 4, "backends": 4,
     "waist": 2,
-    "contract": 1, "memory": 1, "settings": 1,
+    "contract": 1, "memory": 1, "patches": 1, "settings": 1,
     "_native": 0,
 }  # fmt: skip
 

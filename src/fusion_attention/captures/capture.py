@@ -10,9 +10,7 @@ import inspect
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -25,6 +23,7 @@ from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureErr
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
+from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.dropout import draw_seed
 
@@ -46,7 +45,7 @@ _FACES = (training, inference, fused_inference, sparse, indexer_loss)
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
 
 
-class capture(ContextDecorator):
+class capture(Counted):
     """Records every attention call inside a block or a function, each as one file in a folder.
 
     Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and of
@@ -74,26 +73,31 @@ class capture(ContextDecorator):
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         self.path = Path(path).absolute()  # a program may change its folder meanwhile
         self.files: list[Path] = []
-        self._entered = 0
         self.numbers = count()
 
-    def __enter__(self) -> capture:
-        """Starts recording; an object that records already only counts how often it was entered."""
-        with _LOCK:
-            if not self._entered:
-                self.path.mkdir(parents=True, exist_ok=True)
-                _begin(self)
-            self._entered += 1
-        return self
+    def begin(self, changes: Changes) -> None:
+        """Starts recording, when it is entered first."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        beside = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
+        self.numbers = beside[0].numbers if beside else count(_first_number(self.path))
+        changes.after(_forget, self)
+        _recorders.append(self)
+        for owner, name, wrapper in _places(self):
+            changes.wrap(owner, name, wrapper)
 
-    def __exit__(self, *_: object) -> None:
-        """Ends recording, once it was called as often as __enter__()."""
-        with _LOCK:
-            if self._entered == 1:
-                _end(self)
-            self._entered = max(self._entered - 1, 0)
+    def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
+        """Writes one call, unless its tensors hold nothing: it is traced, or on the meta device.
+
+        A wrapper that somebody has wrapped again outlives the recording, and records nothing.
+        """
+        if self not in _recorders or dispatch.is_traced(args.values()):
+            return
+        with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
+            if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
+                self.write(op, args, outputs, int(seed or 0), backend)
 
     def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
         """Writes one call; a file appears whole or not at all."""
@@ -165,99 +169,48 @@ def _plain(value: Any) -> Any:
     return [getattr(value, field.name) for field in fields(value)]
 
 
-class _Recording:
-    """From the first capture's begin to the last one's end: the recorders, and one wrapper around each place.
-
-    A wrapper that somebody has wrapped again cannot be taken off: it stays below, and its recorders are none for ever.
-    """
-
-    def __init__(self) -> None:
-        self.recorders: tuple[capture, ...] = ()
-        self.changes: dict[tuple[Any, str], tuple[Any, Any]] = {}  # place -> (what was there, the wrapper)
-
-    def wrap(self) -> None:
-        """Wraps the places that are not: at the beginning all, later those of a torch_npu imported meanwhile."""
-        for owner, name, wrapped in _places(self):
-            if (owner, name) not in self.changes:
-                before = getattr(owner, name)
-                wrapper = wrapped(before)
-                self.changes[owner, name] = before, wrapper
-                setattr(owner, name, wrapper)
-
-    def unwrap(self) -> None:
-        """Takes the wrappers off."""
-        while self.changes:
-            (owner, name), (before, wrapper) = self.changes.popitem()
-            if getattr(owner, name, None) is wrapper:
-                setattr(owner, name, before)
-
-    def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Has every recorder write one call, unless its tensors hold nothing: it is traced, or on the meta device."""
-        if dispatch.is_traced(args.values()):
-            return
-        with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
-            if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
-                for recorder in self.recorders:
-                    recorder.write(op, args, outputs, int(seed or 0), backend)
+_recorders: list[capture] = []  # those that record now: of one folder, they number their files together
 
 
-_LOCK = threading.RLock()  # a generator that the collector ends ends its capture wherever the collector came
-_recording: _Recording | None = None
+def _forget(recorder: capture) -> None:
+    if recorder in _recorders:
+        _recorders.remove(recorder)
 
 
-def _begin(recorder: capture) -> None:
-    global _recording  # noqa: PLW0603  (faces have one state: recorded or not)
-    found = _recording or _Recording()
-    beside = [other for other in found.recorders if other.path.resolve() == recorder.path.resolve()]
-    recorder.numbers = beside[0].numbers if beside else count(_first_number(recorder.path))
-    _recording = found
-    found.recorders += (recorder,)
-    found.wrap()
-
-
-def _end(recorder: capture) -> None:
-    global _recording  # noqa: PLW0603
-    assert _recording is not None
-    _recording.recorders = tuple(other for other in _recording.recorders if other is not recorder)
-    if not _recording.recorders:
-        _recording.unwrap()
-        _recording = None
-
-
-def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     """(module, attribute, what wraps it): everything that changes while calls are recorded."""
 
-    def training_of(names: tuple[str, ...]) -> Callable[[Any], Any]:
-        def wrap(function: Any) -> Any:
+    def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
+        def wrap(layer: Layer) -> Any:
             def recorded(op: Op, args: dict[str, Any]) -> Any:
-                results = function(op, args)
+                results = layer.below(op, args)
                 outputs = dict(zip(names, results, strict=True))
-                recording.write(op, args, outputs, outputs.get("seed", args.get("seed")), "auto")
+                recorder.record(op, args, outputs, outputs.get("seed", args.get("seed")), "auto")
                 return results
 
             return recorded
 
         return wrap
 
-    def own(function: Any) -> Any:
+    def own(layer: Layer) -> Any:
         def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
-            if not recording.recorders or dispatch.is_traced(args.values()):
-                return function(args, backend, stats=stats)
+            if not layer.on or dispatch.is_traced(args.values()):
+                return layer.below(args, backend, stats=stats)
             drawn = isinstance(args["keep_prob"], float) and args["keep_prob"] < 1 and args["drop_bits"] is None
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
-            results = function(args, backend, stats=True)
-            recording.write(RECORDS["attention"], args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
+            results = layer.below(args, backend, stats=True)
+            recorder.record(RECORDS["attention"], args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
             return results
 
         return recorded
 
-    def lowered(function: Any) -> Any:
+    def lowered(layer: Layer) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
             if op.again:
                 how["whole"] = True  # Statistics are recorded, asked for or not.
-            results = function(op, args, backend, **how)
-            recording.write(op, args, results, 0, backend)
+            results = layer.below(op, args, backend, **how)
+            recorder.record(op, args, results, 0, backend)
             return results
 
         return recorded
@@ -268,25 +221,25 @@ def _places(recording: _Recording) -> list[tuple[Any, str, Callable[[Any], Any]]
     if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:
         ours = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
         both = [(name, function) for name, function in ours.items() if hasattr(foreign, name)]
-        places += [(foreign, name, _foreign(recording, name, function)) for name, function in both]
+        places += [(foreign, name, _foreign(recorder, name, function)) for name, function in both]
     return places
 
 
-def _foreign(recording: _Recording, name: str, ours: Any) -> Callable[[Any], Any]:
+def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
     returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
 
-    def wrap(function: Any) -> Any:
+    def wrap(layer: Layer) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            results = function(*args, **kwargs)
+            results = layer.below(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             several = results if isinstance(results, tuple) else (results,)
             outputs = dict(zip(returns, several, strict=False))  # older releases return fewer
             by_name = {p.name: given.arguments[p.shown] for p in op.params if p.shown in given.arguments}
-            recording.write(op, by_name, outputs, outputs.get("seed", by_name.get("seed")), "torch_npu")
+            recorder.record(op, by_name, outputs, outputs.get("seed", by_name.get("seed")), "torch_npu")
             return results
 
         return recorded

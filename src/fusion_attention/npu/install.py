@@ -1,21 +1,15 @@
 """install() and uninstall(): this library as the module `torch_npu`, so that Ascend code runs without the chip.
 
-The one place of the house that changes torch: how to take a change back is written down before it is made. Refuses to
-touch another torch_npu.
+What changes, and no way to change it or to take it back (patches.py). Refuses to touch another torch_npu.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import importlib.metadata
-import importlib.util
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from types import ModuleType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +19,11 @@ from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
 from fusion_attention.npu.modules import NAME, made
-from fusion_attention.npu.windows import Watch
+from fusion_attention.npu.windows import watch
+from fusion_attention.patches import Changes, Layer, another, together
 from fusion_attention.settings import PROCESS
 
 _DEVICE = re.compile(r"npu(:\d+)?")
-_ABSENT = object()
 
 
 class _Devices(TorchFunctionMode):
@@ -95,140 +89,33 @@ def _put_back(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
-class _Distribution(importlib.metadata.Distribution):
-    """What importlib.metadata finds of torch_npu: a name and a version."""
+def _changed(base: torch.device, changes: Changes) -> None:
+    def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+        """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
+        return self.to(_place(base, device), non_blocking=non_blocking)
 
-    def __init__(self, version: str) -> None:
-        self.texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n",
-            "top_level.txt": f"{NAME}\n",
-        }
+    def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+        """Moves all parameters and buffers to the device that stands for the NPU."""
+        return self.to(_place(base, device))
 
-    def read_text(self, filename: str) -> str | None:
-        """One of the files of a distribution."""
-        return self.texts.get(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        """Nothing lies anywhere."""
-        raise FileNotFoundError(f"{NAME} is played by fusion_attention and has no files")
-
-
-class _Finder:
-    """Finds the modules and the distribution on sys.meta_path; loading hands out what install() made."""
-
-    def __init__(self, modules: dict[str, ModuleType], version: str) -> None:
-        self.modules, self.distribution = modules, _Distribution(version)
-        for name, module in modules.items():
-            module.__spec__ = importlib.machinery.ModuleSpec(name, self, origin="fusion_attention", is_package=True)  # type: ignore[arg-type]
-            module.__loader__ = self  # type: ignore[assignment]
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of one of the modules."""
-        module = self.modules.get(name)
-        return None if module is None else module.__spec__
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module itself."""
-        return self.modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it is complete."""
-
-    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The distribution, if it is what is asked for."""
-        asked = getattr(context, "name", None)
-        if asked is None or re.sub(r"[-_.]+", "_", asked).lower() == NAME:
-            yield self.distribution
-
-
-class _Installed:
-    """What install() changed, and how to take it back."""
-
-    def __init__(self, base: torch.device) -> None:
-        self.base = base
-        self.modules = made(base)
-        self.undo = ExitStack()  # runs all that it holds, whatever one of them raises
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute."""
-        self.undo.callback(_restore, owner, name, vars(owner).get(name, _ABSENT), value)
-        setattr(owner, name, value)
-
-    def begin(self) -> None:
-        """Makes all changes, or none."""
-        try:
-            self._change(self.base)
-        except BaseException:
-            self.end()
-            raise
-
-    def _change(self, base: torch.device) -> None:
-        def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-            """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
-            return self.to(_place(base, device), non_blocking=non_blocking)
-
-        def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-            """Moves all parameters and buffers to the device that stands for the NPU."""
-            return self.to(_place(base, device))
-
-        for name, module in self.modules.items():
-            self.undo.callback(_restore_module, name, sys.modules.get(name, _ABSENT), module)
-            sys.modules[name] = module
-        finder = _Finder(self.modules, self.modules[NAME].__version__)
-        self.undo.callback(_without, finder)
-        sys.meta_path.append(finder)
-        watch = Watch()
-        self.undo.callback(watch.end)
-        watch.begin()
-        self.set(torch, "npu", self.modules[f"{NAME}.npu"])
-        self.set(torch.Tensor, "npu", npu)
-        self.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))
-        self.set(torch.nn.Module, "npu", module_npu)
-        self.set(torch.autocast, "__init__", _mapped(torch.autocast.__init__, 1, "device_type", _DEVICES.word))
-        self.set(torch, "load", _mapped(torch.load, 1, "map_location", _DEVICES.word))
-        self.undo.callback(_DEVICES.leave)
-        self.undo.callback(setattr, _DEVICES, "base", None)
-        _DEVICES.base = base
-        _DEVICES.enter()
-
-    def end(self) -> None:
-        """Takes all changes back, the last one first."""
-        self.undo.close()
+    modules = made(base)
+    changes.play(modules, modules[NAME].__version__)
+    watch(changes)
+    changes.set(torch, "npu", modules[f"{NAME}.npu"])
+    changes.set(torch.Tensor, "npu", npu)
+    changes.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))
+    changes.set(torch.nn.Module, "npu", module_npu)
+    changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", _DEVICES.word))
+    changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", _DEVICES.word))
+    changes.after(_DEVICES.leave)
+    changes.after(setattr, _DEVICES, "base", None)
+    _DEVICES.base = base
+    _DEVICES.enter()
 
 
 _LOCK = threading.RLock()
 _DEVICES = _Devices()  # one for all threads: without a base it does nothing, on whatever stack it lies
-_installed: _Installed | None = None
-
-
-def _restore(owner: Any, name: str, before: Any, ours: Any) -> None:
-    """Puts an attribute back, unless somebody has changed it since: then it is theirs."""
-    if vars(owner).get(name, _ABSENT) is ours:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _restore_module(name: str, before: Any, ours: ModuleType) -> None:
-    if sys.modules.get(name) is ours:
-        if before is _ABSENT:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
-
-
-def _without(finder: _Finder) -> None:
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
-
-
-def _another() -> str | None:
-    """The torch_npu that is here and not ours, in words."""
-    if (module := sys.modules.get(NAME)) is not None:
-        return repr(module)
-    spec = importlib.util.find_spec(NAME)
-    return None if spec is None else f"one in {spec.origin or list(spec.submodule_search_locations or ())}"
+_installed: tuple[torch.device, Changes] | None = None
 
 
 def _place(base: torch.device, device: Any) -> torch.device:
@@ -238,16 +125,16 @@ def _place(base: torch.device, device: Any) -> torch.device:
     return base if device is None else torch.device(base.type, npu_device.index(device, torch.cuda.device_count()))
 
 
-def _mapped(function: Callable[..., Any], position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A function whose argument at a position, or of a name, may say "npu"."""
+def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What lies below, with an argument at a position, or of a name, that may say "npu"."""
 
-    @functools.wraps(function)
+    @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if name in kwargs:
             kwargs[name] = word(kwargs[name])
         elif len(args) > position:
             args = (*args[:position], word(args[position]), *args[position + 1 :])
-        return function(*args, **kwargs)
+        return layer.below(*args, **kwargs)
 
     return wrapper
 
@@ -278,24 +165,22 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
         True
         >>> uninstall()
     """
-    global _installed  # noqa: PLW0603  (the one place that changes torch has one state)
+    global _installed  # noqa: PLW0603  (there is one torch to change)
     base = torch.device(device)
     if base.type not in ("cpu", "cuda") or (base.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f'npu.install: device: expected "cpu", or "cuda" where there is one, got {str(device)!r}')
     with _LOCK:
         asked = PROCESS.strict if strict is None else strict
-        if _installed is not None and _installed.base == base:
+        if _installed is not None and _installed[0] == base:
             _DEVICES.enter()
             PROCESS.strict = asked
             return
         uninstall()
-        if (another := _another()) is not None:
+        if (other := another(NAME)) is not None:
             raise RuntimeError(
-                f"npu.install: expected no other torch_npu, got {another} (import that one, or remove it first)"
+                f"npu.install: expected no other torch_npu, got {other} (import that one, or remove it first)"
             )
-        installed = _Installed(base)
-        installed.begin()
-        _installed = installed
+        _installed = base, together(partial(_changed, base))
         PROCESS.strict = asked
 
 
@@ -313,5 +198,5 @@ def uninstall() -> None:
     with _LOCK:
         if _installed is not None:
             PROCESS.strict = False
-            installed, _installed = _installed, None
-            installed.end()
+            (_, changes), _installed = _installed, None
+            changes.end()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from fusion_attention.contract import ContractWarning
+from fusion_attention.patches import Changes
 
 MODULE = "transformers.integrations.npu_flash_attention"
 FUNCTIONS = ("npu_flash_attn_func", "npu_flash_attn_varlen_func")
@@ -26,51 +25,19 @@ DROPPED = {
 }
 
 
-class Watch:
-    """On sys.meta_path, before others: wraps transformers' functions as soon as they are loaded."""
+def watch(changes: Changes) -> None:
+    """Wraps transformers' functions as soon as they are loaded.
 
-    def __init__(self) -> None:
-        self.changes: list[tuple[ModuleType, str, Any, Any]] = []
+    What transformers has fetched of them goes on warning when the changes have ended, and is right.
+    """
 
-    def begin(self) -> None:
-        """Wraps them now if transformers has loaded them, or when it does."""
-        sys.meta_path.insert(0, self)
-        if (module := sys.modules.get(MODULE)) is not None:
-            self.wrap(module)
-
-    def end(self) -> None:
-        """Takes it back; what transformers has fetched meanwhile goes on warning, and is right."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        while self.changes:
-            module, name, before, wrapper = self.changes.pop()
-            if vars(module).get(name) is wrapper:
-                setattr(module, name, before)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec that others find of the one module, with a loader that wraps."""
-        if name != MODULE:
-            return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                if module.__name__ == MODULE and self in sys.meta_path:  # a loader may serve many, and outlive us
-                    self.wrap(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def wrap(self, module: ModuleType) -> None:
-        """Wraps the functions of the module that leave something out."""
+    def wrap(module: ModuleType) -> None:
         for name in FUNCTIONS:
             function = vars(module).get(name)
             if function is not None and (wrapper := _warning(function)) is not function:
-                self.changes.append((module, name, function, wrapper))
-                setattr(module, name, wrapper)
+                changes.set(module, name, wrapper)
+
+    changes.when_loaded(MODULE, wrap)
 
 
 def _tell(name: str) -> bool:

@@ -1,0 +1,80 @@
+"""flash_attn.bert_padding: padded tensors to packed ones and back, differentiable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """input[indices]: the named rows of the first axis."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """[first_axis_dim, ...] with the values in the named rows, and zeros in others."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(input[indices], input)."""
+    return input.index_select(0, indices), input
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens that a mask keeps, packed.
+
+    Args:
+        hidden_states: [B, S, ...].
+        attention_mask: [B, S], 1 for a token. unused_mask: [B, S], 1 for a place that is kept and not counted.
+
+    Returns:
+        (tokens [T, ...], their places in B * S, cumulative lengths [B + 1] as int32, the longest, tokens per sequence).
+
+    Example:
+        >>> found = unpad_input(torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+        >>> found[0].shape, found[2].tolist(), found[3]
+        (torch.Size([5, 8]), [0, 2, 5], 3)
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    places = kept.flatten().nonzero().flatten()
+    return hidden_states.flatten(0, 1).index_select(0, places), places, _ends(lengths), _longest(lengths), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """unpad_input() of rows that hold several sequences each.
+
+    Args:
+        hidden_states: [B, S, ...].
+        attention_mask_in_length: [B, S]: the lengths of a row's sequences, then zeros.
+
+    Returns:
+        (tokens [T, ...], their places in B * S, cumulative lengths as int32, the longest).
+    """
+    rows, columns = attention_mask_in_length.sum(-1), attention_mask_in_length.shape[-1]
+    kept = torch.arange(columns, device=rows.device) < rows[:, None]
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths != 0]
+    places = kept.flatten().nonzero().flatten()
+    return hidden_states.flatten(0, 1).index_select(0, places), places, _ends(lengths), _longest(lengths)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Packed tokens [T, ...] in their places of [batch, seqlen, ...], zeros in others."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0

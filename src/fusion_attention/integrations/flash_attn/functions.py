@@ -1,0 +1,244 @@
+"""flash_attn's functions on padded and on packed tensors, each a call of attention().
+
+Refuses to compute. Every function is differentiable in q, k and v.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.integrations.flash_attn.paged import attend_pages
+from fusion_attention.integrations.flash_attn.words import Window, band_of, capped, lengths_of, returned
+
+Tensor = torch.Tensor
+Result = Tensor | tuple[Tensor, Tensor, None]
+_NO_WINDOW = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn.flash_attn_func: attention of padded tensors.
+
+        s   = cap(softmax_scale * q . k) - slope * |i + S2 - S1 - j|
+        out = dropout(softmax(s over the keys seen)) v
+
+    Args:
+        q: [B, S1, N1, D]; float16 or bfloat16, and float32, which flash-attn does not take.
+        k, v: [B, S2, N2, D]; N1 is a multiple of N2.
+        dropout_p: share of probabilities dropped, drawn from torch's default generator.
+        softmax_scale: None: 1 / sqrt(D).
+        causal: row i sees the keys up to i + S2 - S1: aligned to the lower right corner.
+        window_size: (left, right) keys around that diagonal; -1: no limit. Numbers or tensors of them.
+        softcap: above 0, scores are softcap * tanh(score / softcap).
+        alibi_slopes: [N1] or [B, N1].
+        deterministic: has no effect: every gradient here has the same bits every time.
+        return_attn_probs: also return lse, float32 [B, N1, S1], and None. It has no gradient, and is -inf of a row
+            without keys.
+
+    Returns:
+        out [B, S1, N1, D], or (out, lse, None). A row without keys is zero.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> q, k = torch.randn(2, 5, 4, 64), torch.randn(2, 9, 2, 64)
+        >>> flash_attn_func(q, k, k, causal=True, window_size=(128, 0)).shape
+        torch.Size([2, 5, 4, 64])
+    """
+    found = attention(
+        q,
+        k,
+        v,
+        scale=softmax_scale,
+        band=band_of(causal, window_size),
+        softcap=capped(softcap),
+        alibi_slopes=alibi_slopes,
+        keep_prob=1 - dropout_p,
+        return_lse=return_attn_probs,
+    )
+    return returned(found, return_attn_probs)  # type: ignore[no-any-return]
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func() of keys and values in one tensor kv [B, S2, 2, N2, D], read where they lie.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> flash_attn_kvpacked_func(torch.randn(2, 5, 4, 64), torch.randn(2, 9, 2, 2, 64)).shape
+        torch.Size([2, 5, 4, 64])
+    """
+    k, v = kv.unbind(-3)
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, k, v, *how)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func() of all three in one tensor qkv [B, S, 3, N, D], read where they lie.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 5, 3, 4, 64), causal=True).shape
+        torch.Size([2, 5, 4, 64])
+    """
+    q, k, v = qkv.unbind(-3)
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, k, v, *how)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor = 0,
+    max_seqlen_k: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """flash_attn.flash_attn_varlen_func: attention of sequences that lie one after the other.
+
+    Arguments that are not named here are flash_attn_func()'s, sequence by sequence.
+
+    Args:
+        q: [T1, N1, D], T1 the tokens of all sequences.
+        k, v: [T2, N2, D]; with block_table pages [pages, size, N2, D], and then no derivative.
+        cu_seqlens_q, cu_seqlens_k: [B + 1], cumulative lengths with a leading 0. On a GPU they are read once, until
+            torch sees them change.
+        max_seqlen_q, max_seqlen_k: have no effect: the lengths say it.
+        block_table: [B, pages of a sequence], int32: where the pages of each sequence are.
+
+    Returns:
+        out [T1, N1, D], or (out, lse, None) with lse [N1, T1].
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> q, ends = torch.randn(7, 4, 64), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, q, q, ends, ends, 4, 4, causal=True).shape
+        torch.Size([7, 4, 64])
+    """
+    q_len = lengths_of(cu_seqlens_q, "cu_seqlens_q")
+    kv_len = q_len if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k, "cu_seqlens_k")
+    band, cap = band_of(causal, window_size), capped(softcap)
+    if block_table is not None:
+        found = attend_pages(
+            q, k, v, block_table, q_len, kv_len, scale=softmax_scale, band=band, softcap=cap, alibi_slopes=alibi_slopes
+        )
+        return returned(found if return_attn_probs else found[0], return_attn_probs, packed=True)  # type: ignore[no-any-return]
+    found = attention(
+        q,
+        k,
+        v,
+        layout="TND",
+        q_len=q_len,
+        kv_len=kv_len,
+        scale=softmax_scale,
+        band=band,
+        softcap=cap,
+        alibi_slopes=alibi_slopes,
+        keep_prob=1 - dropout_p,
+        return_lse=return_attn_probs,
+    )
+    return returned(found, return_attn_probs, packed=True)  # type: ignore[no-any-return]
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor = 0,
+    max_seqlen_k: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func() of keys and values in one tensor kv [T2, 2, N2, D], read where they lie.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> q, ends = torch.randn(7, 4, 64), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> flash_attn_varlen_kvpacked_func(q, torch.randn(7, 2, 2, 64), ends, ends, 4, 4).shape
+        torch.Size([7, 4, 64])
+    """
+    k, v = kv.unbind(-3)
+    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *ends, *how)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_varlen_func() of all three in one tensor qkv [T, 3, N, D], read where they lie.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(7, 3, 4, 64), ends, 4).shape
+        torch.Size([7, 4, 64])
+    """
+    q, k, v = qkv.unbind(-3)
+    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *ends, *how)

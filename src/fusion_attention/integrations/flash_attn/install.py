@@ -1,0 +1,136 @@
+"""install() and uninstall(): this library as the module `flash_attn`, for programs that import it.
+
+Refuses to touch another flash_attn, and to play more than attention and what programs import beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusion_attention.integrations.flash_attn import bert_padding, functions, layers, paged, rotary
+from fusion_attention.patches import Changes, another, together
+
+NAME, VERSION = "flash_attn", "2.8.3"
+_FUNCTIONS = {name: value for name, value in vars(functions).items() if name.startswith("flash_attn_")}
+_FUNCTIONS["flash_attn_with_kvcache"] = paged.flash_attn_with_kvcache
+_PADDING = ("index_first_axis", "index_put_first_axis", "index_first_axis_residual", "unpad_input", "pad_input")
+_PADDING += ("unpad_input_for_concatenated_sequences",)
+_ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
+_CONTENTS: dict[str, dict[str, Any]] = {
+    NAME: _FUNCTIONS,
+    f"{NAME}.flash_attn_interface": _FUNCTIONS,
+    f"{NAME}.bert_padding": {name: getattr(bert_padding, name) for name in _PADDING},
+    f"{NAME}.layers": {},
+    f"{NAME}.layers.rotary": {**_ROTARY, "RotaryEmbedding": layers.RotaryEmbedding},
+    f"{NAME}.ops": {},
+    f"{NAME}.ops.rms_norm": {"RMSNorm": layers.RMSNorm, "rms_norm": layers.rms_norm},
+    f"{NAME}.ops.triton": {},
+    f"{NAME}.ops.triton.rotary": {"apply_rotary": rotary.apply_rotary},
+    f"{NAME}.ops.triton.layer_norm": {"RMSNorm": layers.RMSNorm},
+    f"{NAME}.losses": {},
+    f"{NAME}.losses.cross_entropy": {"CrossEntropyLoss": layers.CrossEntropyLoss},
+}
+
+_LOCK = threading.RLock()
+_installed: Changes | None = None  # there is one sys.modules to change
+
+
+def install() -> None:
+    """Makes this library the module `flash_attn`, version 2.8.3, until uninstall().
+
+    From then on `import flash_attn`, `from flash_attn.bert_padding import unpad_input` and importlib.metadata's version
+    of it work, on a CPU too. transformers takes attn_implementation="flash_attention_2" without a GPU. A library that
+    looked for flash_attn before remembers that there was none: install first, then import it. A second call changes
+    nothing. All of it happens, or nothing.
+
+    Raises:
+        RuntimeError: another flash_attn is here.
+
+    Example:
+        >>> install()
+        >>> from flash_attn import flash_attn_func
+        >>> q = torch.randn(1, 5, 2, 16)
+        >>> flash_attn_func(q, q, q, causal=True).shape
+        torch.Size([1, 5, 2, 16])
+        >>> uninstall()
+    """
+    global _installed  # noqa: PLW0603
+    with _LOCK:
+        if _installed is not None:
+            return
+        if (other := another(NAME)) is not None:
+            raise RuntimeError(
+                f"flash_attn.install: expected no other flash_attn, got {other} (import that one, or remove it first)"
+            )
+        _installed = together(_changed)
+
+
+def uninstall() -> None:
+    """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
+
+    What programs have imported meanwhile goes on computing.
+
+    Example:
+        >>> uninstall()
+    """
+    global _installed
+    with _LOCK:
+        if _installed is not None:
+            changes, _installed = _installed, None
+            changes.end()
+
+
+def _changed(changes: Changes) -> None:
+    changes.play(made(), VERSION)
+    changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
+    changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
+
+
+def made() -> dict[str, ModuleType]:
+    """Every module by its full name, packages before what they hold."""
+    modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
+    for name, module in modules.items():
+        owner, _, last = name.rpartition(".")
+        if owner:
+            setattr(modules[owner], last, module)
+    vars(modules[NAME]).update(__version__=VERSION, __all__=list(_FUNCTIONS))
+    return modules
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name, f"{name}, as fusion_attention plays it: the same calls on any machine.")
+    vars(module).update(names, __path__=[], __getattr__=_absent(name))
+    return module
+
+
+def _absent(module: str) -> Callable[[str], Any]:
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
+
+    return __getattr__
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _admit(changes: Changes, module: ModuleType) -> None:
+    """transformers believes in flash_attn only beside CUDA; the one that is played runs anywhere."""
+    if hasattr(module, "is_flash_attn_2_available"):
+        changes.set(module, "is_flash_attn_2_available", _always)
+
+
+def _admit_devices(changes: Changes, module: ModuleType) -> None:
+    for name in ("is_flash_attn_2_available",):
+        if hasattr(module, name):
+            changes.set(module, name, _always)
+    compatible = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2)
+    if isinstance(compatible, dict) and not torch.cuda.is_available():
+        changes.set(compatible, "general_availability_check", _always)
+        devices = compatible.get("supported_devices", ())
+        changes.set(compatible, "supported_devices", (*devices, (_always, "cpu")))

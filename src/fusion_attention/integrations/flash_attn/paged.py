@@ -1,0 +1,252 @@
+"""flash_attn's calls over a cache, in pages or rows: what is appended, what is rotated, what is seen.
+
+Refuses to compute attention: decode_attention() does, and attention() where there are slopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.api.decode import decode_attention
+from fusion_attention.integrations.flash_attn.rotary import rotated
+from fusion_attention.integrations.flash_attn.words import Window, band_of, capped, numbers
+
+Tensor = torch.Tensor
+_NO_WINDOW = (-1, -1)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _NO_WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn.flash_attn_with_kvcache: new tokens over a cache, to which their keys and values are appended.
+
+    Without a derivative.
+
+    Args:
+        q: [B, S1, N1, D].
+        k_cache, v_cache: [Bc, S2, N2, D], or with block_table pages [pages, size, N2, D] of any size. Written to.
+        k, v: [B, new, N2, D]: stored at cache_seqlens and behind; they need it.
+        rotary_cos, rotary_sin: [positions, R / 2], R <= D: rotate k at its position, and q at its own where causal or
+            windowed, at cache_seqlens else. They need k.
+        cache_seqlens: tokens in the cache before this call, a number or [B]; None: all that it holds.
+        cache_batch_idx: [B]: the rows of the cache that the sequences have.
+        cache_leftpad: [B]: where each sequence begins in its row.
+        block_table: [B, pages of a sequence], int32.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as of flash_attn_func(). With alibi_slopes pages, and
+            rows by cache_batch_idx, are copied.
+        rotary_interleaved: elements 0 and 1 rotate together, or else 0 and R / 2.
+        num_splits: has no effect: how keys are divided is decided here.
+        return_softmax_lse: also return lse, float32 [B, N1, S1].
+
+    Returns:
+        out [B, S1, N1, D], or (out, lse).
+
+    Raises:
+        RuntimeError: a block_table, cache or rotary table that is too small. Nothing is written then.
+        ValueError: arguments that do not belong together.
+
+    Source: flash_attn 2.8, flash_attn_interface.py.
+
+    Example:
+        >>> cache = torch.zeros(2, 2, 16, 2, 64)
+        >>> q, k = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64)
+        >>> flash_attn_with_kvcache(q, cache[0], cache[1], k, k, cache_seqlens=3).shape
+        torch.Size([2, 1, 4, 64])
+        >>> torch.equal(cache[0][:, 3:4], k)
+        True
+    """
+    with torch.no_grad():
+        band = band_of(causal, window_size)
+        before = _before(q, k_cache, k, v, cache_seqlens, cache_leftpad, block_table)
+        new = 0 if k is None else k.shape[1]
+        ends = [length + new for length in before]
+        _check_room(ends, k_cache, block_table)
+        if block_table is not None:
+            _check_pages(ends, k_cache, block_table)
+        rows = None if cache_batch_idx is None else numbers(cache_batch_idx)
+        _check_rows(rows, q, k_cache, block_table)
+        if rotary_cos is not None:
+            if k is None or rotary_sin is None:
+                raise ValueError("flash_attn_with_kvcache: rotary_cos: expected rotary_sin, k and v beside it")
+            each = causal or any(int(n) >= 0 for n in window_size)
+            k = rotated(k, rotary_cos, rotary_sin, before, rotary_interleaved)
+            q = rotated(q, rotary_cos, rotary_sin, before, rotary_interleaved, each=each)
+        if k is not None and v is not None and new:
+            for cache, fresh in ((k_cache, k), (v_cache, v)):
+                _append(cache, fresh, before, rows, block_table)
+        out, lse = _attend(
+            q,
+            k_cache,
+            v_cache,
+            ends,
+            rows,
+            block_table,
+            cache_leftpad,
+            alibi_slopes,
+            scale=softmax_scale,
+            band=band,
+            softcap=capped(softcap),
+        )
+    return (out, lse) if return_softmax_lse else out
+
+
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    q_len: Any,
+    kv_len: Any,
+    *,
+    alibi_slopes: Tensor | None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of packed rows [T1, N1, D] over pages; lse [T1, N1]."""
+    ends = list(kv_len)
+    _check_room(ends, k, table)
+    _check_pages(ends, k, table)
+    with torch.no_grad():
+        # Decoding takes rows sequence by sequence, padded; what it returns is packed again.
+        padded = q.new_zeros(len(q_len), max(q_len, default=0), *q.shape[1:])
+        places = [(b, slice(0, n)) for b, n in enumerate(q_len)]
+        for place, part in zip(places, q.split([*q_len, q.shape[0] - sum(q_len)]), strict=False):
+            padded[place] = part
+        out, lse = _attend(padded, k, v, ends, None, table, None, alibi_slopes, q_len=q_len, **how)
+        behind = q.new_zeros(q.shape[0] - sum(q_len), *out.shape[2:])
+        lse = lse.transpose(1, 2)
+        none = lse.new_full((behind.shape[0], lse.shape[2]), float("-inf"))
+        return torch.cat([*(out[p] for p in places), behind]), torch.cat([*(lse[p] for p in places), none])
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Sequence[int],
+    rows: Sequence[int] | None,
+    table: Tensor | None,
+    pads: Tensor | None,
+    alibi_slopes: Tensor | None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of padded rows over what the cache holds."""
+    batch, sides = q.shape[0], (k, v)
+    if pads is not None:
+        slots = torch.arange(k.shape[1], device=pads.device)
+        how["blocked"] = (slots < pads[:, None])[:, None, None]
+    if alibi_slopes is not None:  # which decoding does not know: the cache as padded keys
+        if table is not None:
+            sides = tuple(side[table.long()].flatten(1, 2) for side in sides)
+        elif rows is not None:
+            sides = tuple(side[list(rows)] for side in sides)
+        return attention(
+            q, *(side[:batch] for side in sides), kv_len=ends, alibi_slopes=alibi_slopes, return_lse=True, **how
+        )
+    if table is not None:
+        return decode_attention(q, sides, kv_len=ends, block_table=table, return_lse=True, **how)
+    if rows is not None:
+        lists = tuple([side[row : row + 1] for row in rows] for side in sides)
+        return decode_attention(q, lists, kv_len=ends, return_lse=True, **how)
+    return decode_attention(q, tuple(side[:batch] for side in sides), kv_len=ends, return_lse=True, **how)
+
+
+def _before(
+    q: Tensor,
+    k_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    lengths: int | Tensor | None,
+    pads: Tensor | None,
+    table: Tensor | None,
+) -> list[int]:
+    """Tokens of every sequence in the cache before the call."""
+    name = "flash_attn_with_kvcache"
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
+    if k is not None and lengths is None:
+        raise ValueError(f"{name}: cache_seqlens: expected it beside k, which is stored behind them, got None")
+    if k is not None and v is not None and (k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]):
+        raise ValueError(f"{name}: k, v: expected [{q.shape[0]}, new, N2, D], got {tuple(k.shape)}, {tuple(v.shape)}")
+    if pads is not None and table is not None:
+        raise ValueError(f"{name}: cache_leftpad: expected it without block_table, as flash_attn does, got both")
+    batch = q.shape[0]
+    if lengths is None:
+        return [k_cache.shape[1] * (1 if table is None else table.shape[1])] * batch
+    found = [lengths] * batch if isinstance(lengths, int) else numbers(lengths)
+    if len(found) != batch or min(found, default=0) < 0:
+        raise ValueError(f"{name}: cache_seqlens: expected {batch} lengths of at least 0, got {found}")
+    return found
+
+
+def _check_room(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
+    longest = max(ends, default=0)
+    size = k_cache.shape[1]
+    if table is not None and longest > table.shape[-1] * size:
+        raise RuntimeError(
+            f"flash_attn: block_table: expected pages for {longest} tokens, got {table.shape[-1]} of {size} tokens "
+            "(give every sequence as many pages as its tokens take)"
+        )
+    if table is None and longest > size:
+        raise RuntimeError(
+            f"flash_attn: k_cache: expected room for {longest} tokens, got {size} (allocate a longer cache)"
+        )
+
+
+def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
+    """Raises where a sequence's tokens lie in no page: before anything is written, or copied."""
+    used = torch.arange(table.shape[1], device=table.device) * k_cache.shape[1] < table.new_tensor(ends)[:, None]
+    named = table[used]
+    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < k_cache.shape[0]:
+        raise RuntimeError(
+            f"flash_attn: block_table: expected pages from 0 to {k_cache.shape[0] - 1}, got {int(named.min())} to "
+            f"{int(named.max())} (the tokens of each sequence need pages that are there)"
+        )
+
+
+def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: Tensor | None) -> None:
+    if rows is None:
+        return
+    if table is not None:
+        raise ValueError("flash_attn_with_kvcache: cache_batch_idx: expected it without block_table, got both")
+    count = k_cache.shape[0]
+    if len(rows) != q.shape[0] or not all(0 <= row < count for row in rows):
+        raise ValueError(
+            f"flash_attn_with_kvcache: cache_batch_idx: expected {q.shape[0]} rows from 0 to {count - 1}, got {rows}"
+        )
+
+
+def _append(
+    cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
+) -> None:
+    """Stores the new tokens [B, new, N2, D] behind those of the cache."""
+    batch, new = fresh.shape[:2]
+    at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
+    if table is None:
+        owner = torch.arange(batch) if rows is None else torch.tensor(rows)
+        place = owner.to(cache.device)[:, None].expand(batch, new)
+    else:
+        size = cache.shape[1]
+        place, at = table.long().gather(1, at // size), at % size
+    cache.index_put_((place, at), fresh.to(cache.dtype))

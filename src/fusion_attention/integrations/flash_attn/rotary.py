@@ -1,0 +1,104 @@
+"""flash_attn.layers.rotary: rotary embeddings of padded and packed tensors, differentiable, in place where asked.
+
+In float32 whatever the dtype, by torch's own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_attention.integrations.flash_attn.words import lengths_of, numbers
+
+Tensor = torch.Tensor
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """flash_attn.layers.rotary.apply_rotary_emb: rotates the first R elements of every row by its position.
+
+    Args:
+        x: [B, S, N, D], or packed [T, N, D] with cu_seqlens.
+        cos, sin: [positions, R / 2].
+        interleaved: elements 0 and 1 rotate together, or else 0 and R / 2.
+        inplace: writes into x, and returns it.
+        seqlen_offsets: the position of each sequence's first token, a number or [B].
+        cu_seqlens: [B + 1], cumulative lengths with a leading 0.
+        max_seqlen: has no effect.
+
+    Returns:
+        x rotated, in its dtype.
+
+    Raises:
+        RuntimeError: a position that cos and sin do not have.
+
+    Example:
+        >>> apply_rotary_emb(torch.randn(2, 5, 4, 16), torch.ones(5, 8), torch.zeros(5, 8)).shape
+        torch.Size([2, 5, 4, 16])
+    """
+    if cu_seqlens is None:
+        starts = [seqlen_offsets] * x.shape[0] if isinstance(seqlen_offsets, int) else numbers(seqlen_offsets)
+        out = rotated(x, cos, sin, starts, interleaved)
+    else:
+        lengths = list(lengths_of(cu_seqlens, "cu_seqlens"))
+        starts = [seqlen_offsets] * len(lengths) if isinstance(seqlen_offsets, int) else numbers(seqlen_offsets)
+        rows = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        rows.append(torch.zeros(x.shape[0] - sum(lengths), dtype=torch.int64))  # behind the last one: as they are
+        out = _turned(x, cos, sin, torch.cat(rows), interleaved)
+        out = torch.cat((out[: sum(lengths)], x[sum(lengths) :]))
+    return x.copy_(out) if inplace else out
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb(), or with conjugate its inverse."""
+    sin = -sin if conjugate else sin
+    return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+
+
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, each: bool = True
+) -> Tensor:
+    """x [B, S, N, D] rotated, the first token of a sequence by its start; each: the next ones by the next positions."""
+    steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.int64)
+    return _turned(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x [..., N, D] by positions [...]."""
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+        raise RuntimeError(
+            f"flash_attn: cos, sin: expected rows for positions {int(positions.min())} to {int(positions.max())}, got "
+            f"{cos.shape[0]} (make the tables as long as the longest sequence)"
+        )
+    size = 2 * cos.shape[-1]
+    if size > x.shape[-1]:
+        raise ValueError(f"flash_attn: cos, sin: expected at most {x.shape[-1] // 2} columns, got {cos.shape[-1]}")
+    at = positions.to(cos.device)
+    c, s = (table.float()[at].unsqueeze(-2) for table in (cos, sin))
+    turned, rest = x[..., :size].float(), x[..., size:]
+    if interleaved:
+        one, other = turned[..., ::2], turned[..., 1::2]
+        turned = torch.stack((one * c - other * s, one * s + other * c), -1).flatten(-2)
+    else:
+        one, other = turned.chunk(2, -1)
+        turned = torch.cat((one * c - other * s, one * s + other * c), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)

@@ -1,0 +1,253 @@
+"""torch's scaled_dot_product_attention, with its meaning, computed here; patched() for code that cannot be edited.
+
+Refuses to compute: it says torch's words in ours, and hands to torch what this library does not compute or torch alone
+may judge (other dtypes and devices, tensors of other classes, calls that are wrong).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.patches import Changes, Counted, Layer
+from fusion_attention.torch_ops.refusals import forward_mode
+from fusion_attention.waist.mask import Band
+
+__all__ = ["patched", "scaled_dot_product_attention"]
+
+Tensor = torch.Tensor
+_TORCHS = torch._C._nn.scaled_dot_product_attention
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_ELEMENTS = 768  # that a head may have
+_CAUSAL = Band.causal("start")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with the same arguments and the same meaning.
+
+        out = dropout(softmax(scale * query @ key^T + mask)) @ value
+
+    Differentiable in query, key, value and a mask of floats. What this library does not compute torch computes: float64
+    and other dtypes, devices beside "cpu" and "cuda", tensors of other classes, more than 768 elements per head, a mask
+    of floats in another dtype than query's, a mask together with is_causal, torch.func, and whatever torch refuses.
+
+    Args:
+        query: [..., N, L, E]; three axes are [N, L, E]. Leading axes broadcast. Or a nested tensor of layout
+            torch.jagged, [B, N, j, E], with key and value as well.
+        key: [..., N or fewer, S, E].
+        value: [..., N or fewer, S, Ev].
+        attn_mask: broadcasts to [..., N, L, S]. bool: true keeps a score; floats are added to it. A row without keys
+            is zero, as torch has it.
+        dropout_p: share of probabilities dropped, drawn from torch's default generator; not torch's own draws.
+        is_causal: row i sees the keys up to i, counted from the upper left corner.
+        scale: None: 1 / sqrt(E).
+        enable_gqa: heads of query share those of key and value in groups.
+
+    Returns:
+        [..., N, L, Ev], in query's dtype.
+
+    Source: torch.nn.functional.scaled_dot_product_attention.
+
+    Example:
+        >>> q = torch.randn(2, 4, 5, 16)
+        >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
+        torch.Size([2, 4, 5, 16])
+    """
+    call = query, key, value, attn_mask, dropout_p, is_causal
+    out = _ours(*call, scale, enable_gqa)
+    return _TORCHS(*call, scale=scale, enable_gqa=enable_gqa) if out is None else out
+
+
+class patched(Counted):
+    """Has torch.nn.functional.scaled_dot_product_attention computed here, inside a block or a function.
+
+    For code that asks torch.nn.functional for it when it calls, in every thread: torch.nn.MultiheadAttention,
+    transformers' "sdpa", diffusers, timm. A name that was imported earlier (from torch.nn.functional import
+    scaled_dot_product_attention) stays torch's, as does what is compiled already, and torch's fused encoder layers,
+    which ask nobody.
+
+    Example:
+        >>> layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(1, 5, 16)
+        >>> with patched():
+        ...     layer(x, x, x, need_weights=False)[0].shape
+        torch.Size([1, 5, 16])
+    """
+
+    def begin(self, changes: Changes) -> None:
+        """Puts ours in torch's place."""
+        changes.wrap(torch.nn.functional, "scaled_dot_product_attention", _wrapper)
+
+
+def _wrapper(layer: Layer) -> Any:
+    """scaled_dot_product_attention() that hands to what lies below, which another library may have put there."""
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        call = query, key, value, attn_mask, dropout_p, is_causal
+        out = _ours(*call, scale, enable_gqa) if layer.on else None
+        return layer.below(*call, scale=scale, enable_gqa=enable_gqa) if out is None else out
+
+    return functools.wraps(layer.below)(scaled_dot_product_attention)
+
+
+def _ours(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor | None:
+    """The result, or None where torch is to compute or to refuse."""
+    if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
+        return None
+    how = {"scale": scale, "keep_prob": 1 - dropout_p, "band": _CAUSAL if is_causal else None}
+    if isinstance(query, Tensor) and query.is_nested:
+        return None if mask is not None else _jagged(query, key, value, grouped, how)
+    if not _computed(query, key, value):
+        return None
+    found = _batched(query, key, value, grouped)
+    if found is None:
+        return None
+    q, k, v, lead = found
+    if mask is not None:
+        if (
+            isinstance(mask, Tensor) and mask.device != q.device
+        ):  # torch's own kernel on a CPU would read it all the same
+            raise RuntimeError(
+                f"scaled_dot_product_attention: attn_mask: expected it on {q.device}, where query is, got it on "
+                f"{mask.device} (attn_mask.to(query.device))"
+            )
+        if not _fits(mask, q, (*lead, q.shape[1], q.shape[2], k.shape[2])):
+            return None
+        if mask.dim() > 4:
+            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
+        if mask.dtype == torch.bool:
+            how["blocked"] = mask.logical_not()
+        else:
+            how["bias"] = mask
+    if query.dim() == 4:
+        # Token by token, as projections have q, k and v in memory, and as torch's own kernels return the result.
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)  # type: ignore[arg-type]
+        return out.transpose(1, 2)
+    out = attention(q, k, v, layout="BNSD", **how)  # type: ignore[arg-type]
+    out = out.reshape(*lead, *out.shape[1:])
+    return out if max(query.dim(), key.dim(), value.dim()) > 2 else out.squeeze(0)
+
+
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation asks for derivatives that this library has not."""
+    return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode())
+
+
+def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the three are what this library computes."""
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return False
+    device, dtype = query.device, query.dtype
+    return (
+        dtype in _DTYPES
+        and key.dtype == dtype == value.dtype
+        and device.type in _DEVICES
+        and key.device == device == value.device
+        and min(query.dim(), key.dim(), value.dim()) > 1
+        and 0 < query.shape[-1] <= _ELEMENTS
+        and 0 < value.shape[-1] <= _ELEMENTS
+        and query.shape[-1] == key.shape[-1]
+        and key.shape[-2] == value.shape[-2]
+    )
+
+
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, grouped: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
+    """(q, k, v as [B, N, S, E] with the heads of keys a divisor of N, the leading axes); None where they do not fit."""
+    axes = max(query.dim(), key.dim(), value.dim(), 3)
+    q, k, v = (t[(None,) * (axes - t.dim())] for t in (query, key, value))
+    heads, heads_k, heads_v = q.shape[-3], k.shape[-3], v.shape[-3]
+    if not grouped:
+        known = {heads, heads_k, heads_v} - {1}
+        if len(known) > 1:
+            return None
+        heads = max(known, default=1)
+        shared = 1 if heads_k == heads_v == 1 else heads
+    elif heads_k != heads_v or not heads_k or heads % heads_k:
+        return None
+    else:
+        shared = heads_k
+    if not heads:
+        return None
+    try:
+        lead = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+    except RuntimeError:
+        return None
+    batch = math.prod(lead)
+
+    def whole(t: Tensor, n: int) -> Tensor:
+        if t.dim() == 4 and t.shape[0] == batch and t.shape[1] == n:
+            return t
+        return t.expand(*lead, n, *t.shape[-2:]).reshape(batch, n, *t.shape[-2:])
+
+    return whole(q, heads), whole(k, shared), whole(v, shared), lead
+
+
+def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a mask is one that this library adds or obeys, and broadcasts to the scores."""
+    return (
+        type(mask) in _PLAIN
+        and mask.dtype in (torch.bool, q.dtype)
+        and 2 <= mask.dim() <= len(shape)
+        and all(own in (1, whole) for own, whole in zip(reversed(mask.shape), reversed(shape), strict=False))
+    )
+
+
+def _jagged(query: Tensor, key: Tensor, value: Tensor, grouped: bool, how: dict[str, Any]) -> Tensor | None:
+    """The result of nested tensors [B, N, j, E] whose rows lie one after the other, packed as they are."""
+    three = (query, key, value)
+    if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
+        return None
+    if not all(t._ragged_idx == 2 and t.lengths() is None for t in three):  # type: ignore[attr-defined]
+        return None
+    if query.shape[0] != key.shape[0] or key.shape[2] != value.shape[2]:  # lengths are equal that have one symbol
+        return None
+    q = query.values().transpose(0, 1)  # [tokens, N, E]
+    k = (
+        q if key is query else key.values().transpose(0, 1)
+    )  # one view of one tensor: a trace of nested ones knows no two
+    v = k if value is key else value.values().transpose(0, 1)
+    if (
+        not _computed(q, k, v)
+        or not k.shape[1]
+        or q.shape[1] % k.shape[1]
+        or (not grouped and q.shape[1] != k.shape[1])
+    ):
+        return None
+    q_len = query.offsets().diff()
+    kv_len = None if query.shape[2] == key.shape[2] else key.offsets().diff()
+    out = attention(q, k, v, layout="TND", q_len=q_len, kv_len=kv_len, **how)
+    return torch.nested.nested_tensor_from_jagged(out, query.offsets()).transpose(1, 2)
