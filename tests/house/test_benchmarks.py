@@ -25,7 +25,10 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
 
 @pytest.mark.parametrize(
     ("group", "count"),
-    [("packed", 7), *(pytest.param(*row, marks=slow) for row in (("gradients", 20), ("steps", 4), ("threads", 9)))],
+    [
+        ("packed", 7),
+        *(pytest.param(*row, marks=slow) for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("doors", 8))),
+    ],
 )
 def test_a_group_of_rows(group: str, count: int, tmp_path: Path) -> None:
     found = figures(tmp_path, group)

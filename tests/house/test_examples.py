@@ -19,6 +19,8 @@ import fusion_attention as fa
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
     "generate": ["--tokens", "8"],
+    "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],
+    "packed_bert": ["--texts", "4", "--turns", "1"],
     "serve": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }

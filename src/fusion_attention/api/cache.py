@@ -102,6 +102,11 @@ class PagedKVCache:
         return len(self._free)
 
     @property
+    def pages(self) -> int:
+        """All pages of the pool."""
+        return len(self._shared)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pool, scales included."""
         return sum(t.nbytes for t in (*self._pools, *self._scales))
@@ -133,6 +138,46 @@ class PagedKVCache:
         self._tables.clear()
         for page in reversed(pages):
             self._release(page)
+
+    def crop(self, sequence: int, tokens: int) -> None:
+        """Forgets the last tokens of a sequence, as many as it has at most; pages that get empty are let go."""
+        _, held = self._of(sequence)
+        kept = held - min(self._count(tokens), held)
+        self._keep(sequence, slice(-(-kept // self.page_size)), kept)
+
+    def slide(self, sequence: int, tokens: int) -> None:
+        """Lets go of the pages that lie wholly before the last `tokens` tokens of a sequence.
+
+        What is left counts from its first token on: lengths() falls by whole pages. A Band that ends at the last key,
+        as causal() and window() do, means what it meant before.
+        """
+        pages, held = self._of(sequence)
+        gone = max(held - self._count(tokens), 0) // self.page_size
+        self._keep(sequence, slice(gone, len(pages)), held - gone * self.page_size)
+
+    def add_pages(self, count: int) -> None:
+        """A larger pool: so many more pages, free; what is stored is copied."""
+        count, pages = self._count(count), len(self._shared)
+        with torch.inference_mode(False):
+            larger = [zeros((pages + count, *t.shape[1:]), t.dtype, t.device) for t in (*self._pools, *self._scales)]
+            for new, old in zip(larger, (*self._pools, *self._scales), strict=True):
+                new[:pages] = old
+        self._pools, self._scales = larger[: len(self._pools)], larger[len(self._pools) :]
+        self._free = [*range(pages, pages + count)[::-1], *self._free]
+        self._shared += [0] * count
+
+    def rows(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype."""
+        pages, held = self._of(sequence)
+        where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
+        found = []
+        for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
+            taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
+            if scales is not None:
+                scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
+                taken = _widen(taken, self.stored, dim) * scale[..., None]
+            found.append(taken.to(self.dtype))
+        return found[0], found[0][..., : self.dim_v] if self.shares_kv else found[1]
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
         """Tokens of sequences, by default of all."""
@@ -206,6 +251,23 @@ class PagedKVCache:
         except TypeError:
             raise ValueError(f"PagedKVCache: sequences: expected a list of them, got {show(sequences)}") from None
 
+    def _count(self, count: int) -> int:
+        """A number of tokens or pages that a caller names."""
+        whole = type(count) is int or isinstance(count, np.integer)
+        if not whole or count < 0:
+            raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
+        return int(count)
+
+    def _keep(self, sequence: int, kept: slice, tokens: int) -> None:
+        """Leaves a sequence some of its pages."""
+        pages, _ = self._sequences[sequence]
+        left = pages[kept]
+        if len(left) < len(pages):
+            self._tables.clear()
+            for page in (*pages[: kept.start or 0], *pages[kept.stop :]):
+                self._release(page)
+        self._sequences[sequence] = (left, tokens)
+
     def _release(self, page: int) -> None:
         self._shared[page] -= 1
         if self._shared[page] == 0:
@@ -272,9 +334,19 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots]) -> None:
             pool[page, :, slot : slot + count] = rows[first : first + count].transpose(0, 1)
             first += count
         return
-    where = [(page, slot + i) for page, slot, count in runs for i in range(count)]
-    pages, slots = torch.tensor(where, dtype=torch.int64, device=pool.device).unbind(1)
-    pool[pages, :, slots] = rows
+    pages, first, count = np.array(runs, np.int64).T
+    before = count.cumsum() - count
+    where = np.stack((np.repeat(pages, count), np.arange(count.sum()) + np.repeat(first - before, count)))
+    taken, slots = torch.from_numpy(where).to(pool.device)
+    pool[taken, :, slots] = rows
+
+
+def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
+    """Stored integers as float32, [.., dim]."""
+    if stored == "int4":  # two signed ones in a byte, the even element in the low half
+        both = numbers.view(torch.int8)
+        numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
+    return numbers.float()
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:

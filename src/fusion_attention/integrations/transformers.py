@@ -28,6 +28,7 @@ from transformers.utils import logging
 from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import sparse_attention
 from fusion_attention.contract import ContractWarning
+from fusion_attention.integrations.transformers_cache import StoredRows
 from fusion_attention.torch_ops.dispatch import is_traced
 from fusion_attention.waist.mask import INFINITE, Band
 
@@ -276,7 +277,7 @@ def attend(
     """
     if others.get("output_attentions"):
         _log.warning_once('fusion_attention returns no attention weights: attn_implementation="eager" does.')
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q = query.transpose(1, 2)
     words: dict[str, Any] = {"scale": scaling}
     if dropout:
         words["keep_prob"] = 1.0 - dropout
@@ -286,9 +287,15 @@ def attend(
         words["softcap"] = softcap
     if position_bias is not None:
         words["bias"] = position_bias.to(q.dtype)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if isinstance(key, StoredRows):
+        answered = key.layer.attend(q, attention_mask, _band(causal, sliding_window), words)
+        if isinstance(answered, Tensor):
+            return answered, None
+        key, value = answered
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
     if indices is not None and attention_mask is not None:
         return _selected(q, k, v, attention_mask, indices, words), None
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if attention_mask is not None and attention_mask.dim() == 4:
         _explicit(attention_mask, q, words)
         return attention(q, k, v, **words), None

@@ -1,0 +1,87 @@
+"""A stock BERT of transformers embeds texts of mixed lengths in one packed row, and padded as usual.
+
+No line of the model is changed. DataCollatorWithFlattening lays texts one behind the other; the positions that it
+gives start anew in every text, and cu_seq_lens_q says where texts end.
+
+    python examples/packed_bert.py            # needs pip install "fusion-attention[demo]"
+
+Exit code 1 where the embeddings differ.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithFlattening
+from transformers.utils import logging
+
+from fusion_attention.cli.comparison import library_texts
+from fusion_attention.cli.encoder import model_folder
+from fusion_attention.integrations.transformers import register
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of a unit vector
+
+
+def padded(model: Any, ids: list[list[int]]) -> Tensor:
+    """[texts, width]: a rectangle of tokens and a mask; the mean of what is real."""
+    longest = max(map(len, ids))
+    mask = torch.arange(longest) < torch.tensor([[len(text)] for text in ids])
+    rows = torch.tensor([text + [0] * (longest - len(text)) for text in ids])
+    hidden = model(rows, attention_mask=mask.long()).last_hidden_state
+    return torch.nn.functional.normalize((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
+
+
+def packed(model: Any, ids: list[list[int]]) -> Tensor:
+    """The same from one row of real tokens."""
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": text} for text in ids])
+    del batch["labels"]
+    (hidden,) = model(**batch).last_hidden_state
+    means = torch.segment_reduce(hidden.float(), "mean", lengths=torch.tensor([len(text) for text in ids]))
+    return torch.nn.functional.normalize(means, dim=-1)
+
+
+def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list[list[int]]) -> tuple[Tensor, float]:
+    """What it returns, and its seconds."""
+    start = time.perf_counter()
+    with torch.inference_mode():
+        found = embed(model, ids)
+    return found, time.perf_counter() - start
+
+
+def main() -> None:
+    """Both ways in turns, on one batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    register()
+    logging.disable_progress_bar()
+    folder = model_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = random.Random(0).sample(library_texts(), given.texts)
+    ids = tokenizer(texts, truncation=True, max_length=256)["input_ids"]
+    real, rectangle = sum(map(len, ids)), len(ids) * max(map(len, ids))
+    print(f"{len(ids)} docstrings, {real} tokens, padded {rectangle}: {rectangle / real:.2f} times as many")
+    for dtype, tolerance in TOLERANCE.items():
+        ours, theirs = (
+            AutoModel.from_pretrained(folder, attn_implementation=name, dtype=dtype, local_files_only=True).eval()
+            for name in ("fusion_attention", "sdpa")
+        )
+        pairs = [(timed(padded, theirs, ids), timed(packed, ours, ids)) for _ in range(given.turns + 1)][1:]
+        slow, fast = (statistics.median(pair[i][1] for pair in pairs) for i in (0, 1))
+        far = float((pairs[0][0][0] - pairs[0][1][0]).norm(dim=-1).max())
+        print(
+            f"{dtype}: padded with sdpa {real / slow:.0f} tokens/s, packed {real / fast:.0f} tokens/s, "
+            f"{statistics.median(a[1] / b[1] for a, b in pairs):.2f} times; largest difference {far:.1e}"
+        )
+        if not far <= tolerance:
+            raise SystemExit("FAILED: the embeddings differ")
+
+
+if __name__ == "__main__":
+    main()

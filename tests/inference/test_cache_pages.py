@@ -1,0 +1,130 @@
+"""What a PagedKVCache forgets, lets go of, grows by and gives back: tokens stay what was appended."""
+
+import pytest
+import torch
+
+import fusion_attention as fa
+
+STORES = ["", "int8", "int4"]
+
+
+def paged(pages: int = 8, stored: str = "", dim_v: int | None = None) -> fa.PagedKVCache:
+    return fa.PagedKVCache(2, 16, pages, page_size=4, stored=stored, dim_v=dim_v)
+
+
+def rows(tokens: int, seed: int = 0, dim: int = 16) -> torch.Tensor:
+    return torch.randn(1, tokens, 2, dim, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("stored", STORES)
+def test_rows_are_what_a_call_reads(stored: str) -> None:
+    cache = paged(stored=stored, dim_v=12)
+    sequences = [cache.allocate() for _ in range(2)]
+    for sequence, tokens in zip(sequences, (9, 4), strict=True):
+        cache.append([sequence], rows(tokens, sequence), rows(tokens, sequence + 9, 12))
+    for sequence in sequences:
+        k, v = cache.rows(sequence)
+        if not stored:
+            assert torch.equal(k, rows(len(k), sequence)[0])
+        q = rows(1, 5)
+        got = fa.decode_attention(q, cache, sequences=[sequence], backend="golden")
+        want = fa.decode_attention(q, (k[None], v[None]), backend="golden")
+        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_of_keys_that_are_values() -> None:
+    cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
+    a = cache.allocate()
+    k = torch.randn(1, 6, 1, 24)
+    cache.append([a], k)
+    assert torch.equal(cache.rows(a)[0], k[0])
+    assert torch.equal(cache.rows(a)[1], k[0, ..., :16])
+
+
+@pytest.mark.parametrize("stored", STORES)
+@pytest.mark.parametrize("removed", [0, 1, 2, 5, 9, 12])
+def test_cropped_tokens_are_forgotten_and_others_take_their_place(removed: int, stored: str) -> None:
+    cache, whole = paged(stored=stored), paged(stored=stored)
+    a, b = cache.allocate(), whole.allocate()
+    cache.append([a], rows(9), rows(9, 1))
+    cache.crop(a, removed)
+    kept = max(9 - removed, 0)
+    assert cache.lengths() == [kept]
+    assert cache.free_pages == 8 - -(-kept // 4)
+    cache.append([a], rows(3, 2), rows(3, 3))
+    whole.append([b], rows(9)[:, :kept], rows(9, 1)[:, :kept])
+    whole.append([b], rows(3, 2), rows(3, 3))
+    for got, want in zip(cache.rows(a), whole.rows(b), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_cropping_one_of_two_that_share_leaves_the_other() -> None:
+    cache = paged()
+    a = cache.allocate()
+    cache.append([a], rows(7), rows(7))
+    b = cache.fork(a)
+    cache.crop(b, 2)
+    assert cache.block_table([a, b])[:, 1].unique().numel() == 1
+    cache.append([b], rows(2, 5), rows(2, 5))
+    assert torch.equal(cache.rows(a)[0], rows(7)[0])
+    assert torch.equal(cache.rows(b)[0], torch.cat((rows(7)[0, :5], rows(2, 5)[0])))
+    cache.crop(b, 7)
+    cache.free(a)
+    assert cache.free_pages == 8
+
+
+def test_a_window_needs_the_pages_that_it_touches() -> None:
+    cache, band, q = paged(), fa.Band.window(5), rows(1, 7)
+    a = cache.allocate()
+    cache.append([a], rows(11), rows(11, 1))
+    want = fa.decode_attention(q, cache, band=band, backend="golden")
+    cache.slide(a, 6)
+    assert cache.lengths() == [7]  # tokens 4 to 10: the sixth from behind lies in the second page
+    assert cache.free_pages == 6
+    assert torch.equal(cache.rows(a)[1], rows(11, 1)[0, 4:])
+    assert torch.equal(fa.decode_attention(q, cache, band=band, backend="golden"), want)
+    cache.slide(a, 6)
+    assert cache.lengths() == [7]
+    cache.slide(a, 0)
+    assert cache.lengths() == [3]
+
+
+def test_more_pages_hold_what_the_old_ones_held() -> None:
+    for stored in STORES:
+        cache = paged(2, stored)
+        a, b = cache.allocate(), cache.allocate()
+        cache.append([a, b], rows(4).repeat(2, 1, 1, 1), rows(4).repeat(2, 1, 1, 1))
+        before, table = cache.rows(a), cache.block_table()
+        cache.add_pages(3)
+        assert cache.free_pages == 3
+        assert torch.equal(cache.block_table(), table)
+        cache.append([b], rows(12, 1), rows(12, 1))
+        assert cache.free_pages == 0
+        assert all(map(torch.equal, cache.rows(a), before))
+        assert cache.lengths() == [4, 16]
+
+
+def test_many_runs_of_slots_are_stored_as_few_are() -> None:
+    cache = paged(40)
+    sequences = [cache.allocate() for _ in range(3)]
+    for sequence, first in zip(sequences, (3, 0, 6), strict=True):
+        cache.append([sequence], rows(first, sequence), rows(first, sequence))
+    new = torch.cat([rows(13, seed) for seed in (7, 8, 9)])
+    cache.append(sequences, new, -new)
+    for i, (sequence, first) in enumerate(zip(sequences, (3, 0, 6), strict=True)):
+        k, v = cache.rows(sequence)
+        assert torch.equal(k[first:], new[i])
+        assert torch.equal(v[first:], -new[i])
+        assert torch.equal(k[:first], rows(first, sequence)[0])
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "2"])
+def test_counts_are_whole_numbers(wrong: object) -> None:
+    cache = paged()
+    a = cache.allocate()
+    calls = (lambda: cache.crop(a, wrong), lambda: cache.slide(a, wrong), lambda: cache.add_pages(wrong))  # type: ignore[arg-type]
+    for call in calls:
+        with pytest.raises(ValueError, match="PagedKVCache: count: expected a whole number from 0 on, got"):
+            call()
+    with pytest.raises(ValueError, match="sequence: expected a living one"):
+        cache.crop(99, 1)

@@ -1,0 +1,256 @@
+"""generate() over pages: the tokens that transformers' own caches give, and no more in memory than is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from support.hf_models import FAMILIES, VOCABULARY
+from transformers import DynamicCache, EncoderDecoderCache
+
+from fusion_attention.integrations import transformers as door
+from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
+
+BY_NAME = {family.name: family for family in FAMILIES}
+DECODERS = [family.name for family in FAMILIES if "generate" in family.columns]
+WINDOWED = ["Mistral", "Gemma 3", "GPT-OSS"]
+LENGTHS = 13, 6, 9
+Models = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    """By name, with our attention."""
+    door.register()
+    made: dict[str, Any] = {}
+
+    def model_of(name: str) -> Any:
+        if name not in made:
+            made.clear()
+            made[name] = BY_NAME[name].make()
+        made[name].set_attn_implementation("fusion_attention")
+        return made[name]
+
+    return model_of
+
+
+def prompts(left_padded: bool = True) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)))
+    if not left_padded:
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    mask = (torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generated(model: Any, batch: dict[str, Tensor], cache: Any = None, **options: Any) -> Any:
+    options = {"max_new_tokens": 8, "do_sample": False, "past_key_values": cache} | options
+    return model.generate(**batch, return_dict_in_generate=True, **options)
+
+
+def paged(model: Any, **options: Any) -> PagedCache:
+    return PagedCache(model.config, **{"page_size": 4} | options)
+
+
+def own(cache: PagedCache) -> list[PagedLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_those_of_transformers_own_cache(models: Models, name: str) -> None:
+    model = models(name)
+    if model.config.is_encoder_decoder:
+        torch.manual_seed(1)
+        whisper = {"input_features": torch.randn(3, 8, 24)}
+        batch = whisper if name == "Whisper" else {"input_ids": torch.randint(3, VOCABULARY, (3, 13))}
+        cache: Any = EncoderDecoderCache(paged(model), paged(model))
+        layers = own(cache.self_attention_cache)
+    else:
+        batch, cache = prompts(), paged(model)
+        layers = own(cache)
+    want = generated(model, batch).sequences
+    assert torch.equal(generated(model, batch, cache).sequences, want)
+    assert all(layer.get_seq_length() == cache.get_seq_length() >= 8 for layer in layers)
+    assert bool(layers) is (name != "DeepSeek-V3.2")  # whose layers are transformers' own
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+@pytest.mark.parametrize("attention", ["fusion_attention", "sdpa", "eager"])
+def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) -> None:
+    model, batch = models(name), prompts()
+    model.set_attn_implementation("eager" if name == "GPT-OSS" and attention == "sdpa" else attention)
+    found, want = generated(model, batch, paged(model), output_logits=True), generated(model, batch, output_logits=True)
+    assert torch.equal(found.sequences, want.sequences)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found.logits, want.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prefill_chunk_size": 4},
+        {"do_sample": True, "num_return_sequences": 2},
+    ],
+    ids=str,
+)
+def test_ways_to_generate(models: Models, name: str, options: dict[str, Any]) -> None:
+    model, found = models(name), []
+    batch = prompts("prefill_chunk_size" not in options)
+    for cache in (None, paged(model)):
+        torch.manual_seed(0)
+        found.append(generated(model, batch, cache, **options).sequences)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+@pytest.mark.parametrize("kind", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_tokens_that_are_taken_back(models: Models, name: str, kind: str) -> None:
+    model = models(name)
+    helper = copy.deepcopy(model)
+    with torch.no_grad():  # an assistant that is wrong now and then
+        helper.lm_head.weight += 0.3 * torch.randn_like(helper.lm_head.weight)
+    batch = {key: t[:1] for key, t in prompts(left_padded=False).items()}
+    batch["input_ids"][0, 7:] = batch["input_ids"][0, :6]
+    option = {kind: 3 if kind.startswith("prompt") else helper, "max_new_tokens": 20}
+    want = generated(model, batch, max_new_tokens=20).sequences
+    cache = paged(model)
+    assert torch.equal(generated(model, batch, cache, **option).sequences, want)
+    used = [layer.pool.pages - layer.pool.free_pages for layer in own(cache) if layer.pool and not layer.is_sliding]
+    assert all(pages == -(-cache.get_seq_length() // 4) for pages in used)
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+def test_a_conversation_goes_on(models: Models, name: str) -> None:
+    model, batch = models(name), prompts()
+    found = []
+    for cache in (DynamicCache(config=model.config), paged(model)):
+        first = generated(model, batch, cache).sequences
+        ids = torch.cat((first, prompts(left_padded=False)["input_ids"][:, :5]), 1)
+        mask = torch.cat((batch["attention_mask"], torch.ones(3, ids.shape[1] - 13, dtype=torch.int64)), 1)
+        found.append(generated(model, {"input_ids": ids, "attention_mask": mask}, cache).sequences)
+    assert torch.equal(*found)
+
+
+def test_padding_takes_no_page_and_a_window_keeps_its_own(models: Models) -> None:
+    model = models("Gemma 3")
+    cache = paged(model)
+    generated(model, prompts(), cache)
+    for layer in own(cache):
+        assert layer.pool is not None
+        lengths = [n + 7 for n in LENGTHS]
+        if layer.is_sliding:  # of 5 tokens: four before the next one, and the rest of their page
+            assert all(4 <= n <= 7 for n in layer.pool.lengths(layer.sequences))
+        else:
+            assert layer.pool.lengths(layer.sequences) == lengths
+    assert {layer.is_sliding for layer in own(cache)} == {True, False}
+
+
+def test_a_long_prompt_leaves_a_window_behind_at_once(models: Models) -> None:
+    model = models("Mistral")
+    cache = paged(model)
+    with torch.no_grad():
+        model(torch.randint(3, VOCABULARY, (2, 90)), past_key_values=cache)
+    for layer in own(cache):
+        assert layer.pool is not None
+        assert layer.pool.lengths() == [4, 4]
+        assert layer.pool.pages <= 6
+    assert cache.get_seq_length() == 90
+
+
+def test_beams_share_pages(models: Models) -> None:
+    model = models("Llama")
+    cache = paged(model, page_size=2)
+    batch = {key: t[:1].repeat(1, 4) for key, t in prompts(left_padded=False).items()}
+    generated(model, batch, cache, num_beams=4)
+    (pool, *_) = (layer.pool for layer in own(cache))
+    assert pool is not None
+    assert pool.pages - pool.free_pages < 2 * (52 + 7) // 2  # of four beams of 59 tokens
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_integers_take_less_memory_and_choose_nearly_the_same(models: Models, stored: str) -> None:
+    model, batch = models("Llama"), prompts()
+    caches = paged(model), paged(model, stored=stored)
+    plain, narrow = (generated(model, batch, cache, max_new_tokens=2, output_logits=True) for cache in caches)
+    assert caches[1].nbytes < caches[0].nbytes
+    assert torch.equal(plain.logits[0], narrow.logits[0])  # the prompt met its own rows
+    off = (plain.logits[1] - narrow.logits[1]).norm() / plain.logits[1].norm()
+    assert 0 < off < {"int8": 0.02, "int4": 0.3}[stored]
+
+
+def test_a_copy_and_a_reset_begin_where_they_should(models: Models) -> None:
+    model, batch = models("Gemma 3"), prompts()
+    cache = paged(model)
+    with torch.no_grad():
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        model(**batch, position_ids=positions, past_key_values=cache)
+    ids = torch.cat((batch["input_ids"], torch.full((3, 2), 7)), 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 2), value=1)
+    longer = {"input_ids": ids, "attention_mask": mask}
+    want = generated(model, longer).sequences
+    for _ in range(2):
+        assert torch.equal(generated(model, longer, copy.deepcopy(cache)).sequences, want)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generated(model, longer, cache).sequences, want)
+
+
+def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
+    model, batch = models("Llama"), prompts(left_padded=False)
+    logits = []
+    for cache in (DynamicCache(config=model.config), paged(model)):
+        with torch.no_grad():
+            model(**batch, past_key_values=cache)
+            mask = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
+            mask[:, 3:6] = 0
+            step = {"input_ids": torch.full((3, 1), 9), "attention_mask": mask}
+            logits.append(model(**step, past_key_values=cache).logits)
+            mask = torch.nn.functional.pad(mask, (0, 2), value=1)
+            mask[1, -1] = 0  # a new token that is padding
+            step = {"input_ids": torch.full((3, 2), 9), "attention_mask": mask}
+            logits.append(model(**step, past_key_values=cache).logits[:, 0])
+    assert torch.allclose(logits[0], logits[2], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(logits[1], logits[3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["select", "repeat"])
+def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
+    model, batch, logits = models("Mistral"), prompts(), []
+    for cache in (DynamicCache(config=model.config), paged(model)):
+        with torch.no_grad():
+            model(**batch, past_key_values=cache)
+            order = torch.tensor([2, 0]) if change == "select" else torch.arange(3).repeat_interleave(2)
+            if change == "select":
+                cache.batch_select_indices(order)
+            else:
+                cache.batch_repeat_interleave(2)
+            mask = torch.nn.functional.pad(batch["attention_mask"][order], (0, 1), value=1)
+            ids = torch.arange(len(order))[:, None] + 5
+            logits.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits)
+    assert torch.allclose(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_what_pages_cannot_do_is_said(models: Models) -> None:
+    model, batch = models("Mistral"), prompts(left_padded=False)
+    cache = paged(model)
+    with pytest.raises(ValueError, match="expected no gradient, got one"):
+        model(**batch, past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        model(**batch, past_key_values=cache)
+        with pytest.raises(ValueError, match="expected a batch of 3, got 1"):
+            model(batch["input_ids"][:1], past_key_values=cache)
+    with pytest.raises(ValueError, match="crop: expected 0 or minus the tokens to remove, got 3"):
+        cache.crop(3)
+    with pytest.raises(RuntimeError, match="a window has left behind tokens"):
+        cache.crop(-1)
+    assert all(layer.pool.lengths() == [4] * 3 for layer in own(cache) if layer.pool)
