@@ -78,7 +78,8 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
                         kept = pick(bits, weight, Floats{});
                         dprob = pick(bits, dprob * kept_factor, Floats{});
                     }
-                    Floats dscore = weight * (dprob - r.delta[e]), dproduct = dscore;
+                    Floats dscore = weight * (dprob - r.delta[e]);
+                    Floats dproduct = dscore;
                     if constexpr (Capped) dproduct *= load<Floats>(k.slopes + (i + e) * keys + c + u * lanes);
                     if constexpr (Hidden) {
                         const std::uint32_t bits = lane_bits(k.seen + (i + e) * (keys / 8), c + u * lanes);

@@ -61,6 +61,7 @@ def naive(call: Call) -> Iterator[tuple[list[int], list[float], float, float]]:
                         float(x) * float(y) for x, y in zip(call.q[b, h, i], call.k[b, kv_head, j], strict=True)
                     )
                     score *= p.scale * (1.0 if call.row_scale is None else float(call.row_scale[b, h, i]))
+                    score = p.softcap * math.tanh(score / p.softcap) if p.softcap else score
                     keys.append((j, score + (0.0 if call.bias is None else float(call.bias[b, h, i, j]))))
                 peak = max((score for _, score in keys), default=-INF)
                 weights = [(j, math.exp(score - peak)) for j, score in keys]
@@ -232,8 +233,9 @@ def test_a_matrix_without_the_first_keys() -> None:
     check(call)
 
 
-def test_scales_of_rows() -> None:
-    call = plain(has_row_scale=True, bias="matrix")
+@pytest.mark.parametrize("softcap", [0.0, 0.6])
+def test_scales_of_rows(softcap: float) -> None:
+    call = plain(has_row_scale=True, bias="matrix", softcap=softcap)
     call.row_scale = numbers(3, 4, 3, seed=8).abs()
     call.bias = numbers(3, 4, 3, TOKENS, seed=7)
     count = np.arange(3)
@@ -268,9 +270,9 @@ def test_scales_of_other_kinds(paged: bool, shared: bool) -> None:
     check(call)
 
 
-@pytest.mark.parametrize("weight_scale", [127.0, 3.0, 200.0])
-def test_rounded_weights(weight_scale: float) -> None:
-    call = plain(kv_dtype="int8", dequant_k="channel", dequant_v="channel", dtype="float16")
+@pytest.mark.parametrize(("weight_scale", "softcap"), [(127.0, 0.0), (3.0, 0.0), (200.0, 0.0), (127.0, 0.7)])
+def test_rounded_weights(weight_scale: float, softcap: float) -> None:
+    call = plain(kv_dtype="int8", dequant_k="channel", dequant_v="channel", dtype="float16", softcap=softcap)
     call.problem = replace(call.problem, has_blocked=True, empty_rows="mean_in_band", has_weight_scale=True)
     call.weight_scale, call.views["weight_scale"] = weight_scale, torch.tensor([weight_scale])
     call.q = integers(3, 4, 3, 12, seed=4).float()

@@ -45,8 +45,11 @@ FEATURES = [
     Case("BNSD", dropout="bits", keep_prob=0.7, **TWO),
     replace(PACKED, dropout="philox", keep_prob=0.7, **TWO),
     Case("BNSD", heads_q=2, heads_kv=2, dim_rope=4, dim_v=6, sink=True),
+    # A cap: alone, and beneath a bias whose gradient it does not bend.
+    replace(PACKED, softcap=0.8, sparse_mode=3, mask="compressed", **TWO),
+    Case("BNSD", softcap=1.5, pse="full", pse_type=0, mask="head", dropout="philox", keep_prob=0.7, **TWO),
 ]
-LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17)]
+LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17, 21)]
 EVERYDAY = [replace(case, dtype=dtype) for case in FEATURES for dtype in ("float32", "float16")]
 EVERYDAY += [replace(case, dtype="bfloat16") for case in LOW]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if short(case)]
@@ -60,6 +63,7 @@ LONGER = [
     Case(q_len=(20,), kv_len=(20,), heads_q=1, heads_kv=1, dim_qk=576, dim_v=512, scale=0.04),
     # Few rows and many keys: the decode kernels, without a cache.
     Case(q_len=(3, 2), kv_len=(520, 7), heads_q=2, heads_kv=1, pse="full", pse_type=0, mask="matrix", inner_precise=2),
+    Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, sparse_mode=3, mask="compressed", softcap=2.0),
 ]
 
 

@@ -121,6 +121,7 @@ def draw_common(seed: int) -> tuple[Case, int]:
         dtype=rng.choice(["float32", "float16", "bfloat16", "bfloat16"]), scale=rng.choice([1, 1, -1]) / math.sqrt(dim),
         bias=bias, has_blocked=rng.random() < 0.3, has_sink=rng.random() < 0.3,
         empty_rows=rng.choice(["zero", "mean_in_band"]), kv_dtype=kind, dequant_k=dequant, dequant_v=dequant,
+        softcap=(0.0, 0.0, 2.0)[seed % 3],
     )  # fmt: skip
     common = rng.choice([1, 16, 77, 128, 600, 1100])
     count = rng.randint(1, 9)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
+from support.native_dense import CAPPED, converted, judge, spoil, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
-from support.native_dense import converted, judge, spoil
 from support.witness import alone, forward, load, make, results
 
 from fusion_attention import plan as planning
@@ -28,17 +28,22 @@ from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
 
 
-@pytest.mark.parametrize("seed", range(80))
-def test_random_calls_against_the_specification(seed: int) -> None:
-    case = draw_case(seed)
+def beneath(case: Case, softcap: float) -> Case:
+    """The case with a cap on its scores."""
+    return replace(case, call=with_cap(case.call, softcap), problem=replace(case.problem, softcap=softcap))
+
+
+@pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(80)), *CAPPED[::2]])
+def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
+    case = beneath(draw_case(seed), softcap)
     want = forward(case.call)
     for variant in VARIANTS:
         judge(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
 
 
-@pytest.mark.parametrize("seed", range(1000, 1040))
+@pytest.mark.parametrize("seed", range(1000, 1050))
 def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> None:
-    case = draw_case(seed)
+    case = beneath(draw_case(seed), 0.0 if seed < 1040 else 0.9)
     shares = case.problem.shares_kv
     if case.problem.kv_dtype:
         scale = case.v.scale if seed % 2 else case.k.scale

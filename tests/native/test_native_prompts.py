@@ -58,6 +58,7 @@ def draw(seed: int) -> Call:
         heads_kv * rng.choice([1, 3]), heads_kv, dim, rng.choice([dim, dim, 100, 7]), rng.choice([0, 0, 16, 64]),
         dtype=rng.choice(["float32", "float16", "bfloat16"]), scale=1 / math.sqrt(dim),
         bias=rng.choice(["none", "matrix", "slopes"]), has_blocked=rng.random() < 0.3, has_sink=rng.random() < 0.3,
+        softcap=(0.0, 0.0, 2.0)[seed % 3],
     )  # fmt: skip
     count = rng.choice([1, 2, 3])
     q_len = tuple(rng.choice([0, 1, rng.randint(1, 150)]) for _ in range(count))

@@ -65,6 +65,8 @@ CACHES = [
     Cache(dtype="bfloat16"),
     Cache(dequant="channel"),
     Cache(dequant="token", dtype="float16", q_len=2),
+    Cache(q_len=3, heads_q=8, more={"softcap": 1.5, "bias": "slopes", "has_sink": True}),
+    Cache(dequant="token", dtype="float16", q_len=2, more={"softcap": 4.0}),
 ]
 
 
@@ -186,7 +188,9 @@ def plain(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
         s = part(g.q, p.heads_q, cache.q_len) @ part(g.k, p.heads_kv, n).mT
         if p.dim_rope:
             s = s + part(g.q_rope, p.heads_q, cache.q_len) @ part(g.k_rope, p.heads_kv, n).mT
-        s, row, key = s * p.scale, torch.arange(cache.q_len)[:, None] + n - cache.q_len, torch.arange(n)
+        s = s * p.scale
+        s = p.softcap * (s / p.softcap).tanh() if p.softcap else s
+        row, key = torch.arange(cache.q_len)[:, None] + n - cache.q_len, torch.arange(n)
         if p.bias == "slopes":
             assert g.slopes is not None
             s = s - g.slopes[b].float()[:, None, None] * (key - row + 2 * (n - cache.q_len)).abs()

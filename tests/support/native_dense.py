@@ -28,6 +28,8 @@ from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 DECODE_VARIANTS = _native.cpu_features()["runnable"]
 # The others are another one's with a decode of their own.
 VARIANTS = [name for name in DECODE_VARIANTS if name not in ("v4+avx512vnni", "asimddp")]
+# Seeds of calls, and a cap that bends all of their scores, some, and none but the largest.
+CAPPED = [(seed, softcap) for seed in range(3000, 3010) for softcap in (0.4, 3.0, 50.0)]
 AXES = ["hij", "ij", "hj", "hi", "i", "j", "h", ""]
 
 
@@ -76,6 +78,11 @@ def draw_call(seed: int) -> Call:
     return converted(call, problem.torch_dtype)
 
 
+def with_cap(call: Call, softcap: float) -> Call:
+    """The call with a cap on its scores."""
+    return replace(call, problem=replace(call.problem, softcap=softcap))
+
+
 def converted(call: Call, dtype: torch.dtype) -> Call:
     tensors = {name: [t.to(dtype) for t in getattr(call, name)] for name in (*INPUTS, "bias")}
     slopes, sink = (None if t is None else t.float() for t in (call.slopes, call.sink))
@@ -121,15 +128,29 @@ def plain_keep(call: Call, b: int, row_count: int, key_count: int) -> torch.Tens
     return call.keep[b] if call.keep else 1.0
 
 
+def capped(p: Problem, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scaled products beneath the cap, and their slope by what they were without it."""
+    scores = products * p.scale
+    if not p.softcap:
+        return scores, 1.0
+    part = (scores / p.softcap).tanh()
+    return p.softcap * part, 1 - part * part
+
+
+def plain_products(call: Call, b: int) -> torch.Tensor:
+    """By whole float32 matrices."""
+    own = torch.arange(call.problem.heads_q) // call.problem.group
+    products = call.q[b].float() @ call.k[b].float()[own].mT
+    if call.problem.dim_rope:
+        products += call.q_rope[b].float() @ call.k_rope[b].float()[own].mT
+    return products
+
+
 def plain_scores(call: Call, b: int) -> torch.Tensor:
     """By whole float32 matrices, -inf where nothing is seen."""
-    p = call.problem
-    own = torch.arange(p.heads_q) // p.group
-    scores = call.q[b].float() @ call.k[b].float()[own].mT
-    if p.dim_rope:
-        scores += call.q_rope[b].float() @ call.k_rope[b].float()[own].mT
+    p, scores = call.problem, plain_products(call, b)
     added = plain_bias(call, b, slice(0, scores.shape[1]), slice(0, scores.shape[2]))
-    scores = scores * p.scale + (added * p.scale if p.bias_scaled else added)
+    scores = capped(p, scores)[0] + (added * p.scale if p.bias_scaled else added)
     edges = (int(getattr(call.extents, name)[b]) for name in ("lo", "hi", "prefix"))
     seen = interval_matrix(scores.shape[1], scores.shape[2], *edges)
     for blocked in (call.blocked, call.tiled):

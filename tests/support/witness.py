@@ -289,7 +289,10 @@ def plain(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     k, v = (x.repeat_interleave(p.heads_q // p.heads_kv, 0) for x in (k, t["v"]))
     added = full_bias(call, b, t.get("bias"))
     scores = torch.einsum("hid,hjd->hij", q, k)
-    scores = p.scale * (scores + added) if p.bias_scaled else p.scale * scores + added
+    scores = p.scale * scores
+    if p.softcap:
+        scores = p.softcap * (2 * torch.sigmoid(2 / p.softcap * scores) - 1)
+    scores = scores + (p.scale * added if p.bias_scaled else added)
     scores = scores.masked_fill(~seen_by(call, b), -INF)
     heads, q_len, kv_len = scores.shape
     if "sink" in t:

@@ -51,6 +51,13 @@ CASES: dict[str, tuple[dict, dict]] = {
         {"dim_rope": 2, "has_sink": True, "bias": "matrix", "bias_scaled": True, "has_blocked": True, **BITS},
         {"band": Band.window(2, 1)},
     ),
+    "softcap": ({"softcap": 0.8}, {"band": Band.causal()}),
+    "softcap_and_everything": (
+        {"softcap": 1.5, "dim_rope": 2, "has_sink": True, "bias": "matrix", "bias_scaled": True, "has_blocked": True}
+        | {"empty_rows": "mean", **BITS},
+        {"band": Band.window(2, 1)},
+    ),
+    "softcap_slopes": ({"softcap": 3.0, "bias": "slopes"}, {"shift": -2}),
     **{f"bias_{axes}": ({"bias": "matrix", "bias_scaled": axes == "ij"}, {"bias_axes": axes}) for axes in BIASES},
     **{f"blocked_{axes}": ({"has_blocked": True}, {"blocked_axes": axes}) for axes in BIASES},
     **{
@@ -108,8 +115,10 @@ def test_against_torch(form: str) -> None:
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
-def test_against_finite_differences() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.9])
+def test_against_finite_differences(softcap: float) -> None:
     problem = Problem(2, 1, 2, 2, 1, "float64", 0.7, "matrix", True, has_sink=True, dropout="bits", keep_prob=0.6)
+    problem = replace(problem, softcap=softcap)
     call = make(problem, (3,), (3,), Band.causal())
     gradients = run(call)
     step = 1e-5

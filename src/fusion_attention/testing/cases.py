@@ -54,6 +54,7 @@ class Case(Named):
         starts: (q_start_idx, kv_start_idx).
         dropout: "none", "bits" or "philox".
         sink: one more logit per head.
+        softcap: as in Problem; of the pythonic face only.
     """
 
     layout: str = "BSND"
@@ -84,6 +85,7 @@ class Case(Named):
     sink: bool = False
     inner_precise: int = 0
     softmax_layout: str = ""
+    softcap: float = 0.0
 
     @property
     def packed(self) -> bool:
@@ -94,7 +96,8 @@ class Case(Named):
     def npu(self) -> bool:
         """torch_npu's functions can express it."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
-        return self.mask != "tiles" and (self.packed or not ragged)
+        own = self.mask == "tiles" or self.softcap != 0
+        return not own and (self.packed or not ragged)
 
     def lengths(self, side: str) -> tuple[int, ...]:
         """q_len or kv_len, by side "q" or "kv"."""

@@ -59,6 +59,7 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
         "seed": args.get("seed"),
         "offset": args.get("offset", 0),
         "empty_rows": "zero" if case.inner_precise == 2 or beyond or not case.npu else "mean",
+        "softcap": case.softcap,
         **(_tiles(mask) if case.mask == "tiles" else {}),
     }
 

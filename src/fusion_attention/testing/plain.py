@@ -63,6 +63,14 @@ def _bias(case: Case, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Ten
     return -slope * (distance if case.pse_type == 2 else distance.sqrt())
 
 
+def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Scores beneath the cap, and their slope by what they were."""
+    if not case.softcap:
+        return scores, 1.0
+    part = (scores / case.softcap).tanh()
+    return case.softcap * part, 1 - part**2
+
+
 def _kept(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
     """1 where dropout keeps a probability of sequence b, 0 where it drops."""
     rows, keys = case.q_len[b], case.kv_len[b]
@@ -147,7 +155,8 @@ def _plain_sequence(
     if case.dim_rope:
         q, k = torch.cat((q, rows("query_rope")), -1), torch.cat((k, keys("key_rope")), -1)
     kept = _kept(case, args, b)
-    weights, top, total, alive = _softmax(case, args, b, scale * (q @ k.mT) + _bias(case, args, b, wide))
+    scores, slope = _capped(case, scale * (q @ k.mT))
+    weights, top, total, alive = _softmax(case, args, b, scores + _bias(case, args, b, wide))
     divisor = total.masked_fill(total == 0, 1)
     out = ((narrow(weights * kept) @ v) / case.keep_prob / divisor).to(low)
     part(case, results["out"], "q", case.heads_q, b).copy_(out)
@@ -157,7 +166,8 @@ def _plain_sequence(
     p = weights / divisor
     delta = (dy * out.to(wide)).sum(-1, keepdim=True)
     ds = (p * ((dy @ v.mT) * kept / case.keep_prob - delta)).masked_fill(~alive, 0)
-    dq, dk = scale * (narrow(ds) @ k), scale * (narrow(ds).mT @ q)
+    dx = narrow(ds * slope)
+    dq, dk = scale * (dx @ k), scale * (dx.mT @ q)
     for name, tail, side in (("dq", slice(0, case.dim_qk), "q"), ("dq_rope", slice(case.dim_qk, None), "q")):
         if name in results:
             part(case, results[name], side, case.heads_q, b).copy_(dq[..., tail])

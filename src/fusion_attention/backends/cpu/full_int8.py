@@ -35,6 +35,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("dropout", p.dropout, ("none",)),
         ("dim_rope", p.dim_rope, (0,)),
         ("has_sink", p.has_sink, (False,)),
+        ("softcap", p.softcap, (0.0,)),
         ("has_blocked_tiles", p.has_blocked_tiles, (False,)),
     )
     return [
@@ -134,8 +135,6 @@ class _Block:
         scores = products * self.factor
         if p.has_row_scale and o.row_scale is not None:
             scores = scores * o.row_scale.sequence(b, p.heads_q, rows.stop)[:, rows]
-        if p.softcap:
-            scores = p.softcap * (scores / p.softcap).tanh()
         if p.bias == "matrix" and o.bias is not None:
             added = bias.from_matrix(o.bias, b, p.heads_q, rows, keys).float()
             scores = scores + (p.scale * added if p.bias_scaled else added)

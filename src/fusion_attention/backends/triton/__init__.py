@@ -110,7 +110,6 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         ("common_keys", p.common_keys, (0,)),
         ("has_row_scale", p.has_row_scale, (False,)),
         ("has_weight_scale", p.has_weight_scale, (False,)),
-        ("softcap", p.softcap, (0.0,)),
     )
     unknown = [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."

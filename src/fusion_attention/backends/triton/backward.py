@@ -1,7 +1,7 @@
 """The backward kernels: what each row needs, then dq by tiles of rows, then dk and dv by tiles of keys.
 
     P = exp(S - max) / sum,  dP = (dout . v) * M,  dS = P * (dP - D),  D = dout . out,  M = keep / keep_prob
-    dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout
+    dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout       beneath a cap, dS * (1 - tanh^2) for dS
 
 Two kernels compute S twice, but every gradient of a row or a key has one owner, which sums in one order: the same bits
 in every run. Each has one loop that tests the mask in every tile: a second copy of a loop this big spills registers.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.bias import add_dbias, biased
+from fusion_attention.backends.triton.bias import add_dbias, biased, capped
 from fusion_attention.backends.triton.common import (
     LOG2E,
     PER_TILE,
@@ -86,7 +86,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
                    GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
-                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Writes dq of one tile of rows of one head, and adds to dbias; grid (tiles, heads_q)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -124,9 +124,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if R:
             tail = load_part(kr, at * stride_r, inside, 0, R, DIM_ROPE, True)
             s = tl.dot(rope, tl.trans(tail), s, input_precision="ieee")
+        x = s
         seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
         s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None], j[None, :], seen,
-                   (q_len, kv_len, shift), BIAS)  # fmt: skip
+                   (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], seen)
         dp = inner_three(do, load_three(v, at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)
@@ -138,6 +139,8 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if dbias is not None:  # nothing mends what is added to it
             ds = tl.where(s == -float("inf"), 0.0, ds)
             add_dbias(dbias, where, row[:, None], j[None, :], seen, ds * factor, (q_len, kv_len, shift), BIAS)
+        if CAP:
+            ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
@@ -155,7 +158,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
                  BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, MEAN: tl.constexpr,
                  D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                  DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
-                 ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                 ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Writes dk and dv of one tile of keys of one key head, all its query heads in turn; grid (tiles, heads_kv).
 
     Scores stand with keys as rows: weights go into the products as they were computed, from registers.
@@ -196,11 +199,12 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         if R:
             rope = load_part(q_rope + h * head_qr, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
             s = tl.dot(tail, tl.trans(rope), s, input_precision="ieee")
+        x = s
         peak, share, delta = row_notes(flat, plane, at_flat + h * head_flat, stride_flat, row, valid)
         first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
         seen = (j[:, None] >= first_key[None, :]) & (j[:, None] < end_key[None, :])
         s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads_q, row[None, :], j[:, None], seen,
-                   (q_len, kv_len, shift), BIAS)  # fmt: skip
+                   (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h, row[None, :], j[:, None], seen)
         p = tl.where(seen, tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], 0.0)
@@ -216,6 +220,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             dp = tl.where(keep, dp / keep_prob, 0.0)
         dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
+        if CAP:
+            ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)
         dk0, dk1, dk2 = add_three((dk0, dk1, dk2), ds, query, D1, D2)
         if R:
             dr = tl.dot(ds.to(rope.dtype), rope, dr, input_precision="ieee")

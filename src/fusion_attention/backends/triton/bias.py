@@ -1,4 +1,5 @@
-"""The bias of a score, from a matrix, a table of its last rows or slopes (ALiBi), and what a gradient adds to it."""
+"""From a product to a score: a softcap, and a bias from a matrix, a table of its last rows or slopes (ALiBi); what a
+gradient adds to the bias."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Annotations are Triton's here: they are evaluated, and say what is known while compiling.
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.common import matrix_at
+from fusion_attention.backends.triton.common import LOG2E, matrix_at
 from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
 
 TABLE_ROWS = tl.constexpr(_TABLE_ROWS)
@@ -16,12 +17,37 @@ MATRIX, TABLE, SLOPES, SLOPES_SQRT = (tl.constexpr(n) for n in range(1, 5))
 
 
 @triton.jit
+def capped(x, scale, CAP: tl.constexpr):
+    """(tanh(x * scale / CAP), 1 - its square: what is left of a gradient).
+
+    Triton's interpreter has no tanh. Below 0.625 a minimax polynomial of the relative error, exact at 0; above it
+    1 - 2 / (e^2y + 1) loses no bits.
+    """
+    y = x * scale / CAP
+    size = tl.abs(y)
+    square = size * size
+    p = -5.7049774e-3 * square + 2.0639079e-2
+    p = ((p * square - 5.3739713e-2) * square + 1.3331442e-1) * square - 3.3333282e-1
+    large = 1.0 - 2.0 / (tl.exp2(size * (2 * LOG2E)) + 1.0)
+    part = tl.where(size < 0.625, size + size * square * p, large)
+    part = tl.where(y < 0, -part, part)
+    return part, 1.0 - part * part
+
+
+@triton.jit
 def biased(
-    x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr
+    x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
+    CAP: tl.constexpr
 ):  # fmt: skip
-    """scale * x + factor * bias for rows and keys given as broadcast axes; lengths = (q_len, kv_len, shift)."""
+    """scale * x, beneath the cap if CAP is not 0, + factor * bias, for rows and keys given as broadcast axes.
+
+    lengths = (q_len, kv_len, shift).
+    """
     q_len, kv_len, shift = lengths
-    x = x * scale
+    if CAP:
+        x = capped(x, scale, CAP)[0] * CAP
+    else:
+        x = x * scale
     if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
         first, stride_row, stride_key = matrix_at(places, count, b, h, views.BIAS)
         stored, column = row.to(tl.int64), key.to(tl.int64)

@@ -37,7 +37,7 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
            D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
            V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
            DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr,
-           BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+           BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Writes (max, sum, weighted values) of BM rows over one share of the keys; grid (rows * splits, heads_kv, B).
 
     part: `splits` planes of rows of 2 + DIM_V floats. width: pages that a row of the table names.
@@ -91,7 +91,7 @@ def decode(q, k, v, q_rope, k_rope, bias, slopes, blocked, table, scale_k, offse
         seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None]) & inside[None, :]
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, places, count, b, h[:, None], heads_q, row[:, None], j[None, :],
-                       seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+                       seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
         if BLOCKED:
             seen = seen & not_blocked(blocked, places, count, b, h[:, None], row[:, None], j[None, :], seen)
         s = tl.where(seen, s, -float("inf"))

@@ -35,7 +35,7 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
            CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
-           BN: tl.constexpr):  # fmt: skip
+           BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """One loop: `left` tiles of keys from `begin` on and `right` ones from `again` on; keys = these four."""
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
@@ -59,7 +59,7 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
         there = valid[:, None] & inside[None, :]
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
-                       lengths, BIAS)  # fmt: skip
+                       lengths, BIAS, CAP)  # fmt: skip
         if CUT:
             seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
@@ -128,7 +128,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
             SINK: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
             DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr):  # fmt: skip
+            BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
 
     MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
@@ -162,11 +162,11 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
     state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
                    (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
-                   V0, V1, V2, DIM_V, BN)  # fmt: skip
+                   V0, V1, V2, DIM_V, BN, CAP)  # fmt: skip
     if not BLOCKED:
         state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
                        (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
-                       DIM_ROPE, V0, V1, V2, DIM_V, BN)  # fmt: skip
+                       DIM_ROPE, V0, V1, V2, DIM_V, BN, CAP)  # fmt: skip
     acc0, acc1, acc2, m, l = state
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")

@@ -57,6 +57,7 @@ def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> 
     return widths(p) | {
         "GROUP": p.group,
         "BIAS": bias.BIASES[p.bias],
+        "CAP": p.softcap,
         "BLOCKED": p.has_blocked,
         "DROPOUT": common.DROPOUTS[p.dropout],
         "MEAN": mean,
@@ -68,7 +69,7 @@ def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> 
 
 def raw(problem: Problem) -> bool:
     """Whether scores stay as the product gave them: nothing is added, and the scale keeps their order."""
-    return problem.bias == "none" and problem.scale > 1e-30
+    return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.backward import row_notes
-from fusion_attention.backends.triton.bias import biased
+from fusion_attention.backends.triton.bias import biased, capped
 from fusion_attention.backends.triton.common import (
     LOG2E,
     interval,
@@ -97,7 +97,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
              DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
              V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
              DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr):  # fmt: skip
+             BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -147,7 +147,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             counted = (inside & (j >= first_key))[:, None]
             s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
-                       counted & ~mean[None, :], (q_len, kv_len, shift), BIAS)  # fmt: skip
+                       counted & ~mean[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
                 left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
@@ -175,7 +175,7 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
                D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+               BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of dq, and of its rope tail, anew; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -215,9 +215,9 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
             if R:
                 tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
-            seen = (inside & (j >= first_key))[:, None]
-            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
-                       seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            seen, x = (inside & (j >= first_key))[:, None], s[:, None]
+            s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+                       seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], seen)
             seen = seen & (s != -float("inf"))
@@ -227,6 +227,8 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
             ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :])
+            if CAP:
+                ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
             if R:
                 dr += gathered(ds, ds, seen, tail)
@@ -242,7 +244,7 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
              GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
              D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
              V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
-             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of dk, of its rope tail and of dv anew; grid (sequences * blocks of BN keys, heads_kv)."""
     b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -284,9 +286,9 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
             peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
             first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
-            seen = ((one >= first_key) & (one < end_key))[:, None]
-            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
-                       one[None, :], seen, (q_len, kv_len, shift), BIAS)  # fmt: skip
+            seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
+            s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
+                       one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))
@@ -306,6 +308,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 dp = tl.where(keep, dp / keep_prob, 0.0)
             dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p), counted, do, V1, V2)
             ds = product(p, dp - delta[:, None])
+            if CAP:
+                ds = ds * capped(x, scale, CAP)[1]
             dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
             if R:
                 dr += gathered(ds, ds, seen, rope)
