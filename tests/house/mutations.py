@@ -38,6 +38,7 @@ def core(name: str, file: str, old: str, new: str) -> Mutant:
 
 FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
 GOLDEN = "training/test_golden.py::test_against_autograd"
+TILES = "training/test_blocked_tiles.py::test_golden_against_the_formulas"
 MODES = ("training/test_modes.py::test_the_band_of_a_mode", FORMULAS)
 DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
 SELECTION = "sparse/test_sparse.py::test_golden_is_the_formula"
@@ -51,6 +52,12 @@ ATTENTION = [
           "// problem.group", "% problem.heads_kv", GOLDEN, FORMULAS),
     house("rope left out of the scores", SPECIFICATION,
           "scores = scores + q_rope @ k_rope.mT", "scores = scores + 0 * (q_rope @ k_rope.mT)", GOLDEN, FORMULAS),
+    house("bits of a blocked tile in the other order", "waist/mask.py",
+          "(bits[..., None] >> place & 1)", "(bits[..., None] >> (7 - place) & 1)", GOLDEN, TILES),
+    house("tiles across and tiles down in the other order", "waist/mask.py",
+          "whole[known].transpose(2, 3)", "whole[known].transpose(1, 2).transpose(2, 3)", GOLDEN, TILES),
+    house("a tile without bits passes", "ops/training/checks.py",
+          "most < count", "most <= count", "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     house("sink left out of the sum", SPECIFICATION,
           ".sum(-1, keepdim=True) + (sink - row_max).exp()", ".sum(-1, keepdim=True)", GOLDEN, FORMULAS),
     house("dropout without its divisor", SPECIFICATION,
@@ -329,6 +336,18 @@ NATIVE = [
          "w.s.weights + begin - first, pitch", "w.s.weights + begin - 2 * first, pitch"),
     core("core: a blocked matrix read one column late", "simd/masks.h",
          "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
+    core("core: bits of a blocked tile read one row on", "simd/blocked_tiles.h",
+         "return bits + row % mask_side * mask_row;", "return bits + (row + 1) % mask_side * mask_row;"),
+    core("core: a run of tiles ends a key too early", "simd/blocked_tiles.h",
+         "run.end = first + (some[1] ? 128 -", "run.end = first + (some[1] ? 127 -"),
+    core("core: the rows of a block's second tile are not asked", "simd/blocked_tiles.h",
+         "row < end; row = next) {", "row < end; row = end) {"),
+    core("core: a number without bits blocks nothing", "simd/blocked_tiles.h",
+         "return {nullptr, number != none_blocked};", "return {nullptr, number == -1};"),
+    core("core: a tile that is cut is not masked", "dense/block.h",
+         "part.hidden |= run.cut;", "part.hidden |= false;"),
+    core("core: dS of what a tile blocks is kept", "dense/gradient.h",
+         "some_end = run.end, hidden |= run.cut;", "some_end = run.end;"),
     core("core: dS forgets D", "dense/gradient.h",
          "Floats dscore = weight * (dprob - r.delta[e]);", "Floats dscore = weight * dprob;"),
     core("core: a cap bends no gradient", "dense/gradient.h",

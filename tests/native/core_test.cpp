@@ -27,8 +27,8 @@ struct Case {
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
     Dropout dropout = Dropout::none;
     bool blocked = false, sink = false;
-    bool tiled = false;   // keys are blocked by tiles
     double softcap = 0;
+    bool tiled = false;   // keys are blocked by tiles
     bool masked = false;  // the bias hides every fifth key, whose V is NaN, and keys of some rows
 };
 

@@ -222,8 +222,8 @@ def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
     slopes, sink = n["alibi_slopes"], n["sink"]
     if slopes is not None or sink is not None:
         slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
-    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
-    extras += (n["blocked_tiles"], n["blocked_bits"])
+    tiles = n["blocked_tiles"], n["blocked_bits"]
+    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
     call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
     call.memo = bound.memo
     return call
