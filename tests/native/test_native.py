@@ -6,8 +6,6 @@ Random calls are support/native_dense.py's, and so is their judge.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
