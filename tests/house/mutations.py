@@ -390,6 +390,28 @@ NATIVE = [
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip
 
+DOOR, MADE = "integrations/transformers.py", "integrations/test_transformers_door.py"
+TRANSFORMERS = [
+    house("a window of one key more", DOOR,
+          "window is None else 1 - window", "window is None else -window", f"{MADE}::test_a_prompt_in_parts"),
+    house("padding on the left is seen", DOOR,
+          'return _Padding("run", first, end)', 'return _Padding("left", first, end)', f"{MADE}::test_a_prompt_in_parts"),
+    house("positions that start anew start nothing", DOOR,
+          "!= position_ids[:, :-1] + 1", "> position_ids[:, :-1] + 1",
+          f"{MADE}::test_packed_sequences_beside_a_fresh_cache_stay_apart"),
+    house("packed tokens all see the one before", DOOR,
+          "function(items, 0, rows, rows - 1)", "function(items, 0, rows, rows)",
+          f"{MADE}::test_packed_sequences_compiled"),
+    house("a mask is read once for ever", DOOR,
+          "kept[name][0] != version", "not kept", f"{MADE}::test_a_mask_that_changes_in_place_is_read_again"),
+    house("True hides a key", DOOR,
+          '_kept(given, "blocked", torch.logical_not)', '_kept(given, "blocked", torch.clone)',
+          f"{MADE}::test_masks_of_the_users_own"),
+    house("a model that asks nobody is let in", DOOR,
+          "if not code.asks:", "if code.asks is None:", f"{MADE}::test_a_model_that_asks_no_interface_is_refused"),
+]  # fmt: skip
+
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+    *TRANSFORMERS,
 )
