@@ -18,7 +18,13 @@ from fusion_attention.patches import Changes, another, together
 NAME, VERSION = "flash_attn", "2.8.3"
 _FUNCTIONS = {name: value for name, value in vars(functions).items() if name.startswith("flash_attn_")}
 _FUNCTIONS["flash_attn_with_kvcache"] = paged.flash_attn_with_kvcache
-_PADDING = ("index_first_axis", "index_put_first_axis", "index_first_axis_residual", "unpad_input", "pad_input")
+_PADDING: tuple[str, ...] = (
+    "index_first_axis",
+    "index_put_first_axis",
+    "index_first_axis_residual",
+    "unpad_input",
+    "pad_input",
+)
 _PADDING += ("unpad_input_for_concatenated_sequences",)
 _ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
 _CONTENTS: dict[str, dict[str, Any]] = {
