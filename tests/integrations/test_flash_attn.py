@@ -561,6 +561,16 @@ def test_the_module_that_is_played() -> None:
     assert CrossEntropyLoss(inplace_backward=True)(torch.randn(3, 4), torch.tensor([0, 1, -100])).isfinite()
 
 
+@pytest.mark.parametrize(("version", "count"), [("2.6.3", 4), ("2.7.0.post2", 5), ("2.10.1", 5)])
+def test_an_older_release(version: str, count: int) -> None:
+    door.install()
+    door.install(version)
+    from flash_attn.bert_padding import unpad_input
+
+    assert importlib.metadata.version("flash_attn") == sys.modules["flash_attn"].__version__ == version
+    assert len(unpad_input(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool))) == count
+
+
 def test_installed_beside_torch_npu_in_any_order() -> None:
     for last in (door.uninstall, npu.uninstall):
         door.install()

@@ -189,6 +189,11 @@ def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
     """(q, k, v as [B, N, S, E] with the heads of keys a divisor of N, the leading axes); None where they do not fit."""
+    if query.dim() == key.dim() == value.dim() == 4:  # what comes nearly always, found out fast
+        (batch, heads, *_), (batch_k, heads_k, *_), (batch_v, heads_v, *_) = query.shape, key.shape, value.shape
+        fits = heads_k in (heads, 1) or (grouped and heads_k and not heads % heads_k)
+        if batch == batch_k == batch_v and heads and heads_k == heads_v and fits:
+            return query, key, value, (batch,)
     axes = max(query.dim(), key.dim(), value.dim(), 3)
     q, k, v = (t[(None,) * (axes - t.dim())] for t in (query, key, value))
     heads, heads_k, heads_v = q.shape[-3], k.shape[-3], v.shape[-3]
