@@ -115,11 +115,18 @@ def test_captured_tensors_are_trained() -> None:
     table = torch.randn(HEADS, 2 * TOKENS, requires_grad=True)
     head = torch.randn(HEADS, requires_grad=True)
     dilated = MASKS["dilated window"][0]
+
+    def relative(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + table[h, row - key + TOKENS]
+
+    def of_keys(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + head[h] * table[h, key]
+
     for step in range(2):  # the second one evaluates them anew
-        judged(lambda s, b, h, q, k: s + table[h, q - k + TOKENS], None, None, table)
-        judged(lambda s, b, h, q, k: s + head[h] * table[h, k], dilated, block_mask(dilated), head, table)
+        judged(relative, None, None, table)
+        judged(of_keys, dilated, block_mask(dilated), head, table)
         with torch.no_grad():
-            table += step
+            table.mul_(0.5 + step)
 
 
 def test_autocast_casts_queries_and_keeps_the_bias() -> None:
@@ -180,7 +187,9 @@ def test_return_aux() -> None:
     q, k, v, _ = inputs(6)
     out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True)
     again, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    assert torch.equal(out, again) and torch.equal(lse, aux.lse) and aux.max_scores is None
+    assert torch.equal(out, again)
+    assert torch.equal(lse, aux.lse)
+    assert aux.max_scores is None
     assert flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest())[1].lse is None
 
 
@@ -191,7 +200,8 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     golden, _ = formula(q, k.expand(ITEMS, -1, -1, -1), v.expand(ITEMS, -1, -1, -1), None, causal)
     torch.testing.assert_close(out, golden)
     out.sum().backward()
-    assert k.grad is not None and k.grad.shape == k.shape
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
 
 
 def test_wrong_calls() -> None:
@@ -221,12 +231,13 @@ def test_wrong_calls() -> None:
 def test_nothing_to_attend_to() -> None:
     q, k, v, _ = inputs(9)
     out, lse = flex_attention(q, k[:, :, :0], v[:, :, :0], SCORES["ALiBi"][0], enable_gqa=True, return_lse=True)
-    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
     assert flex_attention(q[:, :, :0], k, v, enable_gqa=True).shape == (ITEMS, HEADS, 0, DIM)
     assert flex_attention(q[:0], k[:0], v[:0], enable_gqa=True).shape == (0, HEADS, TOKENS, DIM)
 
 
-# ----------------------------------------------------------------------------------------------------- what is remembered
+# ------------------------------------------------------------------------------------------------ what is remembered
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -279,16 +290,20 @@ def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
 
 def test_masks_and_what_is_known_of_them_die_together() -> None:
     q, k, v, _ = inputs(12)
-    held = torch.zeros(TOKENS, dtype=torch.int64)
-    said = block_mask(lambda b, h, row, key: held[row] == held[key])
-    flex_attention(q, k, v, None, said, enable_gqa=True)
-    tables = weakref.ref(held), weakref.ref(said)
-    del held, said
+
+    def made() -> tuple[Any, Any]:
+        held = torch.zeros(TOKENS, dtype=torch.int64)
+        said = block_mask(lambda b, h, row, key: held[row] == held[key])
+        flex_attention(q, k, v, None, said, enable_gqa=True)
+        return weakref.ref(held), weakref.ref(said)
+
+    table, mask = made()
     gc.collect()
-    assert [table() for table in tables] == [None, None]
+    assert table() is None
+    assert mask() is None
 
 
-# ------------------------------------------------------------------------------------------------ code that is not edited
+# ------------------------------------------------------------------------------------------- code that is not edited
 
 
 def test_patched_puts_it_in_torchs_place_and_takes_it_back() -> None:

@@ -64,8 +64,8 @@ def flex_attention(
         BackendError: a score_mod that depends on the score in another way.
         ValueError, NotImplementedError, RuntimeError: as torch, where tensors or masks do not fit.
 
-    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts them:
-        a full one is seen whole, whatever the function says, and one that is not listed not at all.
+    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts
+        them: a full one is seen whole, whatever the function says, and one that is not listed not at all.
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32, requires_grad=True)
@@ -115,8 +115,8 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32)
-        >>> print(explain(q, q, lambda score, b, h, row, key: 30 * torch.tanh(score / 30), lambda b, h, row, key: row >= key))
-        band=Band.causal('start'), softcap=30
+        >>> explain(q, q, lambda s, b, h, row, key: 30 * torch.tanh(s / 30), lambda b, h, row, key: row >= key)
+        "band=Band.causal('start'), softcap=30"
     """
     _check_mask(query, key, block_mask)
     shape = Shape(*query.shape[:3], key.shape[2], query.device)
@@ -151,8 +151,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
         )
     if query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            "flex_attention: key: expected as many elements in its rows as in the query's, and as many rows as the value "
-            f"has, got {shapes}"
+            "flex_attention: key: expected as many elements in its rows as in the query's, and as many rows as the "
+            f"value has, got {shapes}"
         )
     if any(t.device != query.device for t in tensors):
         devices = ", ".join(str(t.device) for t in tensors)
@@ -160,7 +160,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
     own, shared = query.shape[1], key.shape[1]
     if own != shared and not enable_gqa:
         raise ValueError(
-            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share them"
+            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share "
+            "them"
         )
     if own % max(shared, 1) or own < shared:
         raise ValueError(
@@ -178,8 +179,8 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         return
     if not _is_block_mask(mask):
         raise TypeError(
-            f"flex_attention: block_mask: expected a BlockMask or a function of (b, h, q_idx, kv_idx), got {type(mask)}; "
-            "a tensor is the `blocked` of fusion_attention.attention(), where true hides"
+            f"flex_attention: block_mask: expected a BlockMask or a function of (b, h, q_idx, kv_idx), got {type(mask)}"
+            "; a tensor is the `blocked` of fusion_attention.attention(), where true hides"
         )
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask: set it from that of the mask before slicing")
@@ -191,8 +192,8 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         )
     if mask.kv_num_blocks.device != query.device:
         raise RuntimeError(
-            f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}; "
-            "block_mask.to(device) moves it"
+            f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}"
+            "; block_mask.to(device) moves it"
         )
 
 
@@ -288,7 +289,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) 
 def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if seen.band is not None and not seen.packed:
         words = {**words, "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
-    elif seen.tiles is not None:
+    elif seen.tiles is not None and q.device.type == "cpu":
+        words = {**words, "blocked_tiles": seen.tiles, "blocked_bits": seen.bits}
+    elif seen.tiles is not None:  # the kernels of GPUs read a matrix
         words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
         return _called(q, k, v, {**words, "layout": "BNSD"})

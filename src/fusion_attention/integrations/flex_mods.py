@@ -6,6 +6,7 @@ Knows nothing of attention: it evaluates functions of four positions, and says w
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -248,7 +249,7 @@ def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -
 
 def _attributes(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
     """Of an object, what its own call reads, and what the function around it names."""
-    call = getattr(type(value), "__call__", None)
+    call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(call, types.FunctionType):
         yield from _atoms(call, names, seen, held)
         names = names | _names(call.__code__)

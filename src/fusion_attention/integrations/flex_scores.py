@@ -43,8 +43,8 @@ class Terms:
 def refused(got: str, hint: str) -> BackendError:
     """The error for a score_mod that attention has no words for."""
     return BackendError(
-        "flex_attention: score_mod: expected score * a + b or c * tanh(score / c) + b, with numbers a and c and any b that "
-        f"the score is no part of; got {got}; {hint}"
+        "flex_attention: score_mod: expected score * a + b or c * tanh(score / c) + b, with numbers a and c and any b "
+        f"that the score is no part of; got {got}; {hint}"
     )
 
 
@@ -58,12 +58,15 @@ class _Form(NamedTuple):
     cap: float | None
 
 
+_PLAIN = _Form(1.0, None)
+
+
 class _Score:
     """A score of unknown value: its form, and what was added to it."""
 
     device: torch.device
 
-    def __init__(self, like: Tensor, form: _Form = _Form(1.0, None), bias: Any = 0.0) -> None:
+    def __init__(self, like: Tensor, form: _Form = _PLAIN, bias: Any = 0.0) -> None:
         self._like, self._form, self._bias = like, form, bias
         self.dtype, self.device, self.shape, self.ndim, self.requires_grad = (
             like.dtype,
