@@ -40,6 +40,7 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require.heads(p);
     require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.dropout == Dropout::none, "dropout is none of its features");
+    require(!p.has_blocked_tiles, "blocked tiles are none of its features");
     require(p.common_keys >= 0, "the number of common keys is negative");
     require(p.common_keys == 0 || p.dim_rope == 0, "common keys have no ropes");
     row_floats_ = variant_.decode.partial_floats(problem_);
