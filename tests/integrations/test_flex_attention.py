@@ -55,7 +55,13 @@ def judged(
         compare(name, ours, golden.double(), plain, terms)
 
 
-# ---------------------------------------------------------------------------------------------------------- the numbers
+def as_good(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | None) -> None:
+    """An output alone, judged."""
+    golden, _ = formula(q.double(), k.double(), v.double(), score_mod, mask)
+    compare("out", ours, golden.double(), formula(q, k, v, score_mod, mask)[0], k.shape[2])
+
+
+# -------------------------------------------------------------------------------------------------------- the numbers
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -137,6 +143,8 @@ def test_autocast_casts_queries_and_keeps_the_bias() -> None:
     assert out.dtype == torch.bfloat16
     low = [t.bfloat16() for t in (q, k, v)]
     assert torch.equal(out, flex_attention(*low, score_mod, enable_gqa=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(out, flex_attention(*low, score_mod, enable_gqa=True))
 
 
 # ------------------------------------------------------------------------------------------------------- torch's words
@@ -197,8 +205,10 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     q, k, v, _ = inputs(7)
     k, v = k[:1].requires_grad_(), v[:1]
     out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
-    golden, _ = formula(q, k.expand(ITEMS, -1, -1, -1), v.expand(ITEMS, -1, -1, -1), None, causal)
-    torch.testing.assert_close(out, golden)
+    shared = [t.expand(ITEMS, -1, -1, -1) for t in (k, v)]
+    plain, _ = formula(q, *shared, None, causal)
+    golden, _ = formula(q.double(), *(t.double() for t in shared), None, causal)
+    compare("out", out.detach(), golden.detach(), plain.detach(), TOKENS)
     out.sum().backward()
     assert k.grad is not None
     assert k.grad.shape == k.shape
@@ -263,7 +273,7 @@ def test_a_mask_is_read_once_and_again_when_what_it_captured_changes(monkeypatch
     window.fill_(20)
     second = flex_attention(q, k, v, None, said, enable_gqa=True)
     assert len(calls) == 2
-    torch.testing.assert_close(second, formula(q, k, v, None, mask)[0])
+    as_good(second, q, k, v, None, mask)
     said.mask_mod = causal  # full and absent blocks stay what they are
     flex_attention(q, k, v, None, said, enable_gqa=True)
     assert len(calls) == 3
@@ -283,9 +293,7 @@ def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
     q, k, v, _ = inputs(11)
     for value in (5.0, 0.5):
         cap.own = value
-        torch.testing.assert_close(
-            flex_attention(q, k, v, cap, enable_gqa=True), formula(q, k, v, cap, None)[0], atol=1e-6, rtol=1e-5
-        )
+        as_good(flex_attention(q, k, v, cap, enable_gqa=True), q, k, v, cap, None)
 
 
 def test_masks_and_what_is_known_of_them_die_together() -> None:

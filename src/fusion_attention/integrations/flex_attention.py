@@ -7,7 +7,7 @@ no such words is refused. Nothing is computed here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -100,9 +100,11 @@ def _flex_attention(
     shape = Shape(items, heads, rows, key.shape[2], query.device)
     cast = {"q": query, "k": key, "v": value}
     dispatch.autocast(cast, ("q", "k", "v"))
-    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    seen, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
-    out, lse = _attend(*cast.values(), seen, terms, scale, stats=return_lse or bool(return_aux and return_aux.lse))
+    stats = return_lse or bool(return_aux and return_aux.lse)
+    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # it is done
+        out, lse = _attend(cast["q"], cast["k"], cast["v"], seen, terms, scale, stats=stats)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -119,7 +121,7 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
         "band=Band.causal('start'), softcap=30"
     """
     _check_mask(query, key, block_mask)
-    shape = Shape(*query.shape[:3], key.shape[2], query.device)
+    shape = Shape(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
     words = []
     if _packs(seen, terms):
@@ -231,8 +233,7 @@ def _understood(
         seen = _of_function(mask, shape)
     if score_mod is None:
         return seen, Terms()
-    scores = dtype if dtype == torch.float64 else torch.float32
-    terms = flex_scores.terms(score_mod, shape, scores, alone=mask is None, past=seen.past)
+    terms = flex_scores.terms(score_mod, shape, dtype, alone=mask is None, past=seen.past)
     if terms.mask is not None:
         seen = _of_function(terms.mask, shape)
     return seen, terms
@@ -249,13 +250,10 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
-    bias, dtype = terms.bias, q.dtype
-    if bias is not None and bias.dtype != q.dtype:
-        rounded = bias.detach().to(q.dtype)
-        if not bool((rounded.to(bias.dtype) == bias.detach()).all()):
-            # A bias has the query's dtype; distances of a thousand tokens have more digits than bfloat16.
-            q, k, v = (t.to(bias.dtype) for t in (q, k, v))
-        terms = replace(terms, bias=bias.to(q.dtype))
+    dtype = q.dtype
+    if terms.bias is not None and terms.bias.dtype != dtype:
+        # A bias has the query's dtype; this one has digits that would be lost in it.
+        q, k, v = (t.to(terms.bias.dtype) for t in (q, k, v))
     words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": stats}
     if terms.softcap:
         words["softcap"] = terms.softcap
@@ -263,8 +261,7 @@ def _attend(
         words["alibi_start"] = [0, 0]
     if q.dtype == torch.float64:
         words["backend"] = "golden"
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
+    out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
     return out.to(dtype), lse
 
 
@@ -277,9 +274,9 @@ def _packs(seen: Seen, terms: Terms) -> bool:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     items, heads, rows, _ = q.shape
-    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    q_rows, k_rows, v_rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     words = {**words, "layout": "TND", "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
-    out, lse = _called(*packed, words)
+    out, lse = _called(q_rows, k_rows, v_rows, words)
     out = out.view(items, rows, heads, -1).transpose(1, 2)
     if not _tokens_outside(q):
         out = out.contiguous()
@@ -295,7 +292,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) 
         words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
         return _called(q, k, v, {**words, "layout": "BNSD"})
-    out, lse = _called(*(t.transpose(1, 2) for t in (q, k, v)), {**words, "layout": "BSND"})
+    out, lse = _called(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {**words, "layout": "BSND"})
     return out.transpose(1, 2), lse
 
 
@@ -303,6 +300,10 @@ def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Ten
     """(out, lse or None) of attention()."""
     said = attention(q, k, v, **words)
     return said if isinstance(said, tuple) else (said, None)
+
+
+def _autocasts(q: Tensor) -> bool:
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
 
 
 def _tokens_outside(q: Tensor) -> bool:

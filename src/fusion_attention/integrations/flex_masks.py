@@ -157,9 +157,8 @@ def _tiled(mod: flex_mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: 
         seen, inside = _evaluated(mod, at, grid, block, shape)
         _note_rows(found, at, seen)
         hidden = np.packbits(~seen, axis=2, bitorder="little")
-        for place, bits, some, every in zip(
-            map(tuple, at), hidden, seen.any((1, 2)), (seen | ~inside).all((1, 2)), strict=True
-        ):
+        some_seen, all_seen = np.any(seen, (1, 2)).tolist(), np.all(seen | ~inside, (1, 2)).tolist()
+        for place, bits, some, every in zip(map(tuple, at), hidden, some_seen, all_seen, strict=True):
             if some and not every:
                 text = bits.tobytes()
                 if text not in known:
@@ -293,7 +292,8 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
     sequence = np.repeat(np.arange(len(pieces)), q_len)
     row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
     seen = end.ravel() > 0
-    edges = _Edges(*(np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end)), sequence, row)
+    own_first, own_end = (np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end))
+    edges = _Edges(own_first, own_end, sequence, row)
     band = _band(edges, q_len, kv_len)
     if band is None or band.prefix:
         return None
@@ -407,4 +407,4 @@ class _Unasked(flex_mods.Position):
     def __init__(self) -> None:
         super().__init__(None)
 
-    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__

@@ -189,7 +189,7 @@ def remembered(
     state, held = _state(captured, content)
     known = memo.get(question)
     if known is not None and known[0] == state:
-        return known[2]  # type: ignore[no-any-return]
+        return known[2]
     found = answer()
     if not keep(found):
         return found

@@ -26,7 +26,7 @@ class Terms:
     """softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|; without a softcap, factor * s + ...
 
     Attributes:
-        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None.
+        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None; in the dtype of the query or of scores.
         slopes: float32 [N] or [B, N], or None.
         behind: whether all this is true of keys at or before their row only.
         mask: true where the function leaves a score that it otherwise makes -inf; the bias is without these.
@@ -255,7 +255,7 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
     Args:
         score_mod: torch's function of (score, batch, head, row, key).
         shape: of the call.
-        dtype: of the scores: float32, or float64 for such a query.
+        dtype: of the query; a bias has it too where that loses no digit, else that of scores.
         alone: whether no mask stands beside it; only then is what it hides said as a mask.
         past: whether a mask beside it hides all keys behind their row; what the function says of these is free.
     """
@@ -270,7 +270,7 @@ def _lasts(found: Terms) -> bool:
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
-    bias = _Interpreted(score_mod, dtype)
+    bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = flex_mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
     )
@@ -294,7 +294,13 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
         factor *= cap
     found = replace(found, factor=factor, softcap=abs(cap or 0.0))
     _verify(score_mod, found, bias, shape)
-    return found
+    return found if found.bias is None else replace(found, bias=_lossless(found.bias, dtype))
+
+
+def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in a dtype, if it has all their digits: distances of thousands of tokens have more than bfloat16."""
+    rounded = values.to(dtype)
+    return rounded if bool((rounded.detach() == values.detach()).all()) else values
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
