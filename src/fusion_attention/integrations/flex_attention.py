@@ -118,7 +118,7 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
     Example:
         >>> q = torch.randn(1, 4, 100, 32)
         >>> explain(q, q, lambda s, b, h, row, key: 30 * torch.tanh(s / 30), lambda b, h, row, key: row >= key)
-        "band=Band.causal('start'), softcap=30"
+        'band=Band.causal(), softcap=30'
     """
     _check_mask(query, key, block_mask)
     shape = Shape(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)

@@ -340,7 +340,10 @@ class _Edges(NamedTuple):
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
     """The one band that gives each row of all sequences its keys; rows behind q_len see none."""
-    for align in ("start", "end"):
+    square = bool((q_len == kv_len).all())
+    for align in (
+        ("end", "start") if square else ("start", "end")
+    ):  # of two names the shorter
         for band in _candidates(edges, q_len, kv_len, align):
             if _is(band, edges, q_len, kv_len):
                 return band
@@ -359,7 +362,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
     if len(left) > 1:
         return
     if len(right) <= 1:
-        yield Band(lo, int(right[0]) if len(right) else INFINITE, align)
+        yield Band(lo, int(right[0]), align) if len(right) else Band(lo, align=align) if len(left) else Band.full()
     elif not len(left):
         prefix = kv_len.copy()
         np.minimum.at(prefix, sequence, np.where(seen, end, keys))
@@ -398,7 +401,7 @@ def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
         return None
     lo = -INFINITE if near[-1] == shape.rows - 1 else -int(near[-1])
     hi = INFINITE if near[0] == 1 - shape.keys else 1 - int(near[0])
-    return Seen(Band(lo, hi, "start"), past=hi <= 1)
+    return Seen(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
 
 
 class _Unasked(flex_mods.Position):

@@ -1,0 +1,39 @@
+"""The tables of docs/with_*.md: what a door's tests ran, and what came of it.
+
+python tests/support/door_tables.py          writes them anew
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- table of tests/support/door_tables.py -->\n", "<!-- end of table -->"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines of a table in Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def written(page: str) -> str:
+    """The table that a page has."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.split(BEGIN)[1].split(END)[0]
+
+
+def write(page: str, lines: str) -> None:
+    """Puts a table in a page."""
+    path = ROOT / "docs" / page
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + lines + END, text, flags=re.DOTALL), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
+    import test_flash_attn
+    import test_sdpa
+
+    for door in (test_sdpa, test_flash_attn):
+        write(door.PAGE, door.lines())
