@@ -338,6 +338,20 @@ def test_patched_reaches_modules_that_took_it_by_its_name(monkeypatch: pytest.Mo
     assert module.flex_attention is theirs.flex_attention
 
 
+def test_patched_code_that_compiles_torchs_function_gets_it_as_it_is() -> None:
+    before = torch.compile
+    q, k, v, _ = inputs(15)
+    with patched():
+        compiled = torch.compile(theirs.flex_attention, fullgraph=True, dynamic=False)
+        decorated = torch.compile(fullgraph=True)(theirs.flex_attention)
+        doubled = torch.compile(lambda x: 2 * x, backend="eager")
+        assert torch.equal(doubled(q), 2 * q)
+    assert torch.compile is before
+    assert compiled is decorated is flex_attention
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # compiled apart from it, one cannot leave the graph
+        torch.compile(flex_attention, backend="eager", fullgraph=True)(q, k, v, enable_gqa=True)
+
+
 def test_compiled_code_calls_it() -> None:
     q, k, v, dout = inputs(14)
     slope = torch.randn(HEADS, requires_grad=True)

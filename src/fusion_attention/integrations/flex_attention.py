@@ -6,6 +6,8 @@ no such words is refused. Nothing is computed here.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +19,7 @@ from fusion_attention.api.attention import attention
 from fusion_attention.integrations import flex_masks, flex_mods, flex_scores
 from fusion_attention.integrations.flex_masks import Seen, Shape
 from fusion_attention.integrations.flex_scores import Terms
-from fusion_attention.patches import Changes, Counted
+from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["explain", "flex_attention", "patched"]
@@ -314,15 +316,26 @@ def _tokens_outside(q: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------------------- patching
 
 
+def _uncompiled(layer: Layer) -> Callable[..., Any]:
+    """torch.compile, but this function comes back as it is: programs compile torch's by itself, with fullgraph=True."""
+
+    @functools.wraps(layer.below)
+    def compile(model: Any = None, **options: Any) -> Any:  # the name that it is given by
+        if model is flex_attention and layer.on:
+            return model
+        return layer.below(model, **options)
+
+    return compile
+
+
 class _Patched(Counted):
     """Puts flex_attention() in torch's place, and in that of every module that took it from there by its name."""
 
     def begin(self, changes: Changes) -> None:
         """Makes the changes."""
-        import sys
-
         import torch.nn.attention.flex_attention as theirs
 
+        changes.wrap(torch, "compile", _uncompiled)
         function = theirs.flex_attention
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", {})

@@ -341,9 +341,7 @@ class _Edges(NamedTuple):
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
     """The one band that gives each row of all sequences its keys; rows behind q_len see none."""
     square = bool((q_len == kv_len).all())
-    for align in (
-        ("end", "start") if square else ("start", "end")
-    ):  # of two names the shorter
+    for align in ("end", "start") if square else ("start", "end"):  # of two names the shorter
         for band in _candidates(edges, q_len, kv_len, align):
             if _is(band, edges, q_len, kv_len):
                 return band
