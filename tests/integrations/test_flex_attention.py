@@ -128,7 +128,12 @@ def test_captured_tensors_are_trained() -> None:
     def of_keys(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
         return score + head[h] * table[h, key]
 
+    def heated(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score * heat * head[h] - heat
+
+    heat = torch.tensor(0.7, requires_grad=True)
     for step in range(2):  # the second one evaluates them anew
+        judged(heated, None, None, heat, head)
         judged(relative, None, None, table)
         judged(of_keys, dilated, block_mask(dilated), head, table)
         with torch.no_grad():
@@ -157,13 +162,6 @@ def test_other_score_mods_are_refused_in_words(name: str) -> None:
     with pytest.raises(BackendError, match="flex_attention: score_mod: expected score") as error:
         flex_attention(q, k, v, score_mod, enable_gqa=True)
     assert words in str(error.value)
-
-
-def test_a_trained_temperature_is_refused() -> None:
-    heat = torch.ones((), requires_grad=True)
-    q, k, v, _ = inputs(0)
-    with pytest.raises(BackendError, match="takes a gradient; multiply the query by it"):
-        flex_attention(q, k, v, lambda s, b, h, row, key: s * heat, enable_gqa=True)
 
 
 def test_what_looks_recognised_and_is_not_is_refused() -> None:

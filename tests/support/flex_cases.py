@@ -90,6 +90,8 @@ SCORES: dict[str, tuple[Mod, str]] = {
     "ALiBi as a difference": (lambda s, b, h, q, k: s + (k - q) * torch.exp2(-(h + 1.0)), "bias"),
     "causal by -inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), "band=Band.causal()"),
     "capped, sloped, causal by -inf": (_hidden_ahead, "band=Band.causal(), softcap=15, alibi_slopes"),
+    "a factor per row": (lambda s, b, h, q, k: s * torch.log(q + 2.0) + _KEY[b, k], "a factor per row, bias"),
+    "a factor per head under a cap": (lambda s, b, h, q, k: 5 * torch.tanh(s / (h + 1)), "scale * 5, a factor per row"),
     "relative table": (lambda s, b, h, q, k: s + _TABLE[h, q - k + TOKENS], "bias"),
     "T5's buckets": (lambda s, b, h, q, k: s + _BUCKETS[bucket(q - k), h], "bias"),
     "a bias per key": (lambda s, b, h, q, k: _KEY[b, k] + s, "bias"),
@@ -109,7 +111,8 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "a clamp": (lambda s, b, h, q, k: s.clamp(max=3), ".clamp of a score"),
     "a square": (lambda s, b, h, q, k: s * s, "a product of two scores"),
     "a number for a score": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), "where() with a number"),
-    "a factor per row": (lambda s, b, h, q, k: s * torch.log(q + 2.0), "a score times what differs by position"),
+    "a factor per key": (lambda s, b, h, q, k: s * _KEY[b, k], "a score times what differs by key"),
+    "a factor behind the cap": (lambda s, b, h, q, k: torch.tanh(s) * (q + 1), "a capped score times what differs"),
     "a bias under the cap": (lambda s, b, h, q, k: 9 * torch.tanh((s + q - k) / 9), "tanh() of a sum"),
     "a condition on the score": (lambda s, b, h, q, k: torch.where(s > 0, s, 0.1 * s), "a comparison"),
 }

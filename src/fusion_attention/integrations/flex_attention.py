@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def flex_attention(
         query: [B, Hq, L, E]; float16, bfloat16, float32, or (slowly) float64.
         key: [B, Hkv, S, E]; one item serves all of the query's beside a block_mask.
         value: [B, Hkv, S, Ev].
-        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score / c) + b, with numbers a
-            and c and any b that the score is no part of; -inf hides a key.
+        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score * a) + b, with a number
+            c, any a that is the same for all keys, and any b that the score is no part of; -inf hides a key.
         block_mask: a BlockMask of torch's, or the function of (b, h, q_idx, kv_idx) that one is made of.
         scale: factor on the dot products; None: 1 / sqrt(E).
         enable_gqa: Hq may be a multiple of Hkv.
@@ -133,6 +134,7 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
     elif seen.tiles is not None:
         words.append("tiles")
     words += [f"scale * {terms.factor:.6g}"] if terms.factor != 1 else []
+    words += ["a factor per row"] if terms.by_row is not None else []
     words += [f"softcap={terms.softcap:.6g}"] if terms.softcap else []
     words += ["alibi_slopes"] if terms.slopes is not None else []
     words += [f"bias {list(terms.bias.shape)}"] if terms.bias is not None else []
@@ -253,9 +255,14 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
     dtype = q.dtype
-    if terms.bias is not None and terms.bias.dtype != dtype:
+    if terms.by_row is not None:
+        q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
+        q = q * terms.by_row  # with all digits of both
+    if terms.bias is not None and terms.bias.dtype != q.dtype:
         # A bias has the query's dtype; this one has digits that would be lost in it.
-        q, k, v = (t.to(terms.bias.dtype) for t in (q, k, v))
+        both = torch.promote_types(terms.bias.dtype, q.dtype)
+        q, k, v, bias = (t.to(both) for t in (q, k, v, terms.bias))
+        terms = replace(terms, bias=bias)
     words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": stats}
     if terms.softcap:
         words["softcap"] = terms.softcap
