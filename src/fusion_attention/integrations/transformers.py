@@ -177,8 +177,8 @@ def _keys(
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
     padding = masking_utils.prepare_padding_mask(padding, count, kv_offset)[:, kv_offset:end]
-    if is_traced((padding,)):
-        return padding  # a trace must not read it
+    if _hidden(padding):
+        return padding
     return None if count == kv_length and _padding(padding).kind == "none" else padding
 
 
@@ -229,15 +229,20 @@ def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     return kept[name][1]
 
 
+def _hidden(tensor: Tensor) -> bool:
+    """Whether what a tensor holds is not to be read: in a trace, and on the meta device."""
+    return tensor.is_meta or is_traced((tensor,))
+
+
 def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     """_kept(), but in a trace, which keeps what it computed by itself."""
-    return read(tensor) if is_traced((tensor,)) else _kept(tensor, name, read)
+    return read(tensor) if _hidden(tensor) else _kept(tensor, name, read)
 
 
 def _lengths(ids: Tensor) -> Any:
     """The tokens of every run of equal ids in [B, S], whose rows are apart."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
-    if is_traced((ids,)):
+    if _hidden(ids):
         # How many runs there are a trace must not know: as many as tokens, most of them of none.
         run = (apart != apart.roll(1)).long()
         run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
@@ -248,7 +253,7 @@ def _lengths(ids: Tensor) -> Any:
 def _between(ends: Tensor) -> Any:
     """Lengths from cumulative ends with a leading 0."""
     lengths = ends[1:] - ends[:-1]
-    return lengths if is_traced((ends,)) else lengths.tolist()
+    return lengths if _hidden(ends) else lengths.tolist()
 
 
 def attend(
@@ -330,7 +335,7 @@ def _may_restart(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
 def _runs(position_ids: Tensor, batch: int) -> Any:
     """The lengths of sequences whose positions count on; None in a batch without a packed one."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if not is_traced((position_ids,)) and not starts.any():
+    if position_ids.is_meta or (not _hidden(position_ids) and not starts.any()):
         return None
     return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
@@ -358,7 +363,7 @@ def _padded(
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may be of another one than rows
-    if is_traced((q, keys)):
+    if _hidden(keys):
         return attention(q, k, v, band=_band(causal, window), blocked=~keys[:, None, None], **words)
     kind, first, end = _padding(keys)
     if kind == "left":
@@ -380,7 +385,7 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
-    elif given.dtype == torch.bool and is_traced((q, given)):
+    elif given.dtype == torch.bool and _hidden(given):
         words["blocked"] = ~given
     elif given.dtype == torch.bool:
         if given.shape[1] == 1 and (given.shape[2] == 1 or given.stride(2) == 0):

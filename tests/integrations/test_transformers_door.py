@@ -1,0 +1,294 @@
+"""The door itself: registering, masks of the user's own, what is refused, caches in parts, training as users train."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_attention import BackendError, ContractError, ContractWarning
+
+transformers = pytest.importorskip("transformers")
+
+# ruff: noqa: E402  (both need transformers)
+from support.hf_models import FAMILIES, NOT_SERVED, PAGE, SIZES, page_with, table
+
+from fusion_attention.integrations import transformers as door
+
+BY_NAME = {family.name: family for family in FAMILIES}
+NAME = "fusion_attention"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    door.register()
+
+
+def made(name: str, implementation: str = NAME) -> Any:
+    model = BY_NAME[name].make()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def both(name: str, **given: Any) -> tuple[Tensor, Tensor]:
+    """Logits of ours, and of eager attention."""
+    with torch.no_grad():
+        return made(name)(**given).logits, made(name, "eager")(**given).logits
+
+
+def near(ours: Tensor, theirs: Tensor) -> bool:
+    """Within what float32 loses; test_transformers.py judges exactly."""
+    return bool((ours - theirs).abs().max() <= 1e-4 * theirs.abs().max())
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
+
+
+# ------------------------------------------------------------------------------------------------------- registering
+
+
+def test_registering_again_changes_nothing() -> None:
+    mapping = transformers.AttentionInterface._global_mapping
+    before = dict(mapping)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        door.register()
+    assert dict(mapping) == before
+
+
+def test_another_release_is_named_with_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "6.1.0.dev0")
+    with pytest.warns(ContractWarning, match=r"transformers 6\.1\.0\.dev0 was not tested .* 5\.\d+ to 5\.\d+ were"):
+        door.register("another name")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        door.register("another name")  # one warning
+    del transformers.AttentionInterface._global_mapping["another name"]
+    del transformers.masking_utils.AttentionMaskInterface._global_mapping["another name"]
+
+
+def test_the_release_here_is_tested() -> None:
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    first, last = (tuple(map(int, bound.split("."))) for bound in door.TESTED)
+    assert first <= release <= last
+
+
+def test_the_page_lists_what_is_tested() -> None:
+    message = "run python tests/support/hf_models.py"
+    assert PAGE.read_text(encoding="utf-8") == page_with(table()), message
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(("folder", "prefix"), [("bloom", "Bloom"), ("mpt", "Mpt")])
+def test_a_model_that_asks_no_interface_is_refused(folder: str, prefix: str) -> None:
+    assert prefix.lower() in {name.lower() for name in NOT_SERVED}
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(config, attn_implementation=NAME)
+    with pytest.raises(ValueError, match=f'{prefix}Config: this model computes .* attn_implementation="eager"'):
+        model(tokens(1, 5))
+    model.config._attn_implementation = "eager"
+    assert model(tokens(1, 5)).logits.isfinite().all()
+
+
+def test_float64_and_masks_elsewhere_are_errors() -> None:
+    model = made("Llama")
+    with pytest.raises(BackendError, match="not float64"):
+        model.double()(tokens(1, 5))
+    model.float()
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool, device="meta")
+    with pytest.raises((ContractError, BackendError), match="meta"):
+        model(tokens(1, 5), attention_mask=mask)
+    with pytest.raises(TypeError, match="attention_mask: expected bool or floating"):
+        model(tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.long))
+
+
+def test_a_meta_model_has_shapes() -> None:
+    model = made("Llama").to("meta")
+    assert model(tokens(2, 5).to("meta")).logits.shape == (2, 5, SIZES["vocab_size"])
+
+
+def test_weights_are_not_returned() -> None:
+    found = made("Llama")(tokens(1, 5), output_attentions=True)
+    assert all(weights is None for weights in found.attentions or ())
+
+
+# ------------------------------------------------------------------------------------------------------------ masks
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "heads", "keys"])
+def test_masks_of_the_users_own(kind: str) -> None:
+    torch.manual_seed(0)
+    seen = torch.rand(2, 1, 9, 9) < 0.6
+    seen |= torch.eye(9, dtype=torch.bool)
+    if kind == "keys":
+        seen = seen[:, :, :1]
+    if kind == "heads":
+        seen = torch.stack([seen[:, 0], seen[:, 0] | (torch.rand(9, 9) < 0.5)], 1).repeat(1, 2, 1, 1)
+    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    with torch.no_grad():
+        theirs = made("Mistral", "eager")(tokens(2, 9), attention_mask=added).logits
+        ours = made("Mistral")(tokens(2, 9), attention_mask=added if kind == "float" else seen).logits
+    assert near(ours, theirs)
+
+
+def test_a_row_that_sees_nothing_is_finite() -> None:
+    seen = torch.ones(1, 1, 6, 6).tril().bool()
+    seen[:, :, 3] = False
+    for mask in (seen, torch.zeros(1, 1, 6, 6).masked_fill(~seen, -torch.inf)):
+        model = made("Llama")
+        logits = model(tokens(1, 6), attention_mask=mask).logits
+        logits.sum().backward()
+        assert logits.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_sequence_of_no_tokens_and_holes_between_tokens() -> None:
+    ids, padding = tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
+    padding[1] = 0
+    padding[2, 3] = 0
+    for name in ("Llama", "Mistral", "BERT"):
+        model = made(name)
+        ours, theirs = (
+            model(ids, attention_mask=padding).logits,
+            made(name, "eager")(ids, attention_mask=padding).logits,
+        )
+        assert ours.isfinite().all()
+        ours.sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        keep = padding.bool()
+        keep[2, 3] = False
+        assert near(ours[keep], theirs[keep])
+
+
+def test_mask_functions_of_a_models_own() -> None:
+    """A prefix that all rows see, and tokens that nobody does: what no module says is a matrix."""
+
+    def make(model: Any, union: bool, packed: bool) -> Any:
+        positions = torch.arange(9)[None] % (4 if packed else 9)
+        return transformers.masking_utils.create_causal_mask(
+            config=model.config,
+            inputs_embeds=torch.zeros(2, 9, 1),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+            or_mask_function=(lambda b, h, q, k: k < 3) if union else None,
+            and_mask_function=None if union else (lambda b, h, q, k: k != 2),
+        )
+
+    for union in (True, False):
+        for packed in (True, False):
+            ours, theirs = made("Llama"), made("Llama", "eager")
+            with torch.no_grad():
+                mine = ours(tokens(2, 9), attention_mask=make(ours, union, packed), use_cache=False).logits
+                other = theirs(tokens(2, 9), attention_mask=make(theirs, union, packed), use_cache=False).logits
+            assert near(mine, other)
+
+
+def test_a_mask_that_changes_in_place_is_read_again() -> None:
+    model, eager, padding = made("Llama"), made("Llama", "eager"), torch.ones(1, 1, 1, 7, dtype=torch.bool)
+    for at in (6, 0, 3):
+        padding[..., at] = False
+        with torch.no_grad():
+            mine = model(tokens(1, 7), attention_mask=padding).logits
+            other = eager(tokens(1, 7), attention_mask=torch.zeros(1, 1, 1, 7).masked_fill(~padding, -torch.inf)).logits
+        assert near(mine, other)
+    with torch.inference_mode():
+        inside = torch.ones(1, 7, dtype=torch.long)
+        inside[0, 5:] = 0
+        assert near(
+            model(tokens(1, 7), attention_mask=inside).logits[:, :5],
+            eager(tokens(1, 7), attention_mask=inside).logits[:, :5],
+        )
+
+
+# ------------------------------------------------------------------------------------------------- caches, training
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "GPT-OSS"])
+def test_a_prompt_in_parts(name: str) -> None:
+    """The second part's rows stand beside the last keys, with padding on the left, right or not at all."""
+    ids, padding = tokens(2, 15), torch.ones(2, 15, dtype=torch.long)
+    padding[1, :4] = 0
+    for mask in (None, padding):
+        found = []
+        for implementation in (NAME, "eager"):
+            model, cache, logits = made(name, implementation), None, []
+            for start, end in ((0, 6), (6, 11), (11, 12), (12, 15)):
+                so_far = None if mask is None else mask[:, :end]
+                with torch.no_grad():
+                    out = model(ids[:, start:end], attention_mask=so_far, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                logits.append(out.logits)
+            found.append(torch.cat(logits, 1))
+        keep = torch.ones(2, 15, dtype=torch.bool) if mask is None else mask.bool()
+        assert near(found[0][keep], found[1][keep])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+    found = []
+    for implementation in (NAME, "eager"):
+        torch.manual_seed(0)
+        ids = tokens(2, 7)
+        found.append(made("Llama", implementation).generate(ids, max_new_tokens=5, **options))
+    assert torch.equal(*found)
+
+
+def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
+    """With a cache transformers makes no mask of packed sequences; the positions say it."""
+    ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    model = made("Mistral")
+    with torch.no_grad():
+        together = model(ids, position_ids=positions, use_cache=True).logits
+        apart = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
+    assert near(together, apart)
+
+
+@pytest.mark.parametrize("ends", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["positions", "cu_seq_lens"])
+def test_packed_sequences_compiled(ends: bool) -> None:
+    torch._dynamo.reset()
+    ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    kwargs = {"cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)} if ends else {}
+    model, eager = made("Mistral"), made("Mistral", "eager")
+    model.compile(fullgraph=True, backend="aot_eager")
+    ours = model(ids, position_ids=positions, use_cache=False, **kwargs).logits
+    theirs = eager(ids, position_ids=positions, use_cache=False).logits
+    assert near(ours, theirs)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert near(mine.grad, other.grad)
+
+
+def test_training_as_users_train() -> None:
+    """Steps of packed sequences with dropout, checkpoints and autocast: the loss falls, and again is the same."""
+
+    def losses() -> list[float]:
+        model = made("Llama").train()
+        model.config.attention_dropout = 0.1
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        model.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        batch = collate([{"input_ids": tokens(1, n)[0].tolist()} for n in (5, 9, 3)])
+        torch.manual_seed(0)
+        found = []
+        for _ in range(8):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    first = losses()
+    assert first[-1] < 0.8 * first[0]
+    assert losses() == first
