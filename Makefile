@@ -21,7 +21,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-asan test-core test-tsan test-aarch64 test-gpu lint bench bench-gpu docs clean
+.PHONY: help demo test test-all test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -99,16 +99,22 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three pr
 	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu neoverse-n1 build/aarch64/core_test asimddp
 	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max build/aarch64/core_test asimddp+bf16
 
+# Each of 3.10, 3.11, and 3.12 or later, by name or path; one that is tested gets torch by PIP_ARGS.
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12
+WHEEL_TESTS ?= $(PYTHON)
+wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into dist/ (docs/release.md)
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo >&2 \
+	  "make wheels: needs a cross compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
+	$(BIN)/python release/wheels.py --pythons $(WHEEL_PYTHONS) --test $(WHEEL_TESTS) --pip="$(PIP_ARGS)"
+
 # What is generated from the records beside docs/ops.
 STUB := src/fusion_attention/_aclnn.pyi
 
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
   tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
-# OpenMP's header is GCC's: clang-tidy brings none.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
-AS_BASE := -std=c++20 -Icsrc -fopenmp -Wall -Wextra \
-  -DFUSION_VARIANT_ENTRY=fusion_variant_base -idirafter $(dir $(shell $(CXX) -print-file-name=include/omp.h))
+AS_BASE := -std=c++20 -Icsrc -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .

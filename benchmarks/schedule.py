@@ -83,7 +83,7 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))
     folders = (core, here) if sleeps else (here, core)
-    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(["-fopenmp"] if sleeps else []), *(f"-I{f}" for f in folders)]
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(f"-I{f}" for f in folders)]
     objects = [program.with_name(f"{program.name}_{source.stem}.o") for source in sources]
 
     def compiled(source: Path, made: Path) -> None:

@@ -136,10 +136,10 @@ inline int choice(nb::handle value, const char *name, int count) {
     return number;
 }
 
-// The fields of the Python Problem in order, dtype, bias and dropout as numbers, the threshold of drawn dropout, and
-// the softcap.
+// The fields of the Python Problem in order, dtype, bias and dropout as numbers, the threshold of drawn dropout,
+// the softcap, and has_blocked_tiles.
 inline fusion::Problem problem_of(const nb::tuple &t) {
-    if (t.size() != 15) refuse("a problem has 15 fields");
+    if (t.size() != 16) refuse("a problem has 16 fields");
     fusion::Problem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -156,6 +156,7 @@ inline fusion::Problem problem_of(const nb::tuple &t) {
     p.keep_prob = item<double>(t, 12);
     p.keep_below = item<std::int64_t>(t, 13);
     p.softcap = item<double>(t, 14);
+    p.has_blocked_tiles = item<bool>(t, 15);
     return p;
 }
 
@@ -175,7 +176,7 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
 // What both verbs read, in the order in which Python gives it; holds the arrays that the views point into.
 struct OperandsArgument {
     RowsArgument q, k, v, out, max, sum, q_rope, k_rope;
-    MatrixArgument bias, blocked, drop_bits;
+    MatrixArgument bias, blocked, drop_bits, blocked_tiles;
     fusion::Operands operands;
 
     OperandsArgument(const nb::tuple &t, const fusion::Problem &p, std::size_t n)
@@ -184,7 +185,8 @@ struct OperandsArgument {
           q_rope(at(t, 6), "q_rope", p.dim_rope, n), k_rope(at(t, 7), "k_rope", p.dim_rope, n),
           bias(at(t, 8), "bias", p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table, n),
           blocked(at(t, 10), "blocked", p.has_blocked, n),
-          drop_bits(at(t, 11), "drop_bits", p.dropout == fusion::Dropout::bits, n) {
+          drop_bits(at(t, 11), "drop_bits", p.dropout == fusion::Dropout::bits, n),
+          blocked_tiles(at(t, 15), "blocked_tiles", p.has_blocked_tiles, n) {
         const auto slopes = item<std::uintptr_t>(t, 9), sink = item<std::uintptr_t>(t, 14);
         const bool sloped = p.bias == fusion::Bias::slopes || p.bias == fusion::Bias::slopes_sqrt;
         if (sloped != (slopes != 0)) refuse(sloped ? "slopes are missing" : "slopes belong to no operand");
@@ -204,20 +206,26 @@ struct OperandsArgument {
                     reinterpret_cast<const float *>(sink),
                     item<std::uint64_t>(t, 12),
                     item<std::uint32_t>(t, 13)};
+        operands.blocked_tiles = blocked_tiles.matrix;
+        operands.blocked_bits = reinterpret_cast<const std::uint8_t *>(item<std::uintptr_t>(t, 16));
+        operands.blocked_count = item<std::int64_t>(t, 17);
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 15) refuse("operands are 15 values");
+        if (t.size() != 18) refuse("operands are 18 values");
         return nb::borrow(t[i]);
     }
 };
+
+// A new reference, or null with Python's error set. The stable ABI has no PyObject_CallMethodNoArgs.
+inline PyObject *called(PyObject *of, PyObject *method) { return PyObject_VectorcallMethod(method, &of, 1, nullptr); }
 
 // Where a tensor's first element lies; null for None.
 inline void *place_of(nb::handle tensor) {
     if (tensor.is_none()) return nullptr;
     static PyObject *const data_ptr = PyUnicode_InternFromString("data_ptr");
-    const nb::object place = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), data_ptr));
+    const nb::object place = nb::steal(called(tensor.ptr(), data_ptr));
     if (!place.is_valid()) throw nb::python_error();
     void *const found = PyLong_AsVoidPtr(place.ptr());
     if (!found && PyErr_Occurred()) throw nb::python_error();

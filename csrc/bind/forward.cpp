@@ -42,7 +42,7 @@ struct LaidForward {
 std::unique_ptr<LaidForward> lay(nb::object self, const nb::tuple &operands) {
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
     const fusion::Problem &p = plan.problem();
-    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink ||
+    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_blocked_tiles || p.has_sink ||
         p.dropout != fusion::Dropout::none) {
         refuse("only q, k and v can be laid elsewhere");
     }

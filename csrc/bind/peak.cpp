@@ -24,7 +24,7 @@ template <class Body> double best_seconds(Body body) {
 
 double operations(double (*work)(std::int64_t, float *), int threads, std::int64_t turns) {
     std::atomic<double> done = 0;
-    fusion::run_team(threads, [&](const fusion::Team &) {
+    fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &) {
         float result = 0;
         const double own = work(turns, &result);
         if (result == result) done += own;
@@ -43,7 +43,7 @@ double read_gigabytes(int threads) {
     const auto count = static_cast<std::int64_t>(memory.size());
     std::atomic<std::uint64_t> sum = 0;
     const double seconds = best_seconds([&] {
-        fusion::run_team(threads, [&](const fusion::Team &team) {
+        fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
             const std::int64_t end = count * (team.thread + 1) / team.size;
             std::uint64_t own = 0;
             for (std::int64_t i = count * team.thread / team.size; i < end; ++i) own += memory[i];

@@ -44,7 +44,16 @@ private:
 };
 
 PyObject *asked(PyObject *of, PyObject *property) { return PyObject_GetAttr(of, property); }
-PyObject *called(PyObject *of, PyObject *method) { return PyObject_CallMethodNoArgs(of, method); }
+
+// Python's functions for these, not its macros: a module for several Pythons (the stable ABI) has no others.
+Py_ssize_t count_of(PyObject *list) { return PyList_Check(list) ? PyList_Size(list) : PyTuple_Size(list); }
+
+// Borrowed.
+PyObject *one_of(PyObject *list, Py_ssize_t i) {
+    PyObject *const one = PyList_Check(list) ? PyList_GetItem(list, i) : PyTuple_GetItem(list, i);
+    if (!one) throw nb::python_error();
+    return one;
+}
 
 // Symbols of a trace are no numbers: to ask one for its value would tie the trace to it.
 std::int64_t whole(PyObject *number) {
@@ -91,7 +100,8 @@ public:
             r.key.bytes.reserve(1024);
             r.key.add(static_cast<char>((strict ? 1 : 0) | (grad ? 2 : 0)));
             for (std::size_t i = 0; i < kinds_.size(); ++i) {
-                PyObject *const value = PyDict_GetItemWithError(args.ptr(), PyTuple_GET_ITEM(names_.ptr(), i));
+                PyObject *const value =
+                    PyDict_GetItemWithError(args.ptr(), one_of(names_.ptr(), static_cast<Py_ssize_t>(i)));
                 if (!value && PyErr_Occurred()) throw nb::python_error();
                 if (!value || value == Py_None) r.key.add('N');
                 else add(value, kinds_[i], grad && watched_[i], r);
@@ -132,11 +142,11 @@ private:
             r.key.add('s', Py_ssize_t{1});
             return add_tensor(value, watched, r);
         }
-        const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+        const Py_ssize_t count = count_of(value);
         r.key.add('s', count);
-        for (Py_ssize_t i = 0; i < count && i < PySequence_Fast_GET_SIZE(value); ++i) {
+        for (Py_ssize_t i = 0; i < count && i < count_of(value); ++i) {
             // torch lets other threads run meanwhile, and one of them may change the caller's list.
-            const nb::object one = nb::borrow(PySequence_Fast_GET_ITEM(value, i));
+            const nb::object one = nb::borrow(one_of(value, i));
             add_tensor(one.ptr(), watched, r);
         }
     }
@@ -144,7 +154,7 @@ private:
     // True == 1 == 1.0, but not all of them are legal: each type has a mark.
     static void add_attribute(PyObject *value, Key &key) {
         if (value == Py_True || value == Py_False) return key.add(value == Py_True ? 'T' : 'F');
-        if (PyFloat_CheckExact(value)) return key.add('f', PyFloat_AS_DOUBLE(value));
+        if (PyFloat_CheckExact(value)) return key.add('f', PyFloat_AsDouble(value));
         if (PyUnicode_CheckExact(value)) {
             Py_ssize_t size = 0;
             const char *const text = PyUnicode_AsUTF8AndSize(value, &size);
@@ -168,9 +178,9 @@ private:
         auto *const type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
         Key &key = r.key;
         key.add('t');
-        if (type == PyTuple_GET_ITEM(types_.ptr(), 1)) {
+        if (type == one_of(types_.ptr(), 1)) {
             key.add('p');
-        } else if (type != PyTuple_GET_ITEM(types_.ptr(), 0)) {
+        } else if (type != one_of(types_.ptr(), 0)) {
             key.add('y');
             key.other(type);
         }
@@ -196,8 +206,8 @@ private:
         key.add('n', count);
         std::int64_t reach = 1;
         for (Py_ssize_t i = 0; i < count; ++i) {
-            const std::int64_t size = whole(PyTuple_GET_ITEM(shape.get(), i));
-            const std::int64_t step = whole(PySequence_Fast_GET_ITEM(stride.get(), i));
+            const std::int64_t size = whole(one_of(shape.get(), i));
+            const std::int64_t step = whole(one_of(stride.get(), i));
             key.add('n', size);
             key.add('n', step);
             reach = size == 0 || reach == 0 ? 0 : reach + (size - 1) * step;
@@ -218,7 +228,7 @@ private:
         r.key.add('A');
         std::string bytes;
         const bool read = PyList_CheckExact(value) || PyTuple_CheckExact(value) ? numbers(value, bytes)
-                          : reinterpret_cast<PyObject *>(Py_TYPE(value)) == PyTuple_GET_ITEM(types_.ptr(), 0)
+                          : reinterpret_cast<PyObject *>(Py_TYPE(value)) == one_of(types_.ptr(), 0)
                               ? elements(value, bytes)
                               : false;
         if (!read) r.readable = false;
@@ -226,8 +236,8 @@ private:
     }
 
     static bool numbers(PyObject *list, std::string &bytes) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); ++i) {
-            PyObject *const one = PySequence_Fast_GET_ITEM(list, i);
+        for (Py_ssize_t i = 0; i < count_of(list); ++i) {
+            PyObject *const one = one_of(list, i);
             int overflow = 0;
             const long long number = PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -1;
             if (!PyLong_CheckExact(one) || overflow) return false;
@@ -241,12 +251,12 @@ private:
         const Words &w = Words::all();
         const Own dtype(asked(tensor, w.dtype)), cpu(asked(tensor, w.is_cpu)), shape(asked(tensor, w.shape)),
             stride(called(tensor, w.stride)), negated(called(tensor, w.is_neg)), zero(called(tensor, w.is_zero));
-        const bool wide = dtype.get() == PyTuple_GET_ITEM(integers_.ptr(), 0);
-        if ((!wide && dtype.get() != PyTuple_GET_ITEM(integers_.ptr(), 1)) || cpu.get() != Py_True ||
-            negated.get() == Py_True || zero.get() == Py_True || PyTuple_Size(shape.get()) != 1) {
+        const bool wide = dtype.get() == one_of(integers_.ptr(), 0);
+        if ((!wide && dtype.get() != one_of(integers_.ptr(), 1)) || cpu.get() != Py_True || negated.get() == Py_True ||
+            zero.get() == Py_True || PyTuple_Size(shape.get()) != 1) {
             return false;
         }
-        const std::int64_t count = whole(PyTuple_GET_ITEM(shape.get(), 0));
+        const std::int64_t count = whole(one_of(shape.get(), 0));
         const std::int64_t step = whole(PyTuple_GetItem(stride.get(), 0));
         if (count < 1 || !holds(tensor, (count - 1) * step + 1)) return false;
         const Own place(called(tensor, w.data_ptr));

@@ -27,6 +27,7 @@ struct Problem {
     std::int64_t keep_below;     // a 16-bit draw below this is kept
     bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
     double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay
+    bool has_blocked_tiles = false;
 };
 
 // Rows of neighbouring elements: (sequence b, head h, token t) starts at element
@@ -58,6 +59,11 @@ struct Operands {
     std::uint64_t seed = 0;
     std::uint32_t offset = 0;
     Rows row_scale = {};  // float32
+    // A number per tile of 128 rows by 128 keys, counted in tiles: -1 (all is blocked), -2 (nothing is), or whose
+    // bits, of so many tiles: 128 rows of 16 bytes each, least significant bit first, set where a key is not seen.
+    Matrix blocked_tiles = {};
+    const std::uint8_t *blocked_bits = nullptr;
+    std::int64_t blocked_count = 0;
 };
 
 // What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its

@@ -80,7 +80,8 @@ template <class Format> struct Work {  // a tile and all that it needs
 // full_end).
 struct Block {
     std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
-    bool hidden;  // some row does not see some key
+    bool hidden;   // some row does not see some key,
+    bool by_bits;  // and which, a mask's elements say
 };
 
 // Rows of a block, of a tile of so many: as few blocks as there can be, alike.
@@ -98,7 +99,24 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
     const std::int64_t first = some_begin / panel * panel, count = round_up<std::int64_t>(some_end, panel) - first;
     const std::int64_t full_begin = first_key(w.seq, bottom) - first, full_end = end_key(w.seq, top) - first;
     const bool hidden = w.p.has_blocked || full_begin > 0 || full_end < count;
-    return {row, rows, first, count, some_begin - first, some_end - first, full_begin, full_end, hidden};
+    return {row,        rows,     first,  count,          some_begin - first, some_end - first,
+            full_begin, full_end, hidden, w.p.has_blocked};
+}
+
+// use(block), or where tiles are blocked, use(part) for its parts, tiles that some row sees beside each other.
+template <class Format, class Use> void for_seen_parts(const Work<Format> &w, const Block &b, Use use) {
+    if (!w.p.has_blocked_tiles) return use(b);
+    const MaskRows rows = {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows};
+    const std::int64_t end = b.first + b.some_end;
+    for (std::int64_t from = b.first + b.some_begin; from < end;) {
+        const KeyRun run = next_run(w.o, rows, from, end);
+        if (run.begin == run.end) return;
+        Block part = cut_block(w, b.row, b.rows, run.begin, run.end);
+        part.hidden |= run.cut;
+        part.by_bits |= run.cut;
+        use(part);
+        from = run.end;
+    }
 }
 
 template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {

@@ -56,22 +56,35 @@ template <class Format> FUSION_INLINE BitBlock bits_of(const Work<Format> &w, co
     return {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
 }
 
+// As hide(), where bits say which keys are seen.
+template <class Format> void hide_by_bits(const Work<Format> &w, const Block &b) {
+    mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
+    for (std::int64_t i = 0; i < b.rows; ++i) {
+        const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
+        float *scores = w.s.scores + i * most_step;
+        for (std::int64_t at = 0; at < b.count; at += 64) {
+            if (load<std::uint64_t>(seen + at / 8) == ~std::uint64_t{0}) continue;
+            for (std::int64_t c = at, end = least(at + 64, b.count); c < end; c += lanes) {
+                store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
+            }
+        }
+    }
+}
+
 // The scores of the keys that a row does not see become -inf, whatever their product was.
 template <class Format> void hide(const Work<Format> &w, const Block &b) {
+    if (b.by_bits) return hide_by_bits(w, b);
     // Vectors from `head` to `tail` are seen by all rows.
     std::int64_t head = least(round_up<std::int64_t>(most<std::int64_t>(b.full_begin, 0), lanes), b.count);
     std::int64_t tail = most<std::int64_t>(b.full_end, 0) / lanes * lanes;
-    if (w.p.has_blocked || tail < head) head = tail = 0;
-    if (w.p.has_blocked) mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
+    if (tail < head) head = tail = 0;
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + i;
         const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
-        const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
         float *scores = w.s.scores + i * most_step;
         for (std::int64_t c = head ? 0 : tail; c < b.count; c = c + lanes == head ? tail : c + lanes) {
             const auto inside = static_cast<std::uint32_t>(low_bits(end - c) & ~low_bits(begin - c));
-            const std::uint32_t bits = w.p.has_blocked ? lane_bits(seen, c) : inside;
-            store(scores + c, pick(bits, load<Floats>(scores + c), all(-infinity)));
+            store(scores + c, pick(inside, load<Floats>(scores + c), all(-infinity)));
         }
     }
 }
@@ -339,9 +352,11 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
         for (std::int64_t row = 0; row < rows; row += height) {
             const Block b = cut_block(w, row, least(height, rows - row), begin, begin + step);
             if (!b.count) continue;
-            if (!sees_nonfinite(w, b) && attend_short(w, b, queue)) continue;
-            attend_block<Format, T>(w, b, !met[row / height], met_nonfinite, queue);
-            met[row / height] = true;
+            for_seen_parts(w, b, [&](const Block &part) {
+                if (!sees_nonfinite(w, part) && attend_short(w, part, queue)) return;
+                attend_block<Format, T>(w, part, !met[row / height], met_nonfinite, queue);
+                met[row / height] = true;
+            });
         }
     }
     return store_rows<Format, T>(w);

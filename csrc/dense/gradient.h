@@ -196,12 +196,18 @@ template <class Format, class T> void add_nonfinite(const GradientWork<Format> &
 // The part of the key tile that the block's rows see, in whole panels; count 0 if they see none.
 template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::int64_t row, std::int64_t rows) {
     const std::int64_t top = w.row_tile.row0 + row, bottom = top + rows - 1, begin = w.key_tile.key0;
-    const std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
+    std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
+    bool hidden = w.p.has_blocked;
+    if (w.p.has_blocked_tiles) {
+        const KeyRun run = next_run<true>(w.o, {w.row_tile.seq, w.row_tile.head, top, rows}, most(some_begin, begin),
+                                          least(some_end, w.key_tile.key1));
+        some_begin = run.begin, some_end = run.end, hidden |= run.cut;
+    }
     const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
     const std::int64_t first = most(begin, some_begin / panel * panel);
     const std::int64_t last = least(begin + round_up<std::int64_t>(w.key_tile.key1 - begin, panel),
                                     round_up<std::int64_t>(most<std::int64_t>(some_end, 0), panel));
-    bool hidden = w.p.has_blocked || first < full_begin || last > full_end;
+    hidden |= first < full_begin || last > full_end;
     bool small_peaks = Format::fused && !w.wide_dbias;
     std::uint8_t nonfinite = 0;
     for (std::int64_t i = 0; i < rows; ++i) {

@@ -12,7 +12,7 @@ namespace fusion {
 namespace {
 
 template <class Format> FUSION_INLINE bool is_plain(const Work<Format> &w) {
-    return !w.bias_pass && !w.p.has_blocked && w.p.dropout == Dropout::none;
+    return !w.bias_pass && !w.p.has_blocked && !w.p.has_blocked_tiles && w.p.dropout == Dropout::none;
 }
 
 // Whether the block's keys lie in one panel, all that its rows see.

@@ -155,9 +155,12 @@ double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const 
     return units_.group * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
 }
 
+double BackwardPlan::all_work() const {
+    return work_ * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+}
+
 int BackwardPlan::team(int threads) const {
-    const auto columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    return team_size(team_by_work(threads, work_ * columns, work_per_thread), row_tiles_ + key_tiles_);
+    return team_size(team_by_work(threads, all_work(), work_per_thread), row_tiles_ + key_tiles_);
 }
 
 std::size_t BackwardPlan::workspace_bytes(int threads) const {
@@ -213,7 +216,7 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     State state(*this, job, order, schedule, memory.data());
     std::vector<double> dsink(problem_.heads_q);
     char *const own = state.packed + schedule.slot_bytes * schedule.slots;
-    run_team(schedule.team, [&](const Team &members) {
+    run_team(schedule.team, time_alone(all_work(), work_per_thread), [&](const Team &members) {
         char *const mine = own + (schedule.own_bytes + units_.key_bytes) * members.thread;
         work(state, members, mine, mine + schedule.own_bytes);
 #if defined(__x86_64__)

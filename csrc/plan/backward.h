@@ -65,6 +65,7 @@ private:
     void cut_units();
     std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const;
     double work_of(const Sequence &seq, std::int64_t row_tiles) const;
+    double all_work() const;
     int team(int threads) const;
     std::unique_ptr<const BackwardSchedule> take_schedule(int size, const BiasOrder &order) const;
     RowTile row_tile(std::size_t unit, std::int64_t index, Memory memory) const;

@@ -40,6 +40,7 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require.heads(p);
     require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
     require(p.dropout == Dropout::none, "dropout is none of its features");
+    require(!p.has_blocked_tiles, "blocked tiles are none of its features");
     require(p.common_keys >= 0, "the number of common keys is negative");
     require(p.common_keys == 0 || p.dim_rope == 0, "common keys have no ropes");
     row_floats_ = variant_.decode.partial_floats(problem_);
@@ -139,9 +140,12 @@ std::int64_t DecodePlan::floats_of(const Block &block) const {
     return static_cast<std::int64_t>(row_floats_) * (block.row1 - block.row0);
 }
 
+double DecodePlan::all_work() const {
+    return static_cast<double>(pairs_) * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+}
+
 int DecodePlan::team(int threads) const {
-    const double columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    return team_size(team_by_work(threads, static_cast<double>(pairs_) * columns, work_per_thread), leaves_);
+    return team_size(team_by_work(threads, all_work(), work_per_thread), leaves_);
 }
 
 // How many of the last leaves may be those of runs that several threads share.
@@ -337,7 +341,8 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
             new (counter++) Counter(static_cast<std::int32_t>(block.parts));
         }
     }
-    run_team(members, [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
+    run_team(members, time_alone(all_work(), work_per_thread),
+             [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
     return state.empty;
 }
 

@@ -219,6 +219,8 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
 bool ForwardPlan::alone(int threads) const {
     if (unit_bytes_ > small_unit_) return false;
     const auto count = static_cast<std::size_t>(threads);
+    // What tiles block no plan knows: then only many units are as good as equal ones.
+    if (threads > 1 && problem_.has_blocked_tiles && works_.size() < fair_share * count) return false;
     double longest = 0;
     for (std::size_t k = 0; k < fair_share && k * count < works_.size(); ++k) {
         longest = std::max(longest, static_cast<double>(k + 1) * works_[k * count]);
@@ -265,9 +267,12 @@ bool ForwardPlan::plenty(const PlannedUnit &u, const Shared &shared) const {
     return (u.work + then) * static_cast<double>(shared.team) <= work_ - units_[next].before;
 }
 
+double ForwardPlan::all_work() const {
+    return work_ * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
+}
+
 std::size_t ForwardPlan::team(int threads) const {
-    const double columns = static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-    const int worth = team_by_work(threads, work_ * columns, work_per_thread);
+    const int worth = team_by_work(threads, all_work(), work_per_thread);
     return team_size(worth, static_cast<std::int64_t>(alone(worth) ? units_.size() : items_.size()));
 }
 
@@ -323,7 +328,7 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
         for (std::size_t r = 0; r < runs_; ++r) new (shared.ready + r) std::atomic<bool>(false);
     }
     std::atomic<std::int64_t> empty = 0;
-    run_team(static_cast<int>(count), [&](const Team &team) {
+    run_team(static_cast<int>(count), time_alone(all_work(), work_per_thread), [&](const Team &team) {
         char *const mine = scratch + team.thread * scratch_bytes_;
         empty += own ? work_alone(shared, team, shared.packed + team.thread * unit_bytes_, mine)
                      : work_together(shared, team, mine);

@@ -77,6 +77,7 @@ private:
     std::size_t runs_of(const PlannedUnit &u) const;
     void add_items(std::size_t first, std::size_t end);
     bool alone(int threads) const;
+    double all_work() const;
     std::size_t team(int threads) const;
     std::size_t slots() const;
     std::size_t stretch(std::size_t team) const;

@@ -80,7 +80,7 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     std::vector<std::vector<Tile>> tiles;  // of each wave
     tiles.reserve(waves_.size());
     for (const Wave &wave : waves_) tiles.push_back(cut(wave, threads));
-    run_team(threads, [&](const Team &team) {
+    run_team(threads, never_alone, [&](const Team &team) {
         char *const own = scratch + scratch_bytes_ * team.thread;
         for (std::size_t w = 0; w < waves_.size(); ++w) {
             pack(team, waves_[w], job, packed);

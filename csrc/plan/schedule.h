@@ -5,6 +5,7 @@
 #include "data/problem.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -53,6 +54,11 @@ constexpr int team_size(int threads, std::int64_t pieces) {
 // The same by how much work there is, of which one thread more needs so much to bring more than it costs.
 inline int team_by_work(int threads, double work, double work_per_thread) {
     return static_cast<int>(std::clamp(1 + work / work_per_thread, 1.0, static_cast<double>(std::max(threads, 1))));
+}
+
+// How long one thread takes for it, about: as much work as is worth a thread takes 10 us, within a factor of three.
+inline std::chrono::duration<double, std::micro> time_alone(double work, double work_per_thread) {
+    return std::chrono::microseconds(10) * (work / work_per_thread);
 }
 
 // The sequence of a row, where rows are counted over all sequences; first_row: of each, and behind the last.

@@ -237,7 +237,7 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     for (const Wave &wave : waves_) {
         state.taken = state.finished = 0;
         for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
-        run_team(at.team, [&](const Team &team) {
+        run_team(at.team, never_alone, [&](const Team &team) {
             char *const own = scratch + at.scratch * team.thread;
             clear_sums(team, wave, state);
             if (in_turns()) descend_tiles(team, wave, state, own);
@@ -258,7 +258,7 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
 
 void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = ceil_div(group, tile);
-    run_team(at.team, [&](const Team &team) {
+    run_team(at.team, never_alone, [&](const Team &team) {
         void *const own = scratch + at.scratch * team.thread;
         team.share(rows_ * problem_.heads_kv * tiles, [&](std::int64_t i) {
             const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_, head = i % tiles * tile;

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <thread>
 
+#include <time.h>
+
 #if defined(__SSE__)
 #include <immintrin.h>
 #endif
@@ -30,6 +32,15 @@ void relax() {
 #endif
 }
 
+// Of the thread that calls, whose team's threads OpenMP keeps for it alone.
+thread_local Experience experience;
+
+Alone computed() {  // by this thread, since it began
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
 }  // namespace
 
 // Counters that all threads write have cache lines of their own.
@@ -37,6 +48,7 @@ struct Team::Run {
     alignas(64) std::atomic<std::int64_t> next = 0;  // of a share; every barrier sets it back
     alignas(64) std::atomic<int> arrived = 0;        // at the barrier that is next
     std::atomic<int> left = 0;                       // threads whose work is done, but the calling one
+    std::atomic<std::int64_t> saved = 0;             // nanoseconds that those computed
     alignas(64) std::atomic<unsigned> barriers = 0;  // passed
     std::atomic<bool> cancelled = false;
     Clock::time_point asked;  // by the calling thread
@@ -86,17 +98,35 @@ bool Team::barrier() const {
 
 std::int64_t Team::next(int count) const { return take(run.next, count); }
 
-void run_team(int size, void (*work)(const void *context, const Team &), const void *context) {
+void run_team(int size, Alone alone, void (*work)(const void *context, const Team &), const void *context) {
+    const bool little = alone < Experience::longest_loss;
+    const Clock::time_point begun = Clock::now();
+    if (little && !experience.recommends_team(alone, begun)) size = 1;
     Team::Run run;
+    Alone own;  // time of this thread's work
     on_threads(size, [&](int thread, int members) {
         const FlushDenormals flushed;
         const Team team{thread, members, run};
-        work(context, team);
-        // The calling thread waits here, where it can be interrupted, and not for the threads' own end.
-        if (thread != 0) run.left.fetch_add(1, std::memory_order_release);
-        else team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
+        if (thread == 0) {
+            const Clock::time_point at = Clock::now();
+            work(context, team);
+            own = Clock::now() - at;
+            // The calling thread waits here, where it can be interrupted, and not for the threads' own end.
+            team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
+        } else {
+            const Alone before = little ? computed() : Alone(0);
+            work(context, team);
+            if (little) {
+                const auto saved = std::chrono::duration_cast<std::chrono::nanoseconds>(computed() - before);
+                run.saved.fetch_add(saved.count(), std::memory_order_relaxed);
+            }
+            run.left.fetch_add(1, std::memory_order_release);
+        }
     });
     if (run.cancelled.load(std::memory_order_relaxed)) throw Interrupted();
+    if (!little || size == 1) return;
+    const Clock::time_point end = Clock::now();
+    experience.learn(std::chrono::nanoseconds(run.saved), end - begun - own, end);
 }
 
 }  // namespace fusion

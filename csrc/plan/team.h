@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "plan/experience.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -74,12 +76,16 @@ private:
     std::int64_t next(int count) const;  // of a share
 };
 
-// Calls work(team) on `size` threads, or as many as there may be, this one among them. Denormals count as zero
-// meanwhile. work throws nothing.
-void run_team(int size, void (*work)(const void *context, const Team &), const void *context);
+constexpr Alone never_alone = Alone::max();
 
-template <class Work> void run_team(int size, const Work &work) {
-    run_team(size, [](const void *context, const Team &team) { (*static_cast<const Work *>(context))(team); }, &work);
+// Calls work(team) on `size` threads, or as many as there may be, this one among them; on this one alone where threads
+// came so late to teams before that they cost more time than they saved. Denormals count as zero meanwhile. work throws
+// nothing.
+void run_team(int size, Alone alone, void (*work)(const void *context, const Team &), const void *context);
+
+template <class Work> void run_team(int size, Alone alone, const Work &work) {
+    run_team(
+        size, alone, [](const void *context, const Team &team) { (*static_cast<const Work *>(context))(team); }, &work);
 }
 
 }  // namespace fusion

@@ -9,7 +9,8 @@
 #include <thread>
 #include <vector>
 #else
-#include <omp.h>
+#include <dlfcn.h>
+#include <stdexcept>
 #endif
 
 #include <pthread.h>
@@ -98,14 +99,59 @@ void in_parallel(int size, Work work, const void *context) {
 
 #else
 
+// libgomp's entry points, which libomp and libiomp5 have as well.
+struct OpenMP {
+    void (*parallel)(void (*work)(void *), void *context, unsigned threads, unsigned flags) = nullptr;
+    int (*max_threads)() = nullptr, (*members)() = nullptr, (*thread)() = nullptr;
+
+    bool found_in(void *library) {
+        return take(library, "GOMP_parallel", parallel) && take(library, "omp_get_max_threads", max_threads) &&
+               take(library, "omp_get_num_threads", members) && take(library, "omp_get_thread_num", thread);
+    }
+
+private:
+    template <class Entry> static bool take(void *library, const char *name, Entry &entry) {
+        entry = reinterpret_cast<Entry>(dlsym(library, name));
+        return entry != nullptr;
+    }
+};
+
+// The runtime that torch has loaded, whatever its file is called: with a second one every core would have threads of
+// two pools. So the module is linked to none, and asks when it first needs threads: torch is there by then, whoever was
+// imported first. What the whole process sees comes first, as it does for torch; the last is for programs without
+// torch.
+const OpenMP &openmp() {
+    static const OpenMP runtime = [] {
+        OpenMP found;
+        if (found.found_in(RTLD_DEFAULT)) return found;
+        void *const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+        if (torch && found.found_in(torch)) return found;
+        void *const alone = dlopen("libgomp.so.1", RTLD_LAZY);
+        if (alone && found.found_in(alone)) return found;
+        throw std::runtime_error(
+            "fusion_attention: native core: expected an OpenMP runtime (libgomp, libomp or libiomp5), "
+            "got none, neither torch's nor the system's libgomp.so.1: install it (libgomp1), or "
+            "compute on one thread: torch.set_num_threads(1)");
+    }();
+    return runtime;
+}
+
 // A region of another size than the last one's ends or creates threads, and torch's own regions have the size that
 // omp_get_max_threads() says. So ours have it too, and threads that are too many return at once.
 void in_parallel(int size, Work work, const void *context) {
-#pragma omp parallel num_threads(std::max(size, omp_get_max_threads()))
-    {
-        const int members = std::min(size, omp_get_num_threads()), thread = omp_get_thread_num();
-        if (thread < members) work(context, thread, members);
-    }
+    struct Region {
+        const OpenMP &runtime;
+        int size;
+        Work work;
+        const void *context;
+    } region{openmp(), size, work, context};
+    region.runtime.parallel(
+        [](void *told) noexcept {
+            const Region &r = *static_cast<const Region *>(told);
+            const int members = std::min(r.size, r.runtime.members()), thread = r.runtime.thread();
+            if (thread < members) r.work(r.context, thread, members);
+        },
+        &region, static_cast<unsigned>(std::max(size, region.runtime.max_threads())), 0);
 }
 
 #endif

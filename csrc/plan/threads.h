@@ -1,5 +1,6 @@
 // Where a team's threads come from: OpenMP's, which are torch's as well, so that no core has two threads of two pools;
 // or, with FUSION_STD_THREADS, the standard library's: ThreadSanitizer understands those, and they need no OpenMP.
+// OpenMP's runtime is found when threads are first needed; without one on_threads() throws, before any work is done.
 
 #pragma once
 

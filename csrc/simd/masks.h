@@ -5,14 +5,10 @@
 
 #pragma once
 
-#include "simd/rows.h"
+#include "simd/blocked_tiles.h"
 
 namespace fusion {
 namespace {
-
-FUSION_INLINE std::uint64_t low_bits(std::int64_t n) {
-    return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << n) - 1;
-}
 
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
@@ -171,6 +167,7 @@ inline void mark_seen(std::uint8_t *bits, const BitBlock &b, const Problem &p, c
     for (std::int64_t row = b.row; row < b.row + b.rows; ++row, bits += b.stride) {
         set_interval(bits, b.first, b.count, first_key(seq, row), end_key(seq, row));
         if (p.has_blocked) clear_blocked(bits, o.blocked, seq, b.seq, b.head, row, b.first, b.count);
+        if (p.has_blocked_tiles) clear_blocked_tiles(bits, o, b.seq, b.head, row, b.first, b.count);
     }
 }
 

@@ -32,6 +32,10 @@ template <int locality = 3, class T> FUSION_INLINE void prefetch(const T *from, 
     for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, locality);
 }
 
+FUSION_INLINE std::uint64_t low_bits(std::int64_t n) {
+    return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << n) - 1;
+}
+
 FUSION_INLINE std::int64_t first_key(const Sequence &seq, std::int64_t row) {
     return most<std::int64_t>(row + seq.lo, 0);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 import fusion_attention as fa
@@ -107,6 +108,23 @@ def _draw_mode(batch: Batch, call: dict[str, Any], left: int, right: int) -> lis
     return mode_visible(mode, pre, next_, batch.q_len, batch.kv_len)
 
 
+def draw_tiles(batch: Batch, call: dict[str, Any]) -> Matrix:
+    """Numbers of tiles, with every whole one among them, and bits; byte r, k of them removes keys 8 k ... of row r."""
+    rng, (count, heads, *tokens) = batch.rng, batch.whole
+    axes = (count if maybe(rng, 0.5) else 1, heads if maybe(rng, 0.5) else 1, *(-(-n // 128) for n in tokens))
+    numbers = rng.integers(-2, 3, axes).astype(np.int32)
+    bits = rng.integers(0, 256, (max(int(numbers.max(initial=-1)) + 1, 0), 128, 16)).astype(np.uint8)
+    removed = np.zeros((*axes[:2], axes[2] * 128, axes[3] * 128), bool)
+    for b, h, i, j in np.ndindex(*axes):
+        place_ = (b, h, slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
+        number = numbers[b, h, i, j]
+        removed[place_] = number == -1 if number < 0 else np.unpackbits(bits[number], axis=-1, bitorder="little")
+    call["blocked_tiles"] = place(rng, torch.from_numpy(numbers))
+    if len(bits) or maybe(rng, 0.5):
+        call["blocked_bits"] = place(rng, torch.from_numpy(bits))
+    return Matrix(call["blocked_tiles"], torch.from_numpy(removed[:, :, : tokens[0], : tokens[1]]))
+
+
 def _draw_slopes(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
     """[N, R, K] of every sequence."""
     rng, count = batch.rng, len(batch.q_len)
@@ -159,6 +177,9 @@ def draw(rng: Rng) -> Drawn:
         blocked = draw_blocked(rng, batch.whole, broadcast_shape(rng, batch.whole), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
         counts = [torch.where(blocked.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)]
+    if maybe(rng, 0.25):
+        tiles = draw_tiles(batch, call)
+        counts = [torch.where(tiles.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)]
     call["empty_rows"] = str(pick(rng, "zero", "zero", "mean"))
     mean = call["empty_rows"] == "mean"
     matrix: Matrix | None = None

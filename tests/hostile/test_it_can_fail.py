@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from . import caches, decode, dense, formulas, indexer, loss, sparse, training, two_phase
+from . import attention, caches, decode, dense, formulas, indexer, loss, sparse, training, two_phase
 from .core import Drawn, Mismatch, Value, compare, drawn, exact, judge
 from .formulas import Rows
 
@@ -106,6 +106,13 @@ def no_means(rows: dict[str, Any]) -> None:
 def big_endian(right: Any, bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> torch.Tensor:
     flat = np.unpackbits(bits)[first : first + int(np.prod(shape))]
     return torch.from_numpy(flat.reshape(shape).astype(np.float64))
+
+
+@around(attention, "draw_tiles")
+def next_row_of_bits(right: Any, batch: dense.Batch, call: dict[str, Any]) -> dense.Matrix:
+    found = right(batch, call)
+    found.whole = found.whole.roll(1, -2)
+    return found
 
 
 @around(formulas, "philox")
@@ -212,6 +219,7 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
     *((f, of_rows(m)) for f in ("decode", "infer") for m in (one_key, no_bias)),
     *((f, m) for f in ("attention", "training") for m in (big_endian, next_seed, first_head_alone, no_delta)),
     ("training", other_order),
+    ("attention", next_row_of_bits),
     *(("decode", m) for m in (swapped_nibbles, no_window, wrong_rounding)),
     *(("sparse", m) for m in (of_rows(once), holes_are_passed, no_delta)),
     *(("indexer", m) for m in (holes_are_passed, slots_close_up, ties_from_behind, no_gate)),

@@ -38,7 +38,7 @@ SECONDS = 300.0  # on a busy machine; a quiet core needs a tenth
 # The finder of an editable install comes first otherwise, and finds the tree that it was made from.
 FIRST_ON_THE_PATH = "import sys\nfrom importlib.machinery import PathFinder\nsys.meta_path.insert(0, PathFinder)\n"
 # As CMakeLists.txt compiles the core, for the instruction set that runs everywhere; optimised just enough to be quick.
-CORE = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno"]
+CORE = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-ffp-contract=fast", "-fno-math-errno"]
 CORE += ["-fno-trapping-math", "-DFUSION_VARIANT_ENTRY=fusion_variant_base"]
 
 

@@ -27,6 +27,7 @@ struct Case {
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
     Dropout dropout = Dropout::none;
     bool blocked = false, sink = false;
+    bool tiled = false;   // keys are blocked by tiles
     bool masked = false;  // the bias hides every fifth key, whose V is NaN, and keys of some rows
 };
 
@@ -62,6 +63,11 @@ const Case cases[] = {
      .lo = -60, .hi = 9},
     {.name = "pieces of a band", .dim_qk = 250, .dim_v = 250, .lengths = {{1400, 1400}}, .lo = -40, .hi = 3},
     {.name = "many keys", .dim_v = 16, .lengths = {{7, 3000}}},
+    {.name = "blocked tiles", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40, .lengths = {{300, 700}, {5, 140}},
+     .tiled = true},
+    {.name = "blocked tiles in a band", .heads_q = 2, .dim_qk = 17, .dim_v = 7, .dim_rope = 3,
+     .lengths = {{400, 390}, {0, 3}, {3, 0}, {129, 257}}, .lo = -170, .hi = 9, .bias = Bias::matrix,
+     .dropout = Dropout::philox, .blocked = true, .sink = true, .tiled = true, .masked = true},
 };
 // clang-format on
 
@@ -70,6 +76,24 @@ std::vector<Long> lengths_of(const Case &from, bool keys) {
     out.reserve(from.lengths.size());
     for (const auto &[q_len, kv_len] : from.lengths) out.push_back(keys ? kv_len : q_len);
     return out;
+}
+
+// One table for all sequences: tiles blocked as a whole or not at all, with bits, and with a number that has none.
+void draw_tiles(Call &c, std::mt19937 &random) {
+    Long rows = 0, keys = 0;
+    for (const fusion::Sequence &s : c.sequences) {
+        rows = std::max(rows, (s.q_len + 127) / 128), keys = std::max(keys, (s.kv_len + 127) / 128);
+    }
+    c.tiles_at.address.assign(c.sequences.size(), 0);
+    c.tiles_at.stride_row.assign(c.sequences.size(), keys);
+    c.tiles_at.stride_head.assign(c.sequences.size(), rows * keys);
+    for (Long i = 0; i < c.problem.heads_q * rows * keys; ++i) {
+        const std::int32_t whole[] = {-1, -2, 1 << 30}, kind = static_cast<std::int32_t>(random() % 6);
+        c.tiles.push_back(kind < 3 ? whole[kind] : static_cast<std::int32_t>(c.tile_bits.size() / 2048));
+        for (int byte = 0; kind >= 3 && byte < 2048; ++byte) {
+            c.tile_bits.push_back(static_cast<unsigned char>(random() & random()));
+        }
+    }
 }
 
 void hide_keys(Call &c) {
@@ -130,6 +154,8 @@ Call make(const Case &from, Dtype dtype) {
     const Long slopes = static_cast<Long>(from.lengths.size()) * from.heads_q;
     for (Long i = 1; i <= slopes; ++i) c.slopes.push_back(0.02f * static_cast<float>(i));
     for (Long h = 0; h < from.heads_q; ++h) c.sink.push_back(0.5f - 0.4f * static_cast<float>(h));
+    c.problem.has_blocked_tiles = from.tiled;
+    if (from.tiled) draw_tiles(c, random);
     if (from.masked) hide_keys(c);
     return c;
 }
@@ -181,7 +207,7 @@ public:
             test_forward(*built.variant);
             test_gradients(*built.variant);
         }
-        if (call_.problem.dropout != Dropout::none) return;
+        if (call_.problem.dropout != Dropout::none || call_.problem.has_blocked_tiles) return;
         judge_.begin(built.name, "decode, ", rounds_weights);
         test_decode(*built.variant);
     }

@@ -21,6 +21,8 @@ inline fusion::Operands operands_of(Call &c) {
     o.bias = c.bias_at.view(c.bias.data(), c.problem.dtype);
     o.blocked = c.blocked_at.view(c.blocked.data(), Dtype::float32);
     o.drop_bits = c.bits_at.view(c.bits.data(), Dtype::float32);
+    o.blocked_tiles = c.tiles_at.view(c.tiles.data(), Dtype::float32);
+    o.blocked_bits = c.tile_bits.data(), o.blocked_count = static_cast<Long>(c.tile_bits.size() / 2048);
     o.slopes = c.slopes.data(), o.sink = c.sink.data(), o.seed = c.seed, o.offset = c.offset;
     return o;
 }

@@ -18,9 +18,10 @@ struct Call {
     fusion::Problem problem{};
     std::vector<fusion::Sequence> sequences;
     RowMemory q, k, v, q_rope, k_rope, dout;
-    MatrixMemory bias_at, blocked_at, bits_at;
+    MatrixMemory bias_at, blocked_at, bits_at, tiles_at;
     Elements bias;
-    std::vector<unsigned char> blocked, bits;
+    std::vector<unsigned char> blocked, bits, tile_bits;
+    std::vector<std::int32_t> tiles;  // of 128 rows and keys
     std::vector<float> slopes, sink;
     std::uint64_t seed = 0x123456789abcdef;
     std::uint32_t offset = 77;
@@ -71,7 +72,12 @@ inline bool kept(const Call &c, Long b, Long head, Long row, Long key) {
 inline bool seen(const Call &c, Long b, Long head, Long row, Long key) {
     const fusion::Sequence &s = c.sequences[b];
     if (key < row + s.lo || key >= std::max(s.prefix, row + s.hi)) return false;
-    return !c.problem.has_blocked || !c.blocked[c.blocked_at.at(b, head, row, key)];
+    if (c.problem.has_blocked && c.blocked[c.blocked_at.at(b, head, row, key)]) return false;
+    if (!c.problem.has_blocked_tiles) return true;
+    const std::int32_t tile = c.tiles[c.tiles_at.at(b, head, row / 128, key / 128)];
+    const std::size_t byte = static_cast<std::size_t>(tile) * 2048 + row % 128 * 16 + key % 128 / 8;
+    if (tile < 0 || byte >= c.tile_bits.size()) return tile == -2;
+    return !(c.tile_bits[byte] >> key % 8 & 1);
 }
 
 struct Dot {

@@ -6,6 +6,11 @@
 #include "plan/team.h"
 #include "selected.h"
 
+#include <chrono>
+#include <thread>
+
+#include <time.h>
+
 namespace check {
 namespace {
 
@@ -21,7 +26,7 @@ void meet(Report &report, int threads) {
     std::vector<int> done(count);
     std::atomic<Long> next = 0, sum = 0, chain = 0;
     std::atomic<int> wrong = 0;
-    fusion::run_team(threads, [&](const fusion::Team &team) {
+    fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
         for (int round = 1; round <= 3; ++round) {
             team.share(count, [&](Long i) { ++done[i]; }, round);
             for (Long i = team.thread; i < count; i += team.size) wrong += done[i] != round;
@@ -46,7 +51,7 @@ void give_up(Report &report, int threads) {
         bool interrupted = false;
         std::atomic<bool> never = false;
         try {
-            fusion::run_team(threads, [&](const fusion::Team &team) {
+            fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
                 while (where == 0 && !team.cancelled()) team.share(1000, [](int) {});
                 if (where == 1) team.wait_until([&] { return never.load(); });
                 if (where == 2 && team.thread != team.size - 1) team.barrier();
@@ -58,6 +63,71 @@ void give_up(Report &report, int threads) {
         fusion::asks_to_stop = nullptr;
         expect(report, interrupted && asked, "did not give up", threads);
     }
+}
+
+double computed() {  // by this thread, in milliseconds
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
+}
+
+// Whether a call has a team, whose other thread passes some time, computing or not.
+bool has_team(fusion::Alone alone, int milliseconds, bool computes) {
+    bool together = false;
+    fusion::run_team(2, alone, [&](const fusion::Team &team) {
+        if (team.thread == 0) {
+            together = team.size == 2;
+        } else if (computes) {
+            for (const double end = computed() + milliseconds; computed() < end;) {
+            }
+        } else {
+            std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+        }
+    });
+    return together;
+}
+
+// What teams cost decides about the next ones.
+void weigh(Report &report) {
+    using std::chrono::microseconds, std::chrono::milliseconds;
+    const auto lose = [](fusion::Experience &by, int times, milliseconds at) {
+        while (times-- > 0) by.learn(microseconds(0), milliseconds(4), fusion::Experience::Time(at));
+    };
+    const auto team = [](const fusion::Experience &by, int small, milliseconds at) {
+        return by.recommends_team(microseconds(small), fusion::Experience::Time(at));
+    };
+    fusion::Experience busy;
+    expect(report, team(busy, 1, milliseconds(0)), "the first call has no team", 2);
+    lose(busy, 1, milliseconds(0));
+    expect(report, !team(busy, 3900, milliseconds(31)) && team(busy, 1, milliseconds(32)), "a first loss", 2);
+    expect(report, team(busy, 4000, milliseconds(1)), "a call that saves more than was lost has no team", 2);
+    lose(busy, 1, milliseconds(32));
+    expect(report, !team(busy, 1, milliseconds(95)) && team(busy, 1, milliseconds(96)), "a second loss", 2);
+    for (int at = 100; at < 20000; at += 1000) lose(busy, 1, milliseconds(at));
+    lose(busy, 1, milliseconds(20000));
+    expect(report, !team(busy, 1, milliseconds(20511)) && team(busy, 1, milliseconds(20512)), "the longest pause", 2);
+    fusion::Experience quiet = busy;
+    for (int i = 0; i < 200; ++i) quiet.learn(microseconds(90), microseconds(50), {});
+    lose(quiet, 1, milliseconds(30000));
+    expect(report, team(quiet, 1, milliseconds(30000)), "one loss among many gains", 2);
+    lose(quiet, 1, milliseconds(30000));
+    expect(report, !team(quiet, 1, milliseconds(30031)) && team(quiet, 1, milliseconds(30032)), "patience stays", 2);
+}
+
+// A thread that came late and computed nothing is done without, one that computes as long as it is waited for is not.
+void come_late(Report &report) {
+    using std::chrono::milliseconds;
+    // Other work may make any call late: one pair of calls has to show it.
+    bool alone = false, together = false;
+    for (int i = 0; i < 50 && !alone; ++i)
+        alone = has_team(milliseconds(1), 6, false) && !has_team(milliseconds(1), 0, false);
+    expect(report, alone, "a thread that came late is waited for again", 2);
+    expect(report, has_team(fusion::never_alone, 0, false), "much work has no team", 2);
+    for (int i = 0; i < 50 && !together; ++i) {
+        together = has_team(milliseconds(8), 9, true) && has_team(milliseconds(8), 9, true);
+        if (!together) std::this_thread::sleep_for(milliseconds(20));
+    }
+    expect(report, together, "a thread that computes is not waited for", 2);
 }
 
 void lease(Report &report) {
@@ -103,6 +173,8 @@ void same_bits(Report &report, const fusion::Built &built) {
 
 void test_teams(Report &report) {
     lease(report);
+    weigh(report);
+    come_late(report);
     for (const int threads : sizes) {
         meet(report, threads);
         give_up(report, threads);

@@ -54,6 +54,7 @@ def draw_problem(rng: random.Random) -> Problem:
         dropout=drops,
         keep_prob=1.0 if drops == "none" else rng.choice([0.5, 0.8, 0.9]),
         empty_rows=rng.choice(["zero", "zero", "mean", "mean_in_band"]),
+        has_blocked_tiles=rng.random() < 0.3,
     )
 
 
@@ -152,7 +153,9 @@ def plain_scores(call: Call, b: int) -> torch.Tensor:
     scores = capped(p, scores)[0] + (added * p.scale if p.bias_scaled else added)
     edges = (int(getattr(call.extents, name)[b]) for name in ("lo", "hi", "prefix"))
     seen = interval_matrix(scores.shape[1], scores.shape[2], *edges)
-    return scores.masked_fill(~seen if not call.blocked else ~seen | call.blocked[b], -math.inf)
+    for blocked in (call.blocked, call.tiled):
+        seen = seen & ~blocked[b] if blocked else seen
+    return scores.masked_fill(~seen, -math.inf)
 
 
 def plain(call: Call, b: int, want: Results) -> dict[str, torch.Tensor]:

@@ -6,11 +6,13 @@ All memory is hostile: sequences lie strided and offset in buffers full of NaN, 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.backends import golden
+from fusion_attention.testing import cut_tiles
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import Band
@@ -39,6 +41,7 @@ class Call:
     bias: Tensors = field(default_factory=list)  # a table is [heads or 1, 1024, keys]
     slopes: torch.Tensor | None = None
     blocked: Tensors = field(default_factory=list)
+    tiled: Tensors = field(default_factory=list)  # as blocked; given to back ends as tiles
     keep: Tensors = field(default_factory=list)
     sink: torch.Tensor | None = None
     seed: int = 5
@@ -90,6 +93,14 @@ def bits(keep: Tensors) -> MatrixView:
     return MatrixView(torch.from_numpy(np.packbits(loose, bitorder="little")), address, strides[:, 0], strides[:, 1], 1)
 
 
+def tiled(blocked: Tensors) -> dict[str, Any]:
+    """The operands of blocked tiles: one list of bits for all sequences, which nothing leads to but their numbers."""
+    cut = [cut_tiles(t) for t in blocked]
+    before = np.cumsum([0, *(len(bits) for _, bits in cut)]).tolist()
+    numbers = [torch.where(t >= 0, t + n, t) for (t, _), n in zip(cut, before, strict=False)]
+    return {"blocked_tiles": matrix(numbers), "blocked_bits": torch.cat([bits for _, bits in cut])}
+
+
 def load(
     call: Call, dtype: torch.dtype = torch.float64, stats: torch.dtype = torch.float64, packed: bool = True
 ) -> Operands:
@@ -105,6 +116,7 @@ def load(
         bias=matrix(call.bias) if call.bias else None,
         slopes=call.slopes,
         blocked=matrix(call.blocked) if call.blocked else None,
+        **(tiled(call.tiled) if call.tiled else {}),
         drop_bits=bits(call.keep) if call.keep else None,
         seed=call.seed,
         offset=call.offset,
@@ -206,6 +218,8 @@ def make(
         call.slopes = torch.rand(count, p.heads_q, generator=generator, dtype=torch.float64)
     if p.has_blocked:
         call.blocked = [t > 0.3 for t in draw_pairs(blocked_axes)]
+    if p.has_blocked_tiles:
+        call.tiled = [mixed(t > 0.3, generator) for t in draw_pairs("hij" if "h" in blocked_axes else "ij")]
     if p.dropout == "bits":
         call.keep = [t > -0.4 for t in draw_pairs("hij")]
     if p.has_sink:
@@ -213,9 +227,17 @@ def make(
     return call
 
 
+def mixed(blocked: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same, but for tiles that are blocked whole or not at all."""
+    heads, *sizes = blocked.shape
+    kind = torch.randint(4, (heads, *(-(-n // 128) for n in sizes)), generator=generator)
+    kind = kind.repeat_interleave(128, -1).repeat_interleave(128, -2)[:, : sizes[0], : sizes[1]]
+    return (blocked | (kind == 0)) & (kind != 1)
+
+
 def alone(call: Call, b: int) -> Call:
     """Sequence b of a call, as a call of its own."""
-    tensors = {n: getattr(call, n)[b : b + 1] for n in (*INPUTS, "bias", "blocked", "keep", "dout")}
+    tensors = {n: getattr(call, n)[b : b + 1] for n in (*INPUTS, "bias", "blocked", "tiled", "keep", "dout")}
     slopes = None if call.slopes is None else call.slopes[b : b + 1]
     extents = Extents(*(getattr(call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
     return replace(call, extents=extents, slopes=slopes, **tensors)
@@ -235,6 +257,7 @@ def in_band(call: Call, b: int) -> torch.Tensor:
 def seen_by(call: Call, b: int) -> torch.Tensor:
     """[heads_q, q_len, kv_len]: in the band, and not blocked."""
     seen = in_band(call, b).expand(call.problem.heads_q, -1, -1)
+    seen = seen & ~call.tiled[b] if call.tiled else seen
     return seen & ~call.blocked[b] if call.blocked else seen
 
 

@@ -61,6 +61,13 @@ CASES: dict[str, tuple[dict, dict]] = {
     **{f"bias_{axes}": ({"bias": "matrix", "bias_scaled": axes == "ij"}, {"bias_axes": axes}) for axes in BIASES},
     **{f"blocked_{axes}": ({"has_blocked": True}, {"blocked_axes": axes}) for axes in BIASES},
     **{
+        f"tiles_{form}_{axes}": (
+            {"has_blocked_tiles": True, "has_blocked": axes == "ij", "empty_rows": form},
+            {"q_len": (200, 0, 130), "kv_len": (300, 140, 9), "band": Band.window(170, 3), "blocked_axes": axes},
+        )
+        for form, axes in (("zero", "hij"), ("mean", "ij"), ("mean_in_band", "hij"))
+    },
+    **{
         f"{form}_{band.lo}": ({"empty_rows": form, "has_blocked": True, "dim_rope": 2, **BITS}, {"band": band})
         for form in ("zero", "mean", "mean_in_band")
         for band in (Band.causal(), Band.window(0, 0, "start"))

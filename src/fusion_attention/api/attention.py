@@ -30,8 +30,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: Literal[False] = False,
-    backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, blocked_tiles: Tensor | None = None,
+    blocked_bits: Tensor | None = None, return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -41,8 +41,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: Literal[True],
-    backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, blocked_tiles: Tensor | None = None,
+    blocked_bits: Tensor | None = None, return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -52,8 +52,8 @@ def attention(
     next_tokens: int = UNLIMITED, blocked: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_start: Sequence[int] | None = None, sink: Tensor | None = None,
     keep_prob: float = 1.0, drop_bits: Tensor | None = None, seed: int | None = None, offset: int = 0,
-    empty_rows: EmptyRows = "zero", softcap: float = 0.0, return_lse: bool,
-    backend: BackendName = "auto",
+    empty_rows: EmptyRows = "zero", softcap: float = 0.0, blocked_tiles: Tensor | None = None,
+    blocked_bits: Tensor | None = None, return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -85,6 +85,8 @@ def attention(
     offset: int = 0,
     empty_rows: EmptyRows = "zero",
     softcap: float = 0.0,
+    blocked_tiles: Tensor | None = None,
+    blocked_bits: Tensor | None = None,
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -118,6 +120,10 @@ def attention(
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
         empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
         softcap: keeps scores between -softcap and softcap, before any bias (Gemma 2: 50); 0: leaves them as they are.
+        blocked_tiles: a mask of which whole tiles are skipped: int32 [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)],
+            for every tile of 128 rows by 128 keys of a sequence -1 (removes all), -2 (removes nothing), or the number
+            of its bits. Packed: S1 and S2 are the longest sequence's.
+        blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1 removes it.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
             differentiate it is an error (compiled, or under torch.func: a constant); lse.detach() where it is one.
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
@@ -141,7 +147,8 @@ def attention(
         "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
         "next_tokens": next_tokens, "blocked": blocked, "bias": bias, "alibi_slopes": alibi_slopes,
         "alibi_start": alibi_start, "sink": sink, "keep_prob": keep_prob, "drop_bits": drop_bits, "seed": seed,
-        "offset": offset, "empty_rows": empty_rows, "softcap": softcap,
+        "offset": offset, "empty_rows": empty_rows, "softcap": softcap, "blocked_tiles": blocked_tiles,
+        "blocked_bits": blocked_bits,
     }  # fmt: skip
     out, max_, sum_ = forward(args, backend, stats=return_lse)
     return (out, max_ + sum_.log()) if return_lse else out

@@ -176,7 +176,8 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
         return ""
     known = size_of(word, names)
     # Two unknown factors: the tensor that would have shown one of them has failed.
-    return "" if known in (size, None) else f"{word}={known}" + _origins(word, origin, param)
+    shown = word if word.isdigit() else f"{word}={known}"
+    return "" if known in (size, None) else shown + _origins(word, origin, param)
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:

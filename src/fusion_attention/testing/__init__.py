@@ -13,6 +13,7 @@ from fusion_attention.testing.cases import Case, arguments, hostile, in_band, pa
 from fusion_attention.testing.compare import check, compare, epsilon
 from fusion_attention.testing.faces import call_face, golden, lowered, pythonic, run
 from fusion_attention.testing.plain import plain
+from fusion_attention.testing.tiles import cut_tiles
 
 __all__ = [
     "Case",
@@ -20,6 +21,7 @@ __all__ = [
     "call_face",
     "check",
     "compare",
+    "cut_tiles",
     "epsilon",
     "golden",
     "hostile",

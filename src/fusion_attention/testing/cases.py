@@ -45,7 +45,8 @@ class Case(Named):
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
         sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as npu_fusion_attention_v2.
         mask: "none"; "compressed"; random ones: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
-            "head" [B, N1, S1, S2], "tokens" [T1, T2].
+            "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], of tiles that are removed whole, in part
+            or not at all, a call of the pythonic face only.
         mask_dtype: "bool" or "uint8" (then 255 removes).
         blank: some rows of a random mask remove every key; without it no row of the band loses its first key.
         pse: "none"; "full" [B, N1, S1, S2], "row" [B, N1, 1, S2], "table" [B, N1, 1024, S2], "slopes" [B, N1], each
@@ -95,7 +96,7 @@ class Case(Named):
     def npu(self) -> bool:
         """torch_npu's functions can express it."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
-        return self.softcap == 0 and (self.packed or not ragged)
+        return self.softcap == 0 and self.mask != "tiles" and (self.packed or not ragged)
 
     def lengths(self, side: str) -> tuple[int, ...]:
         """q_len or kv_len, by side "q" or "kv"."""
@@ -227,12 +228,16 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
     if case.mask == "compressed":  # it stands for a formula, so its content must not matter: it removes everything
         return torch.ones(1, 1, dtype=dtype).expand(3072 if case.sparse_mode == 6 else 2048, 2048)
     shape = {"matrix": (s1, s2), "ones": (1, 1, s1, s2), "batch": (batch, 1, s1, s2), "head": (batch, heads, s1, s2)}
-    shape["tokens"] = (case.tokens("q"), case.tokens("kv"))
+    shape["tokens"], shape["tiles"] = (case.tokens("q"), case.tokens("kv")), shape["head"]
     removed = torch.rand(shape[case.mask], generator=generator) < 0.3
+    if case.mask == "tiles":
+        kind = torch.randint(3, (batch, heads, -(-s1 // 128), -(-s2 // 128)), generator=generator)
+        kind = kind.repeat_interleave(128, -1).repeat_interleave(128, -2)[..., :s1, :s2]
+        removed = (removed | (kind == 0)) & (kind != 1)
     for b, rows in enumerate(case.q_len):
         place = _mask_part(case, removed, b)
-        if not case.blank:
-            first = in_band(case, b).int().argmax(-1) if case.kv_len[b] else torch.zeros(rows, dtype=torch.int64)
+        if not case.blank and case.kv_len[b]:
+            first = in_band(case, b).int().argmax(-1)
             place[..., torch.arange(rows), first] = False
     if case.blank:
         removed[..., ::2, :] = True

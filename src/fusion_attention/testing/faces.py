@@ -13,7 +13,8 @@ from fusion_attention.ops.training import lower, own
 from fusion_attention.ops.training import records as training
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.statistics import from_lanes, to_lanes
-from fusion_attention.testing.cases import Case, Results, Tensor, in_band, prefix_fits, seen
+from fusion_attention.testing.cases import Case, Results, Tensor, hostile, in_band, prefix_fits, seen
+from fusion_attention.testing.tiles import cut_tiles
 from fusion_attention.torch_ops.dense_eager import attention, attention_backward
 from fusion_attention.waist.mask import Band
 
@@ -49,7 +50,7 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
         "sparse_mode": None if prefix or mask is None else 1 if mode == 5 else mode,
         "pre_tokens": case.pre,
         "next_tokens": case.next,
-        "blocked": None if case.mask == "compressed" else mask,
+        "blocked": None if case.mask in ("compressed", "tiles") else mask,
         "bias": args["pse"] if matrix else None,
         "alibi_slopes": args["pse"] if slopes else None,
         "alibi_start": (case.starts or (0, 0)) if slopes else None,
@@ -59,7 +60,12 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
         "offset": args.get("offset", 0),
         "empty_rows": "zero" if case.inner_precise == 2 or beyond or not case.npu else "mean",
         "softcap": case.softcap,
+        **(_tiles(mask) if case.mask == "tiles" else {}),
     }
+
+
+def _tiles(mask: Tensor) -> dict[str, Tensor]:
+    return {f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), cut_tiles(mask), strict=True)}
 
 
 def call_face(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:

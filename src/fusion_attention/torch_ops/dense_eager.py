@@ -66,7 +66,7 @@ def attention_backward(
     Statistics may come with any strides, as tensors do that somebody kept meanwhile.
     """
     backend = chosen(backend)
-    q_rope, k_rope, bias, _, _, _, sink = call.extras
+    q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
     present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
     gradients = tuple(call.q.new_empty(0) if t is None else empty(t, t.shape) for t in present)
     max_, sum_ = (t.contiguous() for t in stats)  # Their views count on the order in which they were written.
@@ -151,5 +151,5 @@ class _Attention(torch.autograd.Function):
             (dout, q, k, v, *extras),
         )
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads
-        inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink)
+        inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink, None, None)
         return None, None, None, *(g if need else None for g, need in zip(inputs, wanted, strict=True))

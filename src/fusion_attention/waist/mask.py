@@ -1,6 +1,6 @@
-"""Which keys a row sees: one interval of keys per row, plus (elsewhere) an explicit `blocked` matrix.
+"""Which keys a row sees: one interval of keys per row, plus (elsewhere) an explicit `blocked` matrix, or tiles of one.
 
-Knows intervals, their two alignments and prefixes. Refuses to know what any interface calls them.
+Knows intervals, their two alignments and prefixes, and what tiles block. Refuses to know what any interface calls them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.waist.kv import MatrixView
+
 # More tokens than any sequence has, and so few that sums of several never leave int64.
 INFINITE = 1 << 40
 # Token counts from here on mean "no limit" in every interface.
 UNLIMITED = (1 << 31) - 1
+# Rows and keys of a tile that is blocked as a whole, not at all, or bit by bit; and how it says the first two.
+TILE = 128
+ALL_BLOCKED, NONE_BLOCKED = -1, -2
 
 
 def tokens(count: int) -> int:
@@ -139,3 +144,18 @@ def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> t
     row = torch.arange(q_len)[:, None]
     key = torch.arange(kv_len)[None, :]
     return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
+
+
+def blocked_by_tiles(
+    tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
+) -> torch.Tensor:
+    """[heads, rows, keys] bool: the pairs of sequence b that tiles remove."""
+    numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
+    whole = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
+    whole[ALL_BLOCKED] = True
+    if bits is not None:
+        place = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        whole = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), whole))
+    # Counted from the end, the numbers of the two whole tiles are where they lie.
+    known = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(whole) - 2), ALL_BLOCKED)
+    return whole[known].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]

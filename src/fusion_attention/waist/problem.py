@@ -68,6 +68,7 @@ class Problem(_Typed):
         has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
             int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
             weighs all its keys by round(weight_scale).
+        has_blocked_tiles: keys are removed tile by tile of 128 rows by 128 keys, beside band and matrix.
         select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
         select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
             ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
@@ -102,6 +103,7 @@ class Problem(_Typed):
     select_count: int = 0
     select_block: int = 1
     softcap: float = 0.0
+    has_blocked_tiles: bool = False
 
     @property
     def group(self) -> int:
@@ -216,6 +218,10 @@ class Operands:
     row_scale: RowView | None = None  # float32, dim 1, as out lies
     weight_scale: torch.Tensor | None = None  # one float32
     indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
+    # int32, an element per tile, which counts in tiles: ALL_BLOCKED, NONE_BLOCKED, or the number of its bits; one that
+    # has no bits blocks all.
+    blocked_tiles: MatrixView | None = None
+    blocked_bits: torch.Tensor | None = None  # uint8 [n, 128, 16], a bit per pair, lowest first; 1 = not seen
 
 
 @dataclass(eq=False)

@@ -55,6 +55,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         table += [
             ("bias with select_count", problem.bias, ("none",)),
             ("has_blocked with select_count", problem.has_blocked, (False,)),
+            ("has_blocked_tiles with select_count", problem.has_blocked_tiles, (False,)),
             ("dropout with select_count", problem.dropout, ("none",)),
             ("empty_rows with select_count", problem.empty_rows, ("zero",)),
             ("kv_dtype with select_count", problem.kv_dtype, ("",)),

@@ -45,6 +45,8 @@ def reasons_against(problem: Problem) -> list[str]:
             "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
             "with scales of rows or with an int8 result."
         )
+    if needed(p) and p.has_blocked_tiles:
+        reasons.append("the cpu back end computes blocked tiles over dense rows of keys alone.")
     if p.common_keys and (p.dim_rope or "token" in (p.dequant_k, p.dequant_v)):
         reasons.append("the cpu back end computes common_keys without rope parts and scales of tokens.")
     return reasons
@@ -58,7 +60,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     if needed(problem):
         few: np.ndarray = (rows <= _ROWS_OF_CACHE) | (extents.q_len <= _TOKENS_OF_CACHE)
         return few
-    if problem.dropout != "none" or problem.dim_rope:
+    if problem.dropout != "none" or problem.dim_rope or problem.has_blocked_tiles:
         return np.zeros(len(extents), bool)
     few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
     few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)

@@ -36,6 +36,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("dim_rope", p.dim_rope, (0,)),
         ("has_sink", p.has_sink, (False,)),
         ("softcap", p.softcap, (0.0,)),
+        ("has_blocked_tiles", p.has_blocked_tiles, (False,)),
     )
     return [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."

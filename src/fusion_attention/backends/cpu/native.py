@@ -16,6 +16,7 @@ import fusion_attention._native as _native
 from fusion_attention.memory import empty
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
+from fusion_attention.waist.mask import TILE
 from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.waist.tiles import by_query
 
@@ -95,7 +96,7 @@ class Floats:
 def problem_of(p: Problem) -> tuple[Any, ...]:
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
-    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops, p.softcap
+    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops, p.softcap, p.has_blocked_tiles
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
@@ -141,7 +142,18 @@ def _operands(p: Problem, o: Operands, floats: Floats) -> tuple[Any, ...]:
         o.seed & 0xFFFFFFFFFFFFFFFF,
         o.offset & 0xFFFFFFFF,
         floats.address(o.sink) if p.has_sink else 0,
+        *(_tiles_of(o.blocked_tiles, o.blocked_bits) if p.has_blocked_tiles and o.blocked_tiles else (None, 0, 0)),
     )
+
+
+def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, int, int]:
+    if tiles.keep.dtype is not torch.int32:
+        raise TypeError(f"fusion_attention: native core: expected numbers of tiles in int32, got {tiles.keep.dtype}")
+    if bits is None:
+        return matrix_of(tiles, 0), 0, 0
+    if bits.dtype is not torch.uint8 or bits.shape[1:] != (TILE, TILE // 8) or not bits.is_contiguous():
+        raise TypeError(f"fusion_attention: native core: expected bits of tiles, got {bits.dtype} {list(bits.shape)}")
+    return matrix_of(tiles, 0), bits.data_ptr(), len(bits)
 
 
 def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:

@@ -17,6 +17,7 @@ from fusion_attention.backends.golden.selection import added_up, scanned
 from fusion_attention.waist import bias
 from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import blocked_by_tiles
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")
@@ -57,6 +58,10 @@ def _seen(
         assert operands.blocked is not None
         free = operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0
         seen = seen & F.pad(free, (operands.blocked.first_of(b), 0), value=True)
+    if problem.has_blocked_tiles:
+        assert operands.blocked_tiles is not None
+        lengths = problem.heads_q, q_len, kv_len
+        seen = seen & ~blocked_by_tiles(operands.blocked_tiles, operands.blocked_bits, b, *lengths)
     return seen, end > first
 
 

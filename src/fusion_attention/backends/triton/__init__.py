@@ -116,6 +116,8 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         for what, given, accepted in table
         if given not in accepted
     ]
+    if p.has_blocked_tiles:
+        unknown.append("the triton back end computes no blocked tiles: give them as a matrix, blocked.")
     return against_device(where) + unknown + against_shape(p, where) + against_cache(p)
 
 

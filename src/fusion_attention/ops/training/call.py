@@ -29,7 +29,7 @@ from fusion_attention.waist.kv import MatrixView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
-EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink", "blocked_tiles", "blocked_bits")
 BIAS = EXTRAS.index("bias")
 
 
@@ -107,6 +107,9 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
         "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
         "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
         "sink": lambda t: t,
+        "blocked_tiles": lambda t: matrix_view(t, "broadcast", p.heads_q, e),
+        # A tile's bytes are counted one by one; as they come, they are.
+        "blocked_bits": lambda t: t.contiguous(),
     }
     given = zip(EXTRAS, call.extras, strict=True)
     return {name: build[name](tensor) for name, tensor in given if tensor is not None}

@@ -16,7 +16,7 @@ from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
 from fusion_attention.waist.bias import TABLE_ROWS
-from fusion_attention.waist.mask import INFINITE, tokens
+from fusion_attention.waist.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
@@ -105,6 +105,26 @@ def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
 def positions(start: np.ndarray | None) -> bool:
     """Whether a start index is one that distances can be computed from."""
     return start is None or bool((np.abs(start) < INFINITE).all())
+
+
+def tiles_fit(tiles: torch.Tensor, *whole: int) -> bool | str:
+    """Whether there is a number for every tile of [B or 1, N1 or 1, S1, S2] scores."""
+    batch, heads, *lengths = whole
+    shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts
+    return fits or f"{list(shape)} for {[batch, heads, *counts]}"
+
+
+def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
+    """Whether every tile is one of the two whole ones or has bits; reads them."""
+    if tiles.is_meta or not tiles.numel():
+        return True
+    numbers = tiles.numpy() if tiles.is_cpu else tiles.cpu().numpy()
+    least, most = int(numbers.min()), int(numbers.max())
+    if least >= NONE_BLOCKED and most < count:
+        return True
+    place = np.unravel_index(numbers.argmin() if least < NONE_BLOCKED else numbers.argmax(), numbers.shape)
+    return f"{numbers[place]} at {[int(n) for n in place]}, of {count} tiles with bits"
 
 
 def replays(seed: Any, offset: Any) -> bool:

@@ -43,7 +43,8 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[s
     extents, form = _extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
-    return _problem(n, form, extents), form, extents, ("query_rope", "key_rope", *bias, blocked, "drop_mask", "sink")
+    names = ("query_rope", "key_rope", *bias, blocked, "drop_mask", "sink", "", "")
+    return _problem(n, form, extents), form, extents, names
 
 
 def _blocks(n: dict[str, Any]) -> bool:

@@ -32,13 +32,14 @@ from fusion_attention.ops.shared.rules import (
 )
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
-from fusion_attention.ops.training.checks import positions
+from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
 from fusion_attention.ops.training.records import SIZES, rows
 from fusion_attention.ops.training.run import PlainForward
-from fusion_attention.waist.mask import UNLIMITED, Band
+from fusion_attention.waist.mask import NONE_BLOCKED, TILE, UNLIMITED, Band
 from fusion_attention.waist.problem import Extents, Problem
 
 OWN_ROPE = {"q_rope": True, "k_rope": True}
+ONE_TILE = {"blocked_tiles": "1 1 1 1"}
 
 
 RULES = (
@@ -170,6 +171,34 @@ RULES = (
         given={"drop_bits": "1024", "keep_prob": 0.5},
     ),
     finite_scale("scale"),
+    *group(
+        Rule(
+            "tiles_fit(blocked_tiles, B, N1, S1, S2)",
+            "blocked_tiles",
+            "one number per tile of 128 rows by 128 keys",
+            text="shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)]",
+            spoil={"blocked_tiles": "1 1 1 2"},
+        ),
+        Rule(
+            "tiles_exist(blocked_tiles, bit_tiles or 0)",
+            "blocked_tiles",
+            "-1 removes a whole tile, -2 nothing of it",
+            text="-1, -2, or the number of a tile in blocked_bits",
+            reads=True,
+            spoil={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
+        ),
+        when="blocked_tiles is not None",
+        given=ONE_TILE,
+    ),
+    Rule(
+        "blocked_tiles is not None",
+        "blocked_bits",
+        "the tiles say where which bits belong",
+        text="blocked_bits only beside blocked_tiles",
+        when="blocked_bits is not None",
+        given={**ONE_TILE, "blocked_bits": "3 128 16"},
+        spoil={"blocked_tiles": None},
+    ),
 )
 
 
@@ -194,6 +223,7 @@ def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
     if slopes is not None or sink is not None:
         slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
     extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
+    extras += (n["blocked_tiles"], n["blocked_bits"])
     call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
     call.memo = bound.memo
     return call
@@ -221,6 +251,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         keep_prob=float(n["keep_prob"]) if drops else 1.0,
         empty_rows=n["empty_rows"],
         softcap=float(n["softcap"]),
+        has_blocked_tiles=n["blocked_tiles"] is not None,
     )
 
 
@@ -285,15 +316,30 @@ RECORD = Op(
             bad="nan",
         ),
         SOFTCAP,
+        Tensor(
+            "blocked_tiles",
+            "What each tile of 128 x 128 scores removes: -1 all, -2 nothing, or the number of its bits.",
+            True,
+            dtypes="int32",
+            make=lambda s: torch.full(s, NONE_BLOCKED, dtype=torch.int32),
+        ),
+        Tensor(
+            "blocked_bits",
+            "Bits of numbered tiles: a row of 16 bytes per query row, lowest bit first, 1 removes a score.",
+            True,
+            dtypes="uint8",
+            shape=f"bit_tiles {TILE} {TILE // 8}",
+            make=lambda s: torch.zeros(s, dtype=torch.uint8),
+        ),
     ),
     RULES,
     formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, keys seen) * keep / keep_prob @ v",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
     layouts=(*PADDED, *PACKED),
     layout_attr="layout",
-    neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr")),
+    neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr", "bit_tiles")),
     derive=lengths,
-    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, trained)},
+    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, tiles_fit, tiles_exist, trained)},
     lower=lambda bound, *, seed=0, offset=0: PlainForward(dense_call(bound, seed=seed)),
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},

@@ -71,7 +71,7 @@ class DenseBackward(OfCall):
 
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
-        q_rope, k_rope, _, _, _, _, sink = self.call.extras
+        q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         given = (self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink)
         return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "clock.h"
+#include "plan/experience.h"
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +43,9 @@ struct Team {
     }
 };
 
-template <class Work> void run_team(int size, const Work &work) {
+constexpr Alone never_alone = Alone::max();
+
+template <class Work> void run_team(int size, Alone, const Work &work) {
     schedule::run_fibers(size, [&](int thread) { work(Team{thread, size}); });
 }
 

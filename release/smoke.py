@@ -1,0 +1,59 @@
+"""What an installed wheel must do: `python smoke.py torch` (or `core`: the core is imported before torch).
+
+Runs in an environment that holds the wheel and torch, outside the repository; prints one line, or ends with an error.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+
+def runtimes() -> list[str]:
+    """Files of the OpenMP runtimes in this process."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    return sorted(f for f in files if any(name in Path(f).name for name in ("gomp", "iomp5", "libomp")))
+
+
+def main(first: str) -> None:
+    names = ["torch", "fusion_attention._native"]
+    for name in names if first == "torch" else reversed(names):
+        importlib.import_module(name)
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import fusion_attention as fa
+    from fusion_attention import _native
+    from fusion_attention.testing.compare import compare
+
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    torch.ones(1 << 22).sum()  # torch's threads
+    drawn = [torch.randn(2, heads, 300, 64) for heads in (8, 2, 2, 8)]
+
+    def results(attend: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, dout = (x.to(dtype) for x in drawn)
+        rows = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        out = attend(*rows)  # type: ignore[operator]
+        return [out.detach(), *torch.autograd.grad(out, rows, dout)]
+
+    def ours(q, k, v):  # type: ignore[no-untyped-def]
+        return fa.attention(q, k, v, layout="BNSD", band=fa.Band.causal())
+
+    def theirs(q, k, v):  # type: ignore[no-untyped-def]
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    golden = results(theirs, torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
+        for name, mine, exact, plain in all_three:
+            compare(f"{name}, {dtype}", mine, exact, plain, 300)
+    found = runtimes()
+    assert len(found) == 1, f"one OpenMP runtime serves torch and the core, but there are {found}"
+    python = ".".join(map(str, sys.version_info[:2]))
+    module, runtime = (Path(path).name for path in (_native.__file__, found[0]))
+    print(f"Python {python}, torch {torch.__version__}, {first} first: {module}, threads of {runtime}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,168 @@
+"""`make wheels`: builds the source archive, from it a wheel per processor and Python, and checks each of them.
+
+Whatever is not as docs/release.md says ends it with an error. What is built lies in dist/ afterwards.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GLIBC = 28  # of manylinux_2_28
+MEGABYTES, SECONDS = 15, 30  # of a wheel; of its installation
+MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file says it
+
+
+def run(*command: object, **environment: str) -> str:
+    """What a command prints; its words and an end where it fails."""
+    print("  $", *(Path(str(word)).name if str(word).startswith("/") else word for word in command), flush=True)
+    done = subprocess.run(
+        [str(word) for word in command], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        fail(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def fail(why: str) -> None:
+    sys.exit(f"make wheels: {why}")
+
+
+def build(python: str, machine: str, archive: Path, work: Path) -> Path:
+    """A wheel of one Python for one processor, with the tag that this machine gives it."""
+    folder = work / f"{machine}-{Path(python).name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    cross = {}
+    if machine != os.uname().machine:
+        suffix = run(python, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))").strip()
+        cross = {
+            "CMAKE_TOOLCHAIN_FILE": str(ROOT / f"release/{machine}.cmake"),
+            "SETUPTOOLS_EXT_SUFFIX": suffix.replace(os.uname().machine, machine),
+            "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        }
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        archive,
+        **cross,
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def tagged(wheel: Path, machine: str, dist: Path) -> Path:
+    """The same wheel with manylinux's tag, after auditwheel has said that it may have it."""
+    found = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    allowed = re.search(rf'following platform tag:\s+"manylinux_2_(\d+)_{machine}"', found)
+    if not allowed or int(allowed[1]) > GLIBC:
+        fail(f"{wheel.name} cannot be manylinux_2_{GLIBC}_{machine}: give what forbids it an old version in "
+             f"csrc/old_glibc.cpp\n{found}")  # fmt: skip
+    copy = shutil.copy(wheel, dist)
+    words = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag",
+                f"manylinux_2_{GLIBC}_{machine}", copy)  # fmt: skip
+    return dist / words.split()[-1]
+
+
+def check_contents(wheel: Path, machine: str) -> None:
+    """The package and nothing else, one native module for the right processor, linked to nothing that may be absent."""
+    if wheel.stat().st_size > MEGABYTES << 20:
+        fail(f"{wheel.name} has {wheel.stat().st_size >> 20} MB, expected at most {MEGABYTES}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        natives = [name for name in names if name.endswith(".so")]
+        module = archive.read(natives[0]) if natives else b""
+    source = ROOT / "src"
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / "fusion_attention").rglob("*")
+        if path.is_file() and path.suffix not in (".so", ".pyc")
+    }
+    if set(names) - set(natives) != expected:
+        odd = sorted((set(names) - set(natives)) ^ expected)
+        fail(f"{wheel.name}: expected what src/ holds, these are too many or missing: {odd}")
+    expected_suffix = ".abi3.so" if "-abi3-" in wheel.name else f"-{machine}-linux-gnu.so"
+    if len(natives) != 1 or not natives[0].endswith(expected_suffix):
+        fail(f"{wheel.name}: expected one native module named *{expected_suffix}, got {natives}")
+    if struct.unpack_from("<H", module, 18)[0] != MACHINES[machine]:
+        fail(f"{wheel.name}: its native module is for another processor than {machine}")
+
+
+def check_metadata(files: list[Path]) -> None:
+    run(sys.executable, "-m", "twine", "check", "--strict", *files)
+    for wheel in files:
+        if "-abi3-" in wheel.name:
+            run(sys.executable, "-m", "abi3audit", "--strict", wheel)
+
+
+def installed(python: str, wheel: Path, work: Path, pip: list[str]) -> None:
+    """A fresh environment with torch in it: how long the wheel takes there without a compiler, and what it computes."""
+    folder = work / f"environment-{Path(python).name}"
+    run(python, "-m", "venv", "--clear", folder)
+    own = folder / "bin/python"
+    install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip]
+    run(*install, "-c", ROOT / "constraints.txt", "torch")
+    begun = time.monotonic()
+    run(*install, "-c", ROOT / "constraints.txt", wheel, PATH=str(folder / "bin"))
+    took = time.monotonic() - begun
+    if took > SECONDS:
+        fail(f"{wheel.name} took {took:.0f} s to install, expected at most {SECONDS}")
+    print(f"  {wheel.name}: installed in {took:.1f} s without a compiler")
+    smoke = shutil.copy(ROOT / "release/smoke.py", work)
+    for first in ("torch", "core"):
+        print("  " + run(own, smoke, first).strip())
+
+
+def for_python(version: str, wheels: list[Path], machine: str) -> Path:
+    """The wheel that a Python of this version, "3.12", takes."""
+    minor = int(version.split(".")[1])
+    tag = "cp312-abi3" if minor >= 12 else f"cp3{minor}-cp3{minor}"
+    return next(wheel for wheel in wheels if tag in wheel.name and wheel.name.endswith(f"{machine}.whl"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--pythons", nargs="+", required=True, help="CPython 3.10, 3.11, and 3.12 or later, to build by"
+    )
+    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--test", nargs="*", default=[], help="Pythons to install a wheel for, with torch, and run it")
+    parser.add_argument("--pip", default="", help="options of these installations")
+    given = parser.parse_args()
+    work, dist = ROOT / "build/wheels", ROOT / "dist"
+    for folder in (work, dist):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", dist)
+    (archive,) = dist.glob("*.tar.gz")
+    wheels = []
+    for machine in given.machines:
+        for python in given.pythons:
+            wheel = tagged(build(python, machine, archive, work), machine, dist)
+            check_contents(wheel, machine)
+            wheels.append(wheel)
+            print(f"  {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    check_metadata([archive, *wheels])
+    for python in given.test:
+        version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
+        installed(python, for_python(version, wheels, os.uname().machine), work, given.pip.split())
+    print(f"make wheels: {len(wheels)} wheels and the source archive in dist/; docs/release.md says what is next")
+
+
+if __name__ == "__main__":
+    main()

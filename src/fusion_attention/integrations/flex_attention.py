@@ -1,0 +1,342 @@
+"""FlexAttention's function on this library: torch.nn.attention.flex_attention's words, with gradients on a CPU.
+
+Masks become bands, lengths or tiles (flex_masks.py), a score_mod a softcap, slopes or a bias (flex_scores.py); what has
+no such words is refused. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_attention.api.attention import attention
+from fusion_attention.integrations import flex_masks, flex_mods, flex_scores
+from fusion_attention.integrations.flex_masks import Seen, Shape
+from fusion_attention.integrations.flex_scores import Terms
+from fusion_attention.patches import Changes, Counted
+from fusion_attention.torch_ops import dispatch
+
+__all__ = ["explain", "flex_attention", "patched"]
+
+_EVERY = Seen(None)
+_WHOLE = 1 << 30  # rows and keys of the one block of a mask that hides nothing, as torch makes it
+_MODULE = "torch.nn.attention.flex_attention"
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention, on this library: forward and backward, on any machine.
+
+    Differentiable in query, key, value and in what a score_mod adds to scores.
+
+    Args:
+        query: [B, Hq, L, E]; float16, bfloat16, float32, or (slowly) float64.
+        key: [B, Hkv, S, E]; one item serves all of the query's beside a block_mask.
+        value: [B, Hkv, S, Ev].
+        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score / c) + b, with numbers a
+            and c and any b that the score is no part of; -inf hides a key.
+        block_mask: a BlockMask of torch's, or the function of (b, h, q_idx, kv_idx) that one is made of.
+        scale: factor on the dot products; None: 1 / sqrt(E).
+        enable_gqa: Hq may be a multiple of Hkv.
+        return_lse: also return the logarithm of the sum of exp(score), float32 [B, Hq, L]; without a gradient.
+        kernel_options: read by torch's kernels only.
+        return_aux: torch's AuxRequest(lse=...), answered by its AuxOutput.
+
+    Returns:
+        out [B, Hq, L, Ev]; (out, lse) for return_lse, (out, AuxOutput) for return_aux.
+
+    Raises:
+        BackendError: a score_mod that depends on the score in another way.
+        ValueError, NotImplementedError, RuntimeError: as torch, where tensors or masks do not fit.
+
+    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts them:
+        a full one is seen whole, whatever the function says, and one that is not listed not at all.
+
+    Example:
+        >>> q = torch.randn(1, 4, 100, 32, requires_grad=True)
+        >>> out = flex_attention(q, q, q, block_mask=lambda b, h, row, key: (row >= key) & (row - key < 16))
+        >>> out.sum().backward()
+    """
+    call = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    if torch.compiler.is_compiling():
+        from fusion_attention.torch_ops import trace_constants
+
+        return trace_constants.outside(_flex_attention, *call)
+    return _flex_attention(*call)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    return_aux: Any,
+) -> Any:
+    _check_tensors(query, key, value, enable_gqa, block_mask)
+    _check_mask(query, key, block_mask)
+    _check_asked(return_lse, return_aux)
+    items, heads, rows, dim = query.shape
+    if key.shape[0] != items:
+        key, value = (t.expand(items, -1, -1, -1) for t in (key, value))
+    shape = Shape(items, heads, rows, key.shape[2], query.device)
+    cast = {"q": query, "k": key, "v": value}
+    dispatch.autocast(cast, ("q", "k", "v"))
+    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    scale = (dim**-0.5 if scale is None else scale) * terms.factor
+    out, lse = _attend(*cast.values(), seen, terms, scale, stats=return_lse or bool(return_aux and return_aux.lse))
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = None, block_mask: Any = None) -> str:
+    """In which words flex_attention() says a mask and a score_mod to attention(): bands are fastest, tiles next.
+
+    Example:
+        >>> q = torch.randn(1, 4, 100, 32)
+        >>> print(explain(q, q, lambda score, b, h, row, key: 30 * torch.tanh(score / 30), lambda b, h, row, key: row >= key))
+        band=Band.causal('start'), softcap=30
+    """
+    _check_mask(query, key, block_mask)
+    shape = Shape(*query.shape[:3], key.shape[2], query.device)
+    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    words = []
+    if _packs(seen, terms):
+        words.append(f"{len(seen.q_len or ())} packed sequences, band={seen.band}")
+    elif seen.band is not None and not seen.packed:
+        words.append(f"band={seen.band}" + (", q_len and kv_len" if seen.q_len else ""))
+    elif seen.tiles is not None:
+        words.append("tiles")
+    words += [f"scale * {terms.factor:.6g}"] if terms.factor != 1 else []
+    words += [f"softcap={terms.softcap:.6g}"] if terms.softcap else []
+    words += ["alibi_slopes"] if terms.slopes is not None else []
+    words += [f"bias {list(terms.bias.shape)}"] if terms.bias is not None else []
+    return ", ".join(words) or "every row sees every key"
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, block_mask: Any) -> None:
+    tensors = (query, key, value)
+    if any(t.is_nested for t in tensors):
+        raise NotImplementedError(
+            "flex_attention: query: expected a dense tensor, got a nested one; pad it, or pack it"
+        )
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if any(t.ndim != 4 for t in tensors):
+        raise NotImplementedError(
+            f"flex_attention: query: expected [B, H, L, E] for query, key and value, got {shapes}"
+        )
+    if query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            "flex_attention: key: expected as many elements in its rows as in the query's, and as many rows as the value "
+            f"has, got {shapes}"
+        )
+    if any(t.device != query.device for t in tensors):
+        devices = ", ".join(str(t.device) for t in tensors)
+        raise ValueError(f"flex_attention: query: expected query, key and value on one device, got {devices}")
+    own, shared = query.shape[1], key.shape[1]
+    if own != shared and not enable_gqa:
+        raise ValueError(
+            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share them"
+        )
+    if own % max(shared, 1) or own < shared:
+        raise ValueError(
+            f"flex_attention: key: expected a number of heads that divides the query's {own}, got {shared}"
+        )
+    if query.shape[0] != key.shape[0] and (key.shape[0] != 1 or block_mask is None):
+        raise ValueError(
+            f"flex_attention: key: expected the query's batch size {query.shape[0]}, or 1 beside a block_mask, got "
+            f"{key.shape[0]}"
+        )
+
+
+def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
+    if mask is None or (callable(mask) and not _is_block_mask(mask)):
+        return
+    if not _is_block_mask(mask):
+        raise TypeError(
+            f"flex_attention: block_mask: expected a BlockMask or a function of (b, h, q_idx, kv_idx), got {type(mask)}; "
+            "a tensor is the `blocked` of fusion_attention.attention(), where true hides"
+        )
+    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise RuntimeError("Cannot use mask_mod from a sliced BlockMask: set it from that of the mask before slicing")
+    made, asked = tuple(mask.seq_lengths), (query.shape[2], key.shape[2])
+    if made != asked and tuple(mask.BLOCK_SIZE) != (_WHOLE, _WHOLE):
+        raise ValueError(
+            f"flex_attention: block_mask: expected one made for q_len={asked[0]} and kv_len={asked[1]}, got one for "
+            f"{made[0]} and {made[1]}; make it anew, or crop it by block_mask._adjust(q_len, kv_len)"
+        )
+    if mask.kv_num_blocks.device != query.device:
+        raise RuntimeError(
+            f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}; "
+            "block_mask.to(device) moves it"
+        )
+
+
+def _check_asked(return_lse: bool, return_aux: Any) -> None:
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "flex_attention: return_lse: expected it or return_aux, got both; AuxRequest(lse=True) says it"
+        )
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(
+            "flex_attention: return_aux: expected AuxRequest(lse=...), got max_scores=True, which has no result here"
+        )
+
+
+def _is_block_mask(mask: Any) -> bool:
+    return hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod")
+
+
+# ----------------------------------------------------------------------------------------------------- understanding
+
+
+def _understood(
+    score_mod: Callable[..., Any] | None, mask: Any, shape: Shape, dtype: torch.dtype
+) -> tuple[Seen, Terms]:
+    if not (shape.items and shape.heads and shape.rows and shape.keys):
+        return _EVERY, Terms()
+    seen = _EVERY
+    if _is_block_mask(mask):
+        blocks = tuple(
+            getattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        )
+        captured = (mask.mask_mod, blocks, tuple(mask.BLOCK_SIZE))
+        seen = flex_mods.remembered(mask, ("seen", shape), captured, lambda: flex_masks.of_block_mask(mask, shape))
+    elif mask is not None:
+        seen = _of_function(mask, shape)
+    if score_mod is None:
+        return seen, Terms()
+    scores = dtype if dtype == torch.float64 else torch.float32
+    terms = flex_scores.terms(score_mod, shape, scores, alone=mask is None, past=seen.past)
+    if terms.mask is not None:
+        seen = _of_function(terms.mask, shape)
+    return seen, terms
+
+
+def _of_function(mod: flex_mods.Mod, shape: Shape) -> Seen:
+    return flex_mods.remembered(mod, ("seen", shape), (mod,), lambda: flex_masks.of_function(mod, shape))
+
+
+# ----------------------------------------------------------------------------------------------------------- calling
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, scale: float, *, stats: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
+    bias, dtype = terms.bias, q.dtype
+    if bias is not None and bias.dtype != q.dtype:
+        rounded = bias.detach().to(q.dtype)
+        if not bool((rounded.to(bias.dtype) == bias.detach()).all()):
+            # A bias has the query's dtype; distances of a thousand tokens have more digits than bfloat16.
+            q, k, v = (t.to(bias.dtype) for t in (q, k, v))
+        terms = replace(terms, bias=bias.to(q.dtype))
+    words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": stats}
+    if terms.softcap:
+        words["softcap"] = terms.softcap
+    if terms.slopes is not None:
+        words["alibi_start"] = [0, 0]
+    if q.dtype == torch.float64:
+        words["backend"] = "golden"
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
+    return out.to(dtype), lse
+
+
+def _packs(seen: Seen, terms: Terms) -> bool:
+    """Whether a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
+    if not seen.packed or seen.band is None or terms.bias is not None:
+        return False
+    return terms.slopes is None or (seen.aligned and terms.slopes.ndim == 1)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    items, heads, rows, _ = q.shape
+    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    words = {**words, "layout": "TND", "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
+    out, lse = _called(*packed, words)
+    out = out.view(items, rows, heads, -1).transpose(1, 2)
+    if not _tokens_outside(q):
+        out = out.contiguous()
+    return out, None if lse is None else lse.view(items, rows, heads).transpose(1, 2)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    if seen.band is not None and not seen.packed:
+        words = {**words, "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
+    elif seen.tiles is not None:
+        words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
+    if not _tokens_outside(q):
+        return _called(q, k, v, {**words, "layout": "BNSD"})
+    out, lse = _called(*(t.transpose(1, 2) for t in (q, k, v)), {**words, "layout": "BSND"})
+    return out.transpose(1, 2), lse
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of attention()."""
+    said = attention(q, k, v, **words)
+    return said if isinstance(said, tuple) else (said, None)
+
+
+def _tokens_outside(q: Tensor) -> bool:
+    """Whether [B, N, S, D] is a view of [B, S, N, D]; results lie like the query, as torch's do."""
+    return q.stride(1) < q.stride(2)
+
+
+# ---------------------------------------------------------------------------------------------------------- patching
+
+
+class _Patched(Counted):
+    """Puts flex_attention() in torch's place, and in that of every module that took it from there by its name."""
+
+    def begin(self, changes: Changes) -> None:
+        """Makes the changes."""
+        import sys
+
+        import torch.nn.attention.flex_attention as theirs
+
+        function = theirs.flex_attention
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", {})
+            if names.get("flex_attention") is function:
+                changes.set(module, "flex_attention", flex_attention)
+
+
+def patched() -> _Patched:
+    """While entered, torch's flex_attention is this one, for code that cannot be edited; nests, in any thread.
+
+    What torch.compile(flex_attention) made before stays torch's.
+
+    Example:
+        >>> with patched():
+        ...     from torch.nn.attention.flex_attention import flex_attention
+    """
+    return _PATCHED
+
+
+# Global because what it changes is: whoever enters first changes it, whoever leaves last takes it back.
+_PATCHED = _Patched()

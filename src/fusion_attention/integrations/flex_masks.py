@@ -1,0 +1,407 @@
+"""What a FlexAttention block mask lets rows see: bands and lengths where it is that, else tiles with bits.
+
+A band is what was proven of every row of the mask, never what a function looks like. Knows no score and no tensor of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusion_attention.integrations import flex_mods
+from fusion_attention.waist.mask import INFINITE, Band
+
+TILE = 128  # rows, and keys, of a tile
+NONE, ALL = -1, -2  # what stands for a tile of which nothing, or everything, is seen
+_CHUNK = 64  # tiles that are evaluated at a time: 8 MiB of positions
+_FAR = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The keys that rows see, said in every way that is true.
+
+    Attributes:
+        band: with q_len and kv_len all there is to say, if there is one.
+        q_len, kv_len: tokens per item, or of the sequences that all items are cut into (`packed`); None: all.
+        packed: whether rows and keys are cut into sequences, those of one item after those of the other.
+        aligned: no sequence's keys begin elsewhere than its rows: distances are what they were.
+        past: no row sees a key behind itself.
+        tiles, bits: the same once more, as `blocked_tiles` and `blocked_bits`; None where no tile was looked at.
+    """
+
+    band: Band | None
+    q_len: list[int] | None = None
+    kv_len: list[int] | None = None
+    packed: bool = False
+    aligned: bool = True
+    past: bool = False
+    tiles: Tensor | None = None
+    bits: Tensor | None = None
+
+    def blocked(self, rows: int, keys: int) -> Tensor:
+        """[B or 1, N or 1, rows, keys]: true where a key is not seen."""
+        assert self.tiles is not None and self.bits is not None
+        whole = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
+        bits = torch.cat([self.bits, whole])[self.tiles.long()]  # -2 and -1 are the last two
+        pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
+        pairs = pairs.transpose(0, 1, 2, 4, 3, 5)
+        b, n, down, _, across, _ = pairs.shape
+        return torch.from_numpy(pairs.reshape(b, n, down * TILE, across * TILE)[:, :, :rows, :keys])
+
+
+# ------------------------------------------------------------------------------------------------------------- masks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Items, heads, rows and keys of a call, and where its functions are evaluated."""
+
+    items: int
+    heads: int
+    rows: int
+    keys: int
+    device: torch.device
+
+
+def of_block_mask(mask: Any, shape: Shape) -> Seen:
+    """What torch's BlockMask says of a call's pairs."""
+    grid, block = _grid(mask, shape)
+    return _seen(_tiled(mask.mask_mod, grid, block, shape), shape)
+
+
+def of_function(mod: flex_mods.Mod, shape: Shape) -> Seen:
+    """What a function of positions says: true where a row sees a key."""
+    relative = _relative(mod, shape)
+    if relative is not None:
+        return relative
+    grid = np.ones((1, 1, 1, 1), np.int8)
+    return _seen(_tiled(mod, grid, (shape.rows, shape.keys), shape), shape)
+
+
+def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
+    """(0: nothing, 1: what the function says, 2: all, for each block [B or 1, N or 1, R, C]; rows and keys of a block)."""
+    rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
+    down, across = -(-shape.rows // rows), -(-shape.keys // keys)
+    partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
+    grid = partial.astype(np.int8)
+    if mask.full_kv_num_blocks is not None:
+        full = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices, down, across)
+        grid = np.where(full, np.int8(2), grid)
+    from torch.nn.attention.flex_attention import noop_mask  # loaded before, with the mask
+
+    if mask.mask_mod is noop_mask:
+        grid = np.where(grid == 1, np.int8(2), grid)
+    for name, size, asked in (("batch size", grid.shape[0], shape.items), ("heads", grid.shape[1], shape.heads)):
+        if size not in (1, asked):
+            raise ValueError(
+                f"flex_attention: block_mask: expected a mask of 1 or {asked} as its {name}, like the query, got {size}; "
+                "make it with create_block_mask(mask_mod, B, H, ...) for this query, or with None in that place"
+            )
+    return grid, (rows, keys)
+
+
+def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
+    """[B, N, down, across]: whether a block is listed."""
+    numbers, places = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
+    while numbers.ndim < 3:
+        numbers, places = numbers[None], places[None]
+    if numbers.shape[2] < down or places.shape[:3] != numbers.shape:
+        raise ValueError(
+            f"flex_attention: block_mask: expected at least {down} rows of blocks for this query, got kv_num_blocks "
+            f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; make the mask anew for these lengths"
+        )
+    numbers, places = numbers[:, :, :down], places[:, :, :down]
+    valid = np.arange(places.shape[3]) < numbers[..., None]
+    if ((places < 0) | (places >= across))[valid].any() or (numbers > places.shape[3]).any():
+        raise ValueError(
+            f"flex_attention: block_mask: expected block numbers from 0 to {across - 1}, got others in kv_indices; "
+            "make the mask anew for these lengths"
+        )
+    listed = np.zeros((*places.shape[:3], across + 1), bool)
+    np.put_along_axis(listed, np.where(valid, places, across).astype(np.int64), True, axis=3)
+    return listed[..., :across]
+
+
+# ------------------------------------------------------------------------------------------------------------- tiles
+
+
+@dataclass
+class _Rows:
+    """What was found of a mask: tiles, and for each row its first key, the end behind its last, and how many it sees."""
+
+    tiles: np.ndarray
+    bits: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    count: np.ndarray
+
+
+def _tiled(mod: flex_mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
+    """All tiles of a mask; the function is evaluated only in those that blocks leave open."""
+    grid = _own_items(mod, grid, shape)
+    low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
+    tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
+    found = _Rows(tiles, np.empty((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
+    known: dict[bytes, int] = {}
+    kept: list[np.ndarray] = []
+    open_tiles = np.argwhere((low != 2) & (high != 0))
+    for at in np.array_split(open_tiles, -(-len(open_tiles) // _CHUNK)) if len(open_tiles) else ():
+        seen, inside = _evaluated(mod, at, grid, block, shape)
+        _note_rows(found, at, seen)
+        hidden = np.packbits(~seen, axis=2, bitorder="little")
+        for place, bits, some, every in zip(
+            map(tuple, at), hidden, seen.any((1, 2)), (seen | ~inside).all((1, 2)), strict=True
+        ):
+            if some and not every:
+                text = bits.tobytes()
+                if text not in known:
+                    known[text] = len(kept)
+                    kept.append(bits)
+                tiles[place] = known[text]
+            else:
+                tiles[place] = ALL if some else NONE
+    if kept:
+        found.bits = np.stack(kept)
+    for name in ("first", "end", "count"):  # rows of the last tile that do not exist
+        setattr(found, name, getattr(found, name)[..., : shape.rows])
+    return found
+
+
+def _own_items(mod: flex_mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
+    """The grid with an item, or head, of its own for each one that the function tells apart."""
+    if not (grid == 1).any():
+        return grid
+    sizes = list(grid.shape)
+    for axis, size in enumerate((shape.items, shape.heads)):
+        if sizes[axis] < size and flex_mods.depends(mod, axis, shape.device):
+            sizes[axis] = size
+    return np.broadcast_to(grid, sizes)
+
+
+def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
+    """[B, N, tiles down, tiles across]: fold over the blocks that a tile touches."""
+    for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
+        starts = np.arange(0, length, TILE)
+        ends = (np.minimum(starts + TILE, length) - 1) // size + 1
+        places = np.stack([starts // size, ends], 1).ravel()
+        padded = np.concatenate([grid, np.take(grid, [-1], axis)], axis)  # an end may lie behind the last block
+        grid = np.take(fold.reduceat(padded, places, axis), np.arange(0, len(places), 2), axis)
+    return grid
+
+
+def _of_whole_tiles(whole: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, end, count) of each row, over tiles that are seen whole."""
+    starts = np.arange(0, shape.keys, TILE)
+    ends = np.minimum(starts + TILE, shape.keys)
+    first = np.where(whole, starts, _FAR).min(-1, initial=_FAR)
+    end = np.where(whole, ends, 0).max(-1, initial=0)
+    count = np.where(whole, ends - starts, 0).sum(-1)
+    return tuple(np.repeat(a.astype(np.int64), TILE, axis=-1) for a in (first, end, count))  # type: ignore[return-value]
+
+
+def _evaluated(
+    mod: flex_mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
+) -> tuple[np.ndarray, np.ndarray]:
+    """([n, TILE, TILE] bool: whether a row sees a key; whether there are this row and this key)."""
+    rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
+    inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
+    rows, keys = np.minimum(rows, shape.rows - 1), np.minimum(keys, shape.keys - 1)
+    where = grid[
+        at[:, 0, None, None], at[:, 1, None, None], (rows // block[0])[:, :, None], (keys // block[1])[:, None, :]
+    ]
+    item, head, row, key = (torch.from_numpy(a).to(shape.device) for a in (at[:, 0], at[:, 1], rows, keys))
+    with torch.no_grad():
+        said = flex_mods.at_pairs(mod, item, head, row, key)
+    if said.shape != inside.shape or said.dtype != torch.bool:
+        raise ValueError(
+            "flex_attention: block_mask: expected a mask_mod that returns one bool for four positions, got "
+            f"{said.dtype} of shape {tuple(said.shape[3:])}"
+        )
+    return inside & ((where == 2) | (where == 1) & said.cpu().numpy()), inside
+
+
+def _note_rows(found: _Rows, at: np.ndarray, seen: np.ndarray) -> None:
+    """Adds tiles to what is known of their rows."""
+    count = seen.sum(2)
+    first = seen.argmax(2) + at[:, 3, None] * TILE
+    end = (TILE - seen[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
+    item, head = at[:, 0, None], at[:, 1, None]
+    row = at[:, 2, None] * TILE + np.arange(TILE)
+    np.add.at(found.count, (item, head, row), count)
+    np.minimum.at(found.first, (item, head, row), np.where(count > 0, first, _FAR))
+    np.maximum.at(found.end, (item, head, row), np.where(count > 0, end, 0))
+
+
+# ------------------------------------------------------------------------------------------------------------- bands
+
+
+def _seen(found: _Rows, shape: Shape) -> Seen:
+    """A mask in its best form."""
+    row = np.arange(shape.rows)
+    past = bool((found.end <= row + 1).all())
+    tiles, bits = torch.from_numpy(found.tiles), torch.from_numpy(found.bits)
+    said: dict[str, Any] = {"past": past, "tiles": tiles, "bits": bits}
+    empty = found.count == 0
+    first, end = np.where(empty, 0, found.first), np.where(empty, 0, found.end)
+    alike = (first == first[:, :1]).all() and (end == end[:, :1]).all()
+    if alike and bool((empty | (end - first == found.count)).all()):
+        first, end = first[:, 0], end[:, 0]
+        for cut in (_padded, _packed):
+            said.update(cut(first, end, shape) or {})
+            if said.get("band") is not None:
+                break
+    return Seen(**{"band": None, **said})
+
+
+def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
+    """The band of items [B, S1] that all begin at their first row and key, perhaps with lengths of their own."""
+    items, rows = first.shape
+    item, row = np.divmod(np.arange(items * rows), rows)
+    edges = _Edges(first.ravel(), end.ravel(), item, row)
+    band = _band(edges, np.full(items, rows), np.full(items, shape.keys))
+    if band is not None:
+        return {"band": _of_all(band, shape)}
+    q_len = np.where(end > 0, np.arange(1, rows + 1), 0).max(1, initial=0)
+    kv_len = end.max(1, initial=0)
+    band = _band(edges, q_len, kv_len)
+    if band is None:
+        return None
+    lengths = (np.broadcast_to(n, shape.items).tolist() for n in (q_len, kv_len))
+    return {"band": _of_all(band, shape), **dict(zip(("q_len", "kv_len"), lengths, strict=True))}
+
+
+def _of_all(band: Band, shape: Shape) -> Band:
+    """A band of items as that of the batch: one prefix for each."""
+    if len(band.prefix) == 1:
+        return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
+    return band
+
+
+def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
+    """The band of sequences that the items [B, S1] are cut into, if they can be."""
+    pieces = [piece for item in zip(first, end, strict=True) for piece in _pieces(*item, shape.keys)]
+    begin, q_len, start, kv_len = (np.array(column) for column in zip(*pieces, strict=True))
+    sequence = np.repeat(np.arange(len(pieces)), q_len)
+    row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
+    seen = end.ravel() > 0
+    edges = _Edges(*(np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end)), sequence, row)
+    band = _band(edges, q_len, kv_len)
+    if band is None or band.prefix:
+        return None
+    repeat = shape.items // len(first)
+    aligned = bool((begin == start)[(q_len > 0) & (kv_len > 0)].all())
+    lengths = {"q_len": q_len.tolist() * repeat, "kv_len": kv_len.tolist() * repeat}
+    return {"band": band, **lengths, "packed": True, "aligned": aligned}
+
+
+def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, int, int, int]]:
+    """(first row, rows, first key, keys) of the sequences of one item: all rows before a cut see keys before it, and all
+    behind it keys behind it. Rows without keys, and keys that no row sees, are sequences of their own."""
+    rows = len(first)
+    empty = end == 0
+    behind = np.maximum.accumulate(end)
+    ahead = np.minimum.accumulate(np.where(empty, keys, first)[::-1])[::-1]
+    cut = behind[:-1] <= ahead[1:]
+    cut &= ~(empty[:-1] & empty[1:])
+    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), rows]
+    pieces, key = [], 0
+    for begin, stop in zip(edges[:-1], edges[1:], strict=True):
+        seen = ~empty[begin:stop]
+        if not seen.any():
+            pieces.append((begin, stop - begin, key, 0))
+            continue
+        start, last = int(first[begin:stop][seen].min()), int(end[begin:stop].max())
+        if start > key:
+            pieces.append((begin, 0, key, start - key))
+        pieces.append((begin, stop - begin, start, last - start))
+        key = last
+    if key < keys:
+        pieces.append((rows, 0, key, keys - key))
+    return pieces
+
+
+class _Edges(NamedTuple):
+    """The keys first <= j < end that rows see (0, 0: none), of which sequence each is the row `row`."""
+
+    first: np.ndarray
+    end: np.ndarray
+    sequence: np.ndarray
+    row: np.ndarray
+
+
+def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
+    """The one band that gives each row of all sequences its keys; rows behind q_len see none."""
+    for align in ("start", "end"):
+        for band in _candidates(edges, q_len, kv_len, align):
+            if _is(band, edges, q_len, kv_len):
+                return band
+    return None
+
+
+def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
+    """The bands that there can be, from the rows whose edges are not those of all keys."""
+    first, end, sequence, row = edges
+    keys = kv_len[sequence]
+    diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
+    seen = end > first
+    left = np.unique((first - diagonal)[seen & (first > 0)])
+    right = np.unique((end - diagonal)[seen & (end < keys)])
+    lo = int(left[0]) if len(left) else -INFINITE
+    if len(left) > 1:
+        return
+    if len(right) <= 1:
+        yield Band(lo, int(right[0]) if len(right) else INFINITE, align)
+    elif not len(left):
+        prefix = kv_len.copy()
+        np.minimum.at(prefix, sequence, np.where(seen, end, keys))
+        right = np.unique((end - diagonal)[seen & (end < keys) & (end > prefix[sequence])])
+        if len(right) == 1:
+            yield Band(-INFINITE, int(right[0]), align, tuple(prefix.tolist()))
+
+
+def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> bool:
+    """The proof: whether a band gives every row these keys and no others."""
+    first, end, sequence, row = edges
+    lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
+    left = np.maximum(0, row + lo)
+    right = np.minimum(kv_len[sequence], np.maximum(prefix, row + hi))
+    seen = (right > left) & (row < q_len[sequence])
+    return bool((np.where(seen, left, 0) == first).all() and (np.where(seen, right, 0) == end).all())
+
+
+# ---------------------------------------------------------------------------------------------------------- functions
+
+
+def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
+    """A function of the distance alone, if the keys that it shows make a band."""
+    distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
+
+    def alone(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return mod(_Unasked(), _Unasked(), row, key)
+
+    with torch.no_grad():
+        said = flex_mods.by_distance(alone, zero, zero, distances)
+    if said is None or said.dtype != torch.bool or said.shape != (1, len(distances)):
+        return None
+    near = np.flatnonzero(said[0].cpu().numpy()) + 1 - shape.keys  # distances of keys that are seen
+    if not len(near) or near[-1] - near[0] + 1 != len(near):
+        return None
+    lo = -INFINITE if near[-1] == shape.rows - 1 else -int(near[-1])
+    hi = INFINITE if near[0] == 1 - shape.keys else 1 - int(near[0])
+    return Seen(Band(lo, hi, "start"), past=hi <= 1)
+
+
+class _Unasked(flex_mods.Position):
+    """A batch number or head that a relative mask must not ask for."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__  # type: ignore[assignment]

@@ -1,0 +1,280 @@
+"""Functions of positions (FlexAttention's mask_mod and score_mod): calling them as torch does, and what they captured.
+
+Knows nothing of attention: it evaluates functions of four positions, and says when an earlier answer still holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+Mod = Callable[..., Any]  # of (b, h, q_idx, kv_idx)
+
+# ------------------------------------------------------------------------------------------------------- evaluating
+
+
+class _Indexed(TorchFunctionMode):
+    """Reads table[q_idx] as a gather: torch would make a Python number of an index without dimensions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Tensor) for i in index) and all(isinstance(i, (Tensor, int)) for i in index):
+                device = args[0].device
+                places = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
+                return torch.ops.aten.index(args[0], places)
+        return func(*args, **(kwargs or {}))
+
+
+def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """mod at every pair of a row and a key of n blocks: [n, R, K], from b, h [n], rows [n, R] and keys [n, K].
+
+    As torch has it, the function sees four scalars.
+    """
+    over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
+    over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+    with _Indexed():
+        return torch.vmap(over_rows)(b, h, rows, keys)
+
+
+def at_points(mod: Mod, *points: Tensor) -> Any:
+    """mod at n points, from tensors [n]."""
+    with _Indexed():
+        return torch.vmap(mod)(*points)
+
+
+def depends(mod: Mod, axis: int, device: torch.device) -> bool:
+    """Whether what mod says depends on its position number `axis` (0: batch, 1: head, 2: row, 3: key) at all."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    in_dims = tuple(0 if i == axis else None for i in range(4))
+    points = [zero.expand(1) if i == axis else zero for i in range(4)]
+    try:
+        with _Indexed():
+            torch.vmap(mod, in_dims=in_dims, out_dims=None)(*points)
+    except ValueError:  # vmap refuses to return as unbatched what is batched
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------ relative ones
+
+
+class Absolute(Exception):
+    """A function asked where a row or a key lies, not only how far they are apart."""
+
+
+class Position:
+    """A row or a key whose place nobody knows, only its distance from another: differences of two are tensors.
+
+    What a function says of these is what it says at every pair that is as far apart. Whatever else is asked of one
+    raises: then the function is not known to be relative.
+    """
+
+    def __init__(self, shift: Any) -> None:
+        self._shift = shift
+
+    def __add__(self, other: Any) -> Position:
+        return Position(self._shift + _number(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, Position):
+            return self._shift - other._shift
+        return Position(self._shift - _number(other))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._apart(other) >= 0
+
+    def __gt__(self, other: Any) -> Any:
+        return self._apart(other) > 0
+
+    def __le__(self, other: Any) -> Any:
+        return self._apart(other) <= 0
+
+    def __lt__(self, other: Any) -> Any:
+        return self._apart(other) < 0
+
+    def __eq__(self, other: object) -> Any:
+        return self._apart(other) == 0
+
+    def __ne__(self, other: object) -> Any:
+        return self._apart(other) != 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _apart(self, other: Any) -> Any:
+        if not isinstance(other, Position):
+            raise Absolute
+        return self._shift - other._shift
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Absolute
+
+    def __getattr__(self, name: str) -> Any:
+        raise Absolute
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, (int, Tensor)) or isinstance(value, bool):
+        raise Absolute
+    return value
+
+
+def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
+    """mod where a row lies `distances` behind a key: [n, D], from b, h [n]; None if it is not known to be relative."""
+
+    def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
+        return mod(b, h, Position(distance), Position(torch.zeros_like(distance)))
+
+    try:
+        with _Indexed():
+            return torch.vmap(torch.vmap(of_distance, in_dims=(None, None, 0)), in_dims=(0, 0, None))(b, h, distances)
+    except Exception:  # of any kind: what such a stand-in causes is no error of the caller's
+        return None
+
+
+# --------------------------------------------------------------------------------------------------------- remembering
+
+_ATTRIBUTE = "_fusion_attention_memo"
+_KEPT = 4  # answers for other shapes
+
+
+class _Memo(OrderedDict[Any, Any]):
+    """What was found out about an object; a copy of the object begins anew."""
+
+    def __reduce__(self) -> Any:
+        return _Memo, ()
+
+    def __deepcopy__(self, memo: Any) -> _Memo:
+        return _Memo()
+
+
+def remembered(
+    owner: Any,
+    question: Any,
+    captured: tuple[Any, ...],
+    answer: Callable[[], T],
+    *,
+    content: bool = True,
+    keep: Callable[[T], bool] = lambda found: True,
+) -> T:
+    """answer(), or what it was last time, as long as nothing in `captured` changed; kept on the owner, dies with it.
+
+    Args:
+        owner: an object with attributes; one without is asked anew each time.
+        question: hashable: what else the answer depends on.
+        captured: objects that the answer reads: functions with all they captured, tensors with their content.
+        answer: finds out.
+        content: False where the answer does not read what tensors hold.
+        keep: whether an answer may serve again.
+    """
+    try:
+        memo = vars(owner).get(_ATTRIBUTE)
+        if type(memo) is not _Memo:
+            memo = _Memo()
+            setattr(owner, _ATTRIBUTE, memo)
+    except (TypeError, AttributeError):
+        return answer()
+    state, held = _state(captured, content)
+    known = memo.get(question)
+    if known is not None and known[0] == state:
+        return known[2]  # type: ignore[no-any-return]
+    found = answer()
+    if not keep(found):
+        return found
+    memo[question] = (state, held, found)  # held: while these live, nobody else has their ids
+    while len(memo) > _KEPT:
+        memo.popitem(last=False)
+    return found
+
+
+def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
+    """(what is compared, the objects behind it) of values and of all that functions among them captured."""
+    held: list[Any] = []
+    atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), held)]
+    if content:
+        atoms += [_content(value) for value in held if isinstance(value, Tensor)]
+    return atoms, held
+
+
+def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
+    """names: attributes that the function around reads."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        yield type(value), value
+        return
+    if id(value) in seen:
+        yield id(value)
+        return
+    seen.add(id(value))
+    held.append(value)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        yield type(value), len(value)
+        for item in value:
+            yield from _atoms(item, names, seen, held)
+        return
+    if isinstance(value, dict):
+        yield dict, len(value)
+        for item in (*value.keys(), *value.values()):
+            yield from _atoms(item, names, seen, held)
+        return
+    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+        yield from _atoms(value.__func__, names, seen, held)
+        yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), seen, held)
+        return
+    yield id(value)
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, types.FunctionType):
+        names = _names(value.__code__)
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        named = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
+        for item in (value.__code__, value.__defaults__, value.__kwdefaults__, *cells, *named):
+            yield from _atoms(item, names, seen, held)
+    elif isinstance(value, functools.partial):
+        yield from _atoms((value.func, value.args, value.keywords), names, seen, held)
+    elif not isinstance(value, (types.ModuleType, types.CodeType, type)):
+        yield from _attributes(value, names, seen, held)
+
+
+def _attributes(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
+    """Of an object, what its own call reads, and what the function around it names."""
+    call = getattr(type(value), "__call__", None)
+    if isinstance(call, types.FunctionType):
+        yield from _atoms(call, names, seen, held)
+        names = names | _names(call.__code__)
+    attributes = getattr(value, "__dict__", {})
+    for name in sorted(names & attributes.keys()):
+        yield from _atoms(attributes[name], names, seen, held)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _content(tensor: Tensor) -> Any:
+    """Changes when the content does; an inference tensor does not say, and counts as changed."""
+    if tensor.is_inference():
+        return object()
+    return tensor._version, tensor.requires_grad, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+@functools.lru_cache(maxsize=256)
+def _names(code: types.CodeType | None) -> frozenset[str]:
+    """The global names and attributes that a function's code reads, functions inside it included."""
+    if code is None:
+        return frozenset()
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)

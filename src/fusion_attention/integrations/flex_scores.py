@@ -1,0 +1,422 @@
+"""What a FlexAttention score_mod does to a score, as words that attention knows: a factor, a softcap, slopes, a bias.
+
+The function runs on a stand-in for the score that knows these operations and refuses all others, so nothing is guessed;
+what was found is compared with the function itself at random positions before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_attention.contract import BackendError
+from fusion_attention.integrations import flex_mods
+from fusion_attention.integrations.flex_masks import Shape
+
+_CHUNK = 1 << 22  # pairs that are evaluated at a time: 32 MiB of positions
+_PROBES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|; without a softcap, factor * s + ...
+
+    Attributes:
+        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None.
+        slopes: float32 [N] or [B, N], or None.
+        behind: whether all this is true of keys at or before their row only.
+        mask: true where the function leaves a score that it otherwise makes -inf; the bias is without these.
+    """
+
+    factor: float = 1.0
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    behind: bool = False
+    mask: flex_mods.Mod | None = None
+
+
+def refused(got: str, hint: str) -> BackendError:
+    """The error for a score_mod that attention has no words for."""
+    return BackendError(
+        "flex_attention: score_mod: expected score * a + b or c * tanh(score / c) + b, with numbers a and c and any b that "
+        f"the score is no part of; got {got}; {hint}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the stand-in
+
+
+class _Form(NamedTuple):
+    """factor * s, or cap * tanh(factor * s)."""
+
+    factor: float
+    cap: float | None
+
+
+class _Score:
+    """A score of unknown value: its form, and what was added to it."""
+
+    device: torch.device
+
+    def __init__(self, like: Tensor, form: _Form = _Form(1.0, None), bias: Any = 0.0) -> None:
+        self._like, self._form, self._bias = like, form, bias
+        self.dtype, self.device, self.shape, self.ndim, self.requires_grad = (
+            like.dtype,
+            like.device,
+            like.shape,
+            0,
+            False,
+        )
+
+    def _added(self, other: Any) -> _Score:
+        if not isinstance(other, _Score):
+            return _Score(self._like, self._form, self._bias + other)
+        if self._form.cap is not None or other._form.cap is not None:
+            raise refused("a sum of two scores, one of them capped", "add before the cap")
+        factor = self._form.factor + other._form.factor
+        return _Score(self._like, _Form(factor, None), self._bias + other._bias)
+
+    def _scaled(self, other: Any) -> _Score:
+        number = _constant(other)
+        form = self._form
+        scaled = _Form(form.factor * number, None) if form.cap is None else _Form(form.factor, form.cap * number)
+        return _Score(self._like, scaled, self._bias * number)
+
+    def __add__(self, other: Any) -> _Score:
+        return self._added(other)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> _Score:
+        return self._scaled(-1.0)
+
+    def __sub__(self, other: Any) -> _Score:
+        return self._added(-other)
+
+    def __rsub__(self, other: Any) -> _Score:
+        return (-self)._added(other)
+
+    def __mul__(self, other: Any) -> _Score:
+        return self._scaled(other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> _Score:
+        form, number = self._form, _constant(other)
+        if form.cap is None:
+            return _Score(self._like, _Form(form.factor / number, None), self._bias / number)
+        return _Score(self._like, _Form(form.factor, form.cap / number), self._bias / number)
+
+    def tanh(self) -> _Score:
+        if self._form.cap is not None or isinstance(self._bias, Tensor) or self._bias != 0:
+            raise refused("tanh() of a sum or of another tanh()", "cap the score alone, and add behind the cap")
+        return _Score(self._like, _Form(self._form.factor, 1.0))
+
+    def clone(self, *_: Any, **__: Any) -> _Score:
+        return self
+
+    to = float = type_as = contiguous = double = clone
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self, *_: Any) -> torch.Size:
+        return self.shape
+
+    def masked_fill(self, mask: Any, value: Any) -> _Score:
+        return _chosen(mask, value, self)
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused(f".{name} of a score", _COMPUTE)
+
+    def _no(self, *_: Any) -> Any:
+        raise refused("a comparison, a power or a product of scores", _COMPUTE)
+
+    __rtruediv__ = __pow__ = __rpow__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __abs__ = __float__ = _no
+    __eq__ = __ne__ = _no
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.strip("_")
+        known = _FUNCTIONS.get(name)
+        if known is None or kwargs:
+            raise refused(f"{name}() of a score", _COMPUTE)
+        return known(*args)
+
+
+_COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by hand"
+
+
+def _constant(value: Any) -> float:
+    """A number that multiplies all scores alike."""
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, _Score):
+        raise refused("a product of two scores", _COMPUTE)
+    if value.requires_grad:
+        raise refused("a score times a tensor that takes a gradient", "multiply the query by it")
+    try:
+        return float(value)
+    except RuntimeError as error:
+        raise refused("a score times what differs by position", "multiply the query, or the key, by it") from error
+
+
+def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
+    """where(condition, chosen, other), in which -inf may stand for a score."""
+    scores = [value for value in (chosen, other) if isinstance(value, _Score)]
+    if not scores or isinstance(condition, _Score):
+        raise refused("a condition on the score", _COMPUTE)
+    form, like = scores[0]._form, scores[0]._like
+    biases = []
+    for value in (chosen, other):
+        if isinstance(value, _Score):
+            if value._form != form:
+                raise refused("where() of scores that differ in a factor or a cap", _COMPUTE)
+            biases.append(_tensor(value._bias, like))
+        else:
+            if _constant(value) != -torch.inf:
+                raise refused("where() with a number in place of a score", 'hide a key by -float("inf")')
+            biases.append(_tensor(-torch.inf, like))
+    return _Score(like, form, torch.where(condition, *biases))
+
+
+def _tensor(value: Any, like: Tensor) -> Tensor:
+    return (
+        value.to(like.dtype)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=like.dtype, device=like.device)
+    )
+
+
+def _swapped(value: Any, mask: Any, fill: Any) -> _Score:
+    return _chosen(mask, fill, value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b if isinstance(a, _Score) else b + a,
+    "radd": lambda a, b: a + b if isinstance(a, _Score) else b + a,
+    "sub": lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a),
+    "subtract": lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a),
+    "rsub": lambda a, b: a.__rsub__(b) if isinstance(a, _Score) else b - a,
+    "mul": lambda a, b: a * b if isinstance(a, _Score) else b * a,
+    "rmul": lambda a, b: a * b if isinstance(a, _Score) else b * a,
+    "multiply": lambda a, b: a * b if isinstance(a, _Score) else b * a,
+    "div": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
+    "true_divide": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
+    "truediv": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
+    "neg": lambda a: -a,
+    "tanh": lambda a: a.tanh(),
+    "clone": lambda a: a,
+    "where": _chosen,
+    "masked_fill": _swapped,
+}
+
+
+# ------------------------------------------------------------------------------------------------------- recognising
+
+
+class _Interpreted:
+    """A score_mod run on the stand-in: called, it says the bias at a pair; `form` is what it did to the score."""
+
+    def __init__(self, score_mod: Callable[..., Any], dtype: torch.dtype) -> None:
+        self.score_mod, self.dtype = score_mod, dtype
+        self.form: _Form | None = None
+
+    def __call__(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
+        device = b.device
+        like = torch.zeros((), dtype=self.dtype, device=device)
+        said = self.score_mod(_Score(like), b, h, row, key)
+        form, bias = (said._form, said._bias) if isinstance(said, _Score) else (_Form(0.0, None), said)
+        if form != (self.form or form):
+            raise refused("a function that does something else at every call", "make it one of its arguments alone")
+        self.form = form
+        return _tensor(bias, like)
+
+
+class _Structure(NamedTuple):
+    """Which of (batch, head, row, key) the bias depends on, and whether on the distance of row and key alone."""
+
+    own: tuple[bool, ...]
+    relative: bool
+
+
+def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
+    """What a score_mod does to the scores of a call.
+
+    Args:
+        score_mod: torch's function of (score, batch, head, row, key).
+        shape: of the call.
+        dtype: of the scores: float32, or float64 for such a query.
+        alone: whether no mask stands beside it; only then is what it hides said as a mask.
+        past: whether a mask beside it hides all keys behind their row; what the function says of these is free.
+    """
+    question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
+    return flex_mods.remembered(
+        score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past), keep=_lasts
+    )
+
+
+def _lasts(found: Terms) -> bool:
+    return found.bias is None or not found.bias.requires_grad
+
+
+def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
+    bias = _Interpreted(score_mod, dtype)
+    structure = flex_mods.remembered(
+        score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
+    )
+    items, heads = (size if own else 1 for size, own in zip((shape.items, shape.heads), structure.own, strict=False))
+    at = replace(shape, items=items, heads=heads)
+    pairs = torch.cartesian_prod(*(torch.arange(n, device=shape.device) for n in (items, heads)))
+    values = None
+    if structure.relative:
+        distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
+        values = flex_mods.by_distance(bias, pairs[:, 0], pairs[:, 1], distances)
+    if values is not None:
+        found = _of_distances(values.view(items, heads, -1), at, bias, alone, past, shape.heads)
+    else:
+        found = _of_matrix(_matrix(bias, pairs, structure, at), bias, alone)
+    assert bias.form is not None
+    factor, cap = bias.form
+    if cap is not None:
+        if cap == 0 or factor == 0:
+            raise refused("a cap of zero", "leave the score out")
+        # cap * tanh(factor * s) is abs(cap) * tanh(factor * abs(cap) * s / abs(cap)), with the sign within.
+        factor *= cap
+    found = replace(found, factor=factor, softcap=abs(cap or 0.0))
+    _verify(score_mod, found, bias, shape)
+    return found
+
+
+def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
+    with torch.no_grad():
+        own = tuple(flex_mods.depends(bias, axis, shape.device) for axis in range(4))
+        if not (own[2] and own[3]):
+            return _Structure(own, False)
+        zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
+        return _Structure(own, flex_mods.by_distance(bias, zero, zero, zero) is not None)
+
+
+def _matrix(bias: _Interpreted, pairs: Tensor, structure: _Structure, at: Shape) -> Tensor:
+    """The bias of every pair, evaluated piece by piece."""
+    rows, keys = (
+        torch.arange(size if own else 1, device=at.device)
+        for size, own in zip((at.rows, at.keys), structure.own[2:], strict=True)
+    )
+    piece = max(1, _CHUNK // max(1, len(keys)))
+    matrices = [
+        torch.cat([flex_mods.at_pairs(bias, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
+        for b, h in zip(*pairs.t()[:, :, None], strict=True)
+    ]
+    return torch.cat(matrices).view(at.items, at.heads, len(rows), len(keys))
+
+
+def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
+    if values.requires_grad:
+        return Terms(bias=values)
+    hidden = values == -torch.inf
+    if alone and hidden.any():
+        left = values.masked_fill(hidden, 0)
+        if not left.any():
+            return Terms(mask=_leaves(bias))
+    return Terms(bias=values) if values.any() else Terms()
+
+
+def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
+    """values: the bias [B, N, S2 + S1 - 1] where a row lies 1 - S2, ..., S1 - 1 behind a key."""
+    if values.requires_grad:
+        return Terms(bias=_spread(values, at))
+    distance = torch.arange(1 - at.keys, at.rows, device=values.device)
+    if past:
+        values = values.masked_fill(distance < 0, 0)
+    hidden = values == -torch.inf
+    if hidden.any() and not alone:
+        return Terms(bias=_spread(values, at), behind=past)
+    mask = _leaves(bias) if hidden.any() else None
+    if not values.masked_fill(hidden, 0).any():
+        return Terms(mask=mask, behind=past)
+    slopes = _slopes(values, distance, hidden | (distance < 0) if past else hidden)
+    if slopes is not None:
+        slopes = slopes.expand(*slopes.shape[:-1], heads).contiguous()
+        return Terms(slopes=slopes, mask=mask, behind=past)
+    return Terms(bias=_spread(values, at), behind=past)
+
+
+def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
+    """The slopes [N] or [B, N] whose products with distances are exactly these values, except where they are free."""
+    if values.dtype != torch.float32:
+        return None
+    known = (~free & (distance.abs() == 1)).expand_as(values)
+    if not known.any(-1).all():
+        return None
+    slopes = -values.gather(-1, known.int().argmax(-1, keepdim=True))
+    if not ((values == -(slopes * distance.abs())) | free).all():
+        return None
+    slopes = slopes[..., 0]
+    return slopes[0] if len(slopes) == 1 else slopes
+
+
+def _spread(values: Tensor, at: Shape) -> Tensor:
+    """[B, N, S1, S2] of what depends on the distance alone."""
+    windows = values.flip(-1).unfold(-1, at.keys, 1)  # window t holds the distances S1 - 1 - t, and fewer by one each
+    return windows.flip(-2)
+
+
+def _leaves(bias: _Interpreted) -> flex_mods.Mod:
+    def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
+        return bias(b, h, row, key) != -torch.inf
+
+    return mask
+
+
+# --------------------------------------------------------------------------------------------------------- verifying
+
+
+def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, shape: Shape) -> None:
+    """Compares terms with the function itself, at random pairs and scores."""
+    random = torch.Generator().manual_seed(0)
+    sizes = (shape.items, shape.heads, shape.rows, shape.keys)
+    points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]
+    if found.behind:
+        points[3] = torch.minimum(points[2], points[3])
+    b, h, row, key = (p.to(shape.device) for p in points)
+    score = (4 * torch.randn(_PROBES, generator=random)).to(shape.device, bias.dtype)
+    with torch.no_grad():
+        theirs = flex_mods.at_points(score_mod, score, b, h, row, key)
+        theirs = torch.as_tensor(theirs, device=shape.device).double().expand(_PROBES)
+        s = score.double() * found.factor
+        capped = found.softcap * torch.tanh(s / found.softcap) if found.softcap else s
+        added = _added(found, b, h, row, key).double()
+        ours = capped + added
+        if found.mask is not None:
+            seen = flex_mods.at_points(found.mask, b, h, row, key).expand(_PROBES)
+            ours = ours.masked_fill(~seen, -torch.inf)
+        slack = 64 * torch.finfo(bias.dtype).eps * (1 + capped.abs() + s.abs() + added.abs())
+        same = ((ours - theirs).abs() <= slack) | (ours == theirs) | (ours.isnan() & theirs.isnan())
+    if not bool(same.all()):
+        at = int((~same).int().argmax())
+        place = ", ".join(
+            f"{n}={int(p[at])}" for n, p in zip(("b", "h", "q_idx", "kv_idx"), (b, h, row, key), strict=True)
+        )
+        raise refused(
+            f"{float(theirs[at]):.9g} for the score {float(score[at]):.9g} at {place}, where its operations make "
+            f"{float(ours[at]):.9g}",
+            "let it depend on nothing but its arguments, and round no score",
+        )
+
+
+def _added(found: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    if found.slopes is not None:
+        slopes = found.slopes if found.slopes.ndim == 2 else found.slopes[None]
+        items, heads = slopes.shape
+        return -slopes[b if items > 1 else 0 * b, h if heads > 1 else 0 * h] * (key - row).abs()
+    if found.bias is not None:
+        places = (p if size > 1 else 0 * p for p, size in zip((b, h, row, key), found.bias.shape, strict=True))
+        return found.bias.detach()[tuple(places)]
+    return torch.zeros_like(row)

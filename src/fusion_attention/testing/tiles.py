@@ -1,0 +1,27 @@
+"""A blocked matrix as tiles of 128 x 128: what fusion_attention.attention(blocked_tiles=, blocked_bits=) reads.
+
+Knows no back end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(blocked_tiles, blocked_bits) of a bool matrix [..., rows, keys]; bits that belong to no pair remove nothing."""
+    rows, keys = blocked.shape[-2:]
+    beyond = (0, -keys % 128, 0, -rows % 128)
+
+    def tiles(value: bool) -> torch.Tensor:
+        padded = F.pad(blocked.bool(), beyond, value=value)
+        return padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).transpose(-2, -3)  # [..., R, C, 128, 128]
+
+    cut = tiles(False)
+    every, some = tiles(True).flatten(-2).all(-1), cut.flatten(-2).any(-1)
+    partly = some & ~every
+    numbers = torch.full(partly.shape, -2, dtype=torch.int32).masked_fill(every, -1)
+    numbers[partly] = torch.arange(int(partly.sum()), dtype=torch.int32)
+    bits = cut[partly].unflatten(-1, (16, 8)).byte() << torch.arange(8, dtype=torch.uint8)
+    return numbers, bits.sum(-1, dtype=torch.uint8)

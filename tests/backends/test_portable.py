@@ -1,0 +1,71 @@
+"""The native module runs on other systems than the one that it was built on, beside any torch."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion_attention import _native
+
+MODULE = Path(_native.__file__ or "")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of modules")
+
+
+def of_elf(option: str) -> str:
+    reader = shutil.which("readelf")
+    if reader is None:
+        pytest.skip("needs readelf, of binutils")
+    return subprocess.run([reader, "--wide", option, str(MODULE)], capture_output=True, text=True, check=True).stdout
+
+
+@linux
+def test_the_module_asks_for_no_version_later_than_glibc_2_28() -> None:
+    """As manylinux_2_28 allows; what is too new gets an old version in csrc/old_glibc.cpp."""
+    versions = {tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info"))}
+    assert versions
+    assert max(versions) <= (2, 28), of_elf("--dyn-syms")
+
+
+@linux
+def test_the_module_needs_nothing_that_a_system_or_torch_may_lack() -> None:
+    """No libstdc++ (another one may be loaded), no libgomp (torch's has any name), nothing of torch's."""
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", of_elf("--dynamic")))
+    assert {name for name in needed if not name.startswith("ld-linux-")} == {
+        "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6",
+    }  # fmt: skip
+
+
+BOTH_COMPUTE = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch, fusion_attention as fa
+x = torch.randn(4, 512, 8, 64)
+torch.set_num_threads(1)
+fa.attention(x, x, x)
+torch.set_num_threads(2)
+torch.ones(1 << 22).sum()
+threads = len(os.listdir("/proc/self/task"))
+fa.attention(x, x, x)
+lines = open("/proc/self/maps").read().splitlines()
+print(len({l.split()[-1] for l in lines if "gomp" in l or "iomp" in l or "libomp" in l}))
+print(len(os.listdir("/proc/self/task")) - threads)
+"""
+
+
+@linux
+@pytest.mark.parametrize("order", [("torch", "fusion_attention._native"), ("fusion_attention._native", "torch")])
+def test_one_openmp_runtime_serves_torch_and_the_core(order: tuple[str, str]) -> None:
+    """Asked after both have computed; the core begins no thread of its own."""
+    done = subprocess.run([sys.executable, "-c", BOTH_COMPUTE, *order], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n0\n"
+
+
+@linux
+def test_importing_the_core_loads_no_threads() -> None:
+    program = "from fusion_attention import _native; print('gomp' in open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,348 @@
+"""FlexAttention's function on this library: torch's words, torch's numbers, and gradients that torch has none of."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.flex_cases import DIM, HEADS, ITEMS, MASKS, REFUSED, SCORES, TOKENS, causal, formula, inputs
+from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+from fusion_attention import BackendError
+from fusion_attention.integrations import flex_attention as door
+from fusion_attention.integrations import flex_masks
+from fusion_attention.integrations.flex_attention import explain, flex_attention, patched
+from fusion_attention.testing.compare import compare
+
+Tensor = torch.Tensor
+Mod = Callable[..., Any]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """torch's own, which would compile itself."""
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield theirs.flex_attention
+
+
+def block_mask(mask: Mod, tokens: int = TOKENS, size: Any = 128) -> Any:
+    return create_block_mask(mask, ITEMS, HEADS, tokens, tokens, device="cpu", BLOCK_SIZE=size)
+
+
+def judged(
+    score_mod: Mod | None, mask: Mod | None, said: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
+) -> None:
+    """Output, lse and all gradients against the formula in float64, measured by the formula in the dtype itself."""
+    *qkv, dout = inputs(0, dtype=dtype)
+    results: list[tuple[Tensor, ...]] = []
+    for wide in (None, torch.float64, dtype):
+        leaves = [t.detach().to(wide or dtype).requires_grad_() for t in qkv]
+        if wide is None:
+            out, lse = flex_attention(*leaves, score_mod, said, enable_gqa=True, return_lse=True)
+        else:
+            out, lse = formula(*leaves, score_mod, mask)
+        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(out.dtype))
+        results.append((out.detach(), lse.detach(), *grads))
+    names = ("out", "lse", "dq", "dk", "dv", *("dcaptured" for _ in trained))
+    for name, ours, golden, plain in zip(names, *results, strict=True):
+        terms = ITEMS * TOKENS * TOKENS if name == "dcaptured" else TOKENS
+        compare(name, ours, golden.double(), plain, terms)
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    mask, _ = MASKS[name]
+    judged(None, mask, block_mask(mask))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_mods(name: str) -> None:
+    score_mod, words = SCORES[name]
+    judged(score_mod, None, None)
+    q, k, *_ = inputs(0)
+    assert explain(q, k, score_mod).startswith(words)
+
+
+@pytest.mark.parametrize("mask", ["sliding window", "causal documents", "left padding, causal", "dilated window"])
+@pytest.mark.parametrize("name", SCORES)
+def test_score_mods_beside_masks(name: str, mask: str) -> None:
+    judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
+
+
+@pytest.mark.parametrize("name", [None, *SCORES])
+def test_torchs_own(eager: Any, name: str | None) -> None:
+    """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
+    score_mod = None if name is None else SCORES[name][0]
+    q, k, v, _ = inputs(1)
+    for mask in ("causal documents", "neighbourhood of a canvas", "some rows see nothing"):
+        said = block_mask(MASKS[mask][0])
+        want = eager(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
+        wide = formula(q.double(), k.double(), v.double(), score_mod, MASKS[mask][0])
+        got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
+        for what, ours, golden, plain in zip(("out", "lse"), got, wide, want, strict=True):
+            compare(what, ours, golden.double(), plain, TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softcap", "ALiBi", "T5's buckets", "a bias per key"])
+def test_low_dtypes_keep_what_is_added_in_float32(name: str, dtype: torch.dtype) -> None:
+    score_mod = SCORES[name][0]
+    q, k, v, _ = inputs(2, dtype=dtype)
+    golden, _ = formula(q.double(), k.double(), v.double(), score_mod, causal)
+    plain, _ = formula(q.float(), k.float(), v.float(), score_mod, causal)
+    out = flex_attention(q, k, v, score_mod, block_mask(causal), enable_gqa=True)
+    assert out.dtype == dtype
+    compare("out", out, golden.double(), plain.to(dtype), TOKENS)
+
+
+def test_float64_is_computed_in_it() -> None:
+    q, k, v, _ = inputs(3, dtype=torch.float64)
+    out = flex_attention(q, k, v, SCORES["softcap"][0], block_mask(causal), enable_gqa=True)
+    golden, _ = formula(q, k, v, SCORES["softcap"][0], causal)
+    assert (out - golden).abs().max() < 1e-12
+
+
+def test_captured_tensors_are_trained() -> None:
+    table = torch.randn(HEADS, 2 * TOKENS, requires_grad=True)
+    head = torch.randn(HEADS, requires_grad=True)
+    dilated = MASKS["dilated window"][0]
+    for step in range(2):  # the second one evaluates them anew
+        judged(lambda s, b, h, q, k: s + table[h, q - k + TOKENS], None, None, table)
+        judged(lambda s, b, h, q, k: s + head[h] * table[h, k], dilated, block_mask(dilated), head, table)
+        with torch.no_grad():
+            table += step
+
+
+def test_autocast_casts_queries_and_keeps_the_bias() -> None:
+    q, k, v, _ = inputs(4)
+    score_mod = SCORES["ALiBi as a difference"][0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flex_attention(q, k, v, score_mod, enable_gqa=True)
+    assert out.dtype == torch.bfloat16
+    low = [t.bfloat16() for t in (q, k, v)]
+    assert torch.equal(out, flex_attention(*low, score_mod, enable_gqa=True))
+
+
+# ------------------------------------------------------------------------------------------------------- torch's words
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_score_mods_are_refused_in_words(name: str) -> None:
+    score_mod, words = REFUSED[name]
+    q, k, v, _ = inputs(0)
+    with pytest.raises(BackendError, match="flex_attention: score_mod: expected score") as error:
+        flex_attention(q, k, v, score_mod, enable_gqa=True)
+    assert words in str(error.value)
+
+
+def test_a_trained_temperature_is_refused() -> None:
+    heat = torch.ones((), requires_grad=True)
+    q, k, v, _ = inputs(0)
+    with pytest.raises(BackendError, match="takes a gradient; multiply the query by it"):
+        flex_attention(q, k, v, lambda s, b, h, row, key: s * heat, enable_gqa=True)
+
+
+def test_what_looks_recognised_and_is_not_is_refused() -> None:
+    """A function that tells the stand-in from a tensor: the comparison with itself finds it out."""
+    q, k, v, _ = inputs(0)
+
+    def sly(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score * 2 if isinstance(score, Tensor) else score
+
+    def slier(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + (row * key * 1e-3 if isinstance(row, Tensor) else row - key)
+
+    for score_mod in (sly, slier):
+        with pytest.raises(BackendError, match="where its operations make"):
+            flex_attention(q, k, v, score_mod, enable_gqa=True)
+
+
+def test_results_lie_as_the_query_does(eager: Any) -> None:
+    q, k, v, _ = inputs(5)
+    views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    for mask in ("causal", "documents", "dilated window"):
+        said = block_mask(MASKS[mask][0])
+        for tensors in ((q, k, v), views):
+            out = flex_attention(*tensors, None, said, enable_gqa=True)
+            assert out.stride() == eager(*tensors, None, said, enable_gqa=True).stride()
+
+
+def test_return_aux() -> None:
+    q, k, v, _ = inputs(6)
+    out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True)
+    again, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert torch.equal(out, again) and torch.equal(lse, aux.lse) and aux.max_scores is None
+    assert flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest())[1].lse is None
+
+
+def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
+    q, k, v, _ = inputs(7)
+    k, v = k[:1].requires_grad_(), v[:1]
+    out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
+    golden, _ = formula(q, k.expand(ITEMS, -1, -1, -1), v.expand(ITEMS, -1, -1, -1), None, causal)
+    torch.testing.assert_close(out, golden)
+    out.sum().backward()
+    assert k.grad is not None and k.grad.shape == k.shape
+
+
+def test_wrong_calls() -> None:
+    q, k, v, _ = inputs(8)
+    said = block_mask(causal)
+    own = k.repeat_interleave(2, 1)
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (ValueError, "pass enable_gqa=True", (q, k, v), {}),
+        (ValueError, "a number of heads that divides", (q[:, :3], k, v), {"enable_gqa": True}),
+        (ValueError, "as many elements in its rows", (q[..., :8], own, own), {}),
+        (ValueError, "as many rows as the value", (q, own, own[:, :, 1:]), {}),
+        (NotImplementedError, r"expected \[B, H, L, E\]", (q[0], own[0], own[0]), {}),
+        (ValueError, "or 1 beside a block_mask", (q, own[:1], own[:1]), {}),
+        (ValueError, "one made for q_len=100 and kv_len=200", (q[:, :, :100], own, own), {"block_mask": said}),
+        (ValueError, "of 1 or 1 as its batch size", (q[:1], own[:1], own[:1]), {"block_mask": said}),
+        (TypeError, "got <class 'torch.Tensor'>", (q, own, own), {"block_mask": torch.ones(TOKENS, TOKENS)}),
+        (ValueError, "got both", (q, own, own), {"return_lse": True, "return_aux": AuxRequest()}),
+        (NotImplementedError, "max_scores=True", (q, own, own), {"return_aux": AuxRequest(max_scores=True)}),
+        (RuntimeError, "sliced BlockMask", (q, own, own), {"block_mask": said[:, :, :1]}),
+        (ValueError, "returns one bool", (q, own, own), {"block_mask": lambda b, h, row, key: row - key}),
+    ]
+    for kind, text, tensors, words in wrong:
+        with pytest.raises(kind, match=text):
+            flex_attention(*tensors, **words)
+
+
+def test_nothing_to_attend_to() -> None:
+    q, k, v, _ = inputs(9)
+    out, lse = flex_attention(q, k[:, :, :0], v[:, :, :0], SCORES["ALiBi"][0], enable_gqa=True, return_lse=True)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert flex_attention(q[:, :, :0], k, v, enable_gqa=True).shape == (ITEMS, HEADS, 0, DIM)
+    assert flex_attention(q[:0], k[:0], v[:0], enable_gqa=True).shape == (0, HEADS, TOKENS, DIM)
+
+
+# ----------------------------------------------------------------------------------------------------- what is remembered
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    convert = flex_masks.of_block_mask
+    monkeypatch.setattr(flex_masks, "of_block_mask", lambda *args: (calls.append(1), convert(*args))[1])
+    return calls
+
+
+def test_a_mask_is_read_once_and_again_when_what_it_captured_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
+    q, k, v, _ = inputs(10)
+    window = torch.tensor(30)
+
+    def mask(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return (row >= key) & (row - key < window)
+
+    said = block_mask(mask)
+    first = flex_attention(q, k, v, None, said, enable_gqa=True)
+    for _ in range(3):
+        assert torch.equal(flex_attention(q, k, v, None, said, enable_gqa=True), first)
+    assert len(calls) == 1
+    window.fill_(20)
+    second = flex_attention(q, k, v, None, said, enable_gqa=True)
+    assert len(calls) == 2
+    torch.testing.assert_close(second, formula(q, k, v, None, mask)[0])
+    said.mask_mod = causal  # full and absent blocks stay what they are
+    flex_attention(q, k, v, None, said, enable_gqa=True)
+    assert len(calls) == 3
+
+
+def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
+    class Cap:
+        value = 5.0
+
+        def __init__(self) -> None:
+            self.own = 5.0
+
+        def __call__(self, score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+            return self.own * torch.tanh(score / self.own)
+
+    cap = Cap()
+    q, k, v, _ = inputs(11)
+    for value in (5.0, 0.5):
+        cap.own = value
+        torch.testing.assert_close(
+            flex_attention(q, k, v, cap, enable_gqa=True), formula(q, k, v, cap, None)[0], atol=1e-6, rtol=1e-5
+        )
+
+
+def test_masks_and_what_is_known_of_them_die_together() -> None:
+    q, k, v, _ = inputs(12)
+    held = torch.zeros(TOKENS, dtype=torch.int64)
+    said = block_mask(lambda b, h, row, key: held[row] == held[key])
+    flex_attention(q, k, v, None, said, enable_gqa=True)
+    tables = weakref.ref(held), weakref.ref(said)
+    del held, said
+    gc.collect()
+    assert [table() for table in tables] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------ code that is not edited
+
+
+def test_patched_puts_it_in_torchs_place_and_takes_it_back() -> None:
+    q, k, v, _ = inputs(13)
+    original = theirs.flex_attention
+    q.requires_grad_()
+    with patched(), patched():
+        from torch.nn.attention.flex_attention import flex_attention as imported
+
+        assert imported is flex_attention
+        imported(q, k, v, enable_gqa=True).sum().backward()
+    assert theirs.flex_attention is original
+    assert q.grad is not None
+
+
+def test_patched_reaches_modules_that_took_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    module = types.ModuleType("took_it_before")
+    module.flex_attention = theirs.flex_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    with patched():
+        assert module.flex_attention is flex_attention
+    assert module.flex_attention is theirs.flex_attention
+
+
+def test_compiled_code_calls_it() -> None:
+    q, k, v, dout = inputs(14)
+    slope = torch.randn(HEADS, requires_grad=True)
+    said = block_mask(causal)
+
+    def layer(x: Tensor) -> Tensor:
+        return 2 * flex_attention(
+            x * 3, k, v, lambda s, b, h, row, key: s + slope[h] * (row - key), said, enable_gqa=True
+        )
+
+    results = []
+    for function in (layer, torch.compile(layer, backend="eager")):
+        leaf = q.clone().requires_grad_()
+        out = function(leaf)
+        results.append((out.detach(), *torch.autograd.grad(out, (leaf, slope), dout)))
+    for ours, want in zip(*results, strict=True):
+        assert torch.equal(ours, want)
+    compiled = torch.compile(flex_attention, backend="eager")
+    assert torch.equal(
+        compiled(q, k, v, None, said, enable_gqa=True), flex_attention(q, k, v, None, said, enable_gqa=True)
+    )
+
+
+def test_importing_loads_no_compiler() -> None:
+    import subprocess
+    import sys
+
+    program = "import sys, fusion_attention.integrations.flex_attention; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert door.__all__ == ["explain", "flex_attention", "patched"]

@@ -1,0 +1,92 @@
+"""Blocked tiles: every case against golden, golden against formulas that know no tiles, and the call's other words."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.cases import BITS, CAUSAL, DRAWN, DTYPES, operands
+
+import fusion_attention as fa
+from fusion_attention.testing import Case, check, compare, cut_tiles, golden, lowered, plain, run
+
+Tensor = torch.Tensor
+
+BASE = Case(mask="tiles", q_len=(300,), kv_len=(520,), heads_q=2, heads_kv=1)
+PACKED = replace(BASE, layout="TND", softmax_layout="TND", q_len=(300, 0, 5, 140), kv_len=(290, 7, 260, 0))
+TILED = [
+    *(replace(BASE, dtype=d, blank=b) for d in DTYPES for b in (False, True)),
+    *(replace(BASE, dtype=d, q_len=(130,), kv_len=(1500,), dim_qk=16) for d in DTYPES),
+    *(replace(PACKED, dtype=d) for d in DTYPES),
+    replace(BASE, **{**CAUSAL, "mask": "tiles"}),
+    replace(BASE, layout="BNSD", q_len=(200, 131), kv_len=(260, 129), sink=True, blank=True, dtype="bfloat16"),
+    replace(BASE, sparse_mode=4, pre=150, next=-40, dim_rope=4, dtype="bfloat16"),
+    replace(BASE, sparse_mode=0, pre=-20, next=200, layout="SBH", q_len=(129, 129), kv_len=(257, 257)),
+    replace(BASE, pse="full", pse_type=0, heads_q=4, heads_kv=2, blank=True),
+    replace(BASE, pse="row", pse_type=0, dtype="bfloat16", q_len=(140, 140), kv_len=(300, 300)),
+    replace(BASE, pse="slopes_flat", pse_type=2, dtype="float16"),
+    replace(PACKED, dtype="bfloat16", sink=True, dim_rope=8, **BITS),
+    replace(PACKED, heads_q=6, heads_kv=2, q_rest=3, kv_rest=2, **DRAWN),
+    replace(BASE, q_len=(3, 9), kv_len=(700, 260)),
+    replace(BASE, q_len=(2, 2), kv_len=(3, 3)),
+    replace(BASE, q_len=(0, 0), kv_len=(200, 200)),
+    replace(BASE, q_len=(200, 200), kv_len=(0, 0)),
+]
+
+
+@cache
+def truth(case: Case) -> dict[str, Tensor]:
+    return golden(case, operands(case))
+
+
+@pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
+def test_golden_against_the_formulas(case: Case) -> None:
+    want = plain(case, operands(case), torch.float64)
+    for name, value in truth(case).items():
+        size = value.masked_fill(value.abs() > 1e38, 0).abs().amax().clamp(min=1.0).item() if value.numel() else 1.0
+        torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-12 * size, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
+def test_back_end(case: Case) -> None:
+    args = operands(case)
+    check(case, run(lowered(case, args), args["dy"], "cpu"), truth(case), plain(case, args))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("case", TILED[:12], ids=lambda case: case.id)
+def test_threads_change_no_bit(case: Case, threads: int) -> None:
+    args = operands(case)
+    torch.set_num_threads(1)
+    want = run(lowered(case, args), args["dy"], "cpu")
+    torch.set_num_threads(threads)
+    for name, value in run(lowered(case, args), args["dy"], "cpu").items():
+        same_bits(value, want[name], name)
+
+
+def documents(lengths: tuple[int, ...]) -> Tensor:
+    """[tokens, tokens] bool: true where two tokens belong to different documents."""
+    of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return of[:, None] != of
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_documents_are_packed_sequences(dtype: str) -> None:
+    lengths = (700, 3, 129, 256, 512, 60)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dy = (
+        torch.randn(sum(lengths), n, 24, generator=generator).to(getattr(torch, dtype)) for n in (4, 2, 2, 4)
+    )
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    tiles, bits = cut_tiles(documents(lengths)[None, None])
+    out = fa.attention(q[None], k[None], v[None], blocked_tiles=tiles, blocked_bits=bits)[0]
+    want = fa.attention(q, k, v, layout="TND", q_len=lengths)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    right = fa.attention(*wide, layout="TND", q_len=lengths, backend="golden")
+    compare("out", out, right, want, max(lengths))
+    found, by_length, true = (
+        torch.autograd.grad(o, x, dy.to(o.dtype)) for o, x in ((out, leaves), (want, leaves), (right, wide))
+    )
+    for name, ours, theirs, exact in zip("qkv", found, by_length, true, strict=True):
+        compare(f"d{name}", ours, exact, theirs, max(lengths))
