@@ -25,7 +25,7 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
     found = function.args
     assert not found.posonlyargs
     assert found.vararg is None
-    assert found.kwarg is None
+    assert found.kwarg is None or function.name == "attention"  # what it refuses there: test_foreign_words.py
     rows: list[tuple[str, str, str]] = []
     missing: list[ast.expr | None] = [None] * (len(found.args) - len(found.defaults))
     for names, defaults in ((found.args, missing + list(found.defaults)), (found.kwonlyargs, found.kw_defaults)):
@@ -49,6 +49,7 @@ def test_overloads_are_the_implementation(name: str) -> None:
         ("return_lse", "bool", "needed"): "Tensor | tuple[Tensor, Tensor]",
     }
     for overload, (said, answer) in zip(overloads, answers.items(), strict=True):
+        assert overload.args.kwarg is None  # Checkers are told of no word that is refused.
         assert parameters(overload) == [said if row == asked else row for row in whole]
         assert ast.unparse(overload.returns or ast.Constant(None)) == answer
     assert ast.unparse(real.returns or ast.Constant(None)) == answer

@@ -38,6 +38,7 @@ def core(name: str, file: str, old: str, new: str) -> Mutant:
 
 FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
 GOLDEN = "training/test_golden.py::test_against_autograd"
+TILES = "training/test_blocked_tiles.py::test_golden_against_the_formulas"
 MODES = ("training/test_modes.py::test_the_band_of_a_mode", FORMULAS)
 DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
 SELECTION = "sparse/test_sparse.py::test_golden_is_the_formula"
@@ -51,6 +52,12 @@ ATTENTION = [
           "// problem.group", "% problem.heads_kv", GOLDEN, FORMULAS),
     house("rope left out of the scores", SPECIFICATION,
           "scores = scores + q_rope @ k_rope.mT", "scores = scores + 0 * (q_rope @ k_rope.mT)", GOLDEN, FORMULAS),
+    house("bits of a blocked tile in the other order", "waist/mask.py",
+          "(bits[..., None] >> place & 1)", "(bits[..., None] >> (7 - place) & 1)", GOLDEN, TILES),
+    house("tiles across and tiles down in the other order", "waist/mask.py",
+          "whole[known].transpose(2, 3)", "whole[known].transpose(1, 2).transpose(2, 3)", GOLDEN, TILES),
+    house("a tile without bits passes", "ops/training/checks.py",
+          "most < count", "most <= count", "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     house("sink left out of the sum", SPECIFICATION,
           ".sum(-1, keepdim=True) + (sink - row_max).exp()", ".sum(-1, keepdim=True)", GOLDEN, FORMULAS),
     house("dropout without its divisor", SPECIFICATION,
@@ -69,6 +76,10 @@ ATTENTION = [
           GOLDEN, FORMULAS),
     house("dsink of the other sign", SPECIFICATION,
           "dsink -= (delta * at_sink)", "dsink += (delta * at_sink)", GOLDEN, FORMULAS),
+    house("a cap that bends no gradient", SPECIFICATION,
+          "slope = problem.softcap * capped, 1 - capped * capped", "slope = problem.softcap * capped, 1.0", GOLDEN),
+    house("a cap in other units than the scores", SPECIFICATION,
+          "slope = problem.softcap * capped,", "slope = capped,", GOLDEN),
     house("dbias without the bias's scale", SPECIFICATION,
           "gradient = problem.scale * dscores if problem.bias_scaled else dscores", "gradient = dscores", FORMULAS),
     house("dbias of shared heads is one head's", "waist/bias.py",
@@ -297,6 +308,8 @@ TRITON = [
           '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
     house("Triton: dk without its scale", "backends/triton/backward.py",
           "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
+    house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
+          "ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
           "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
     house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
@@ -323,8 +336,26 @@ NATIVE = [
          "w.s.weights + begin - first, pitch", "w.s.weights + begin - 2 * first, pitch"),
     core("core: a blocked matrix read one column late", "simd/masks.h",
          "const std::uint8_t *from = bytes + first + at;", "const std::uint8_t *from = bytes + first + at + 1;"),
+    core("core: bits of a blocked tile read one row on", "simd/blocked_tiles.h",
+         "return bits + row % mask_side * mask_row;", "return bits + (row + 1) % mask_side * mask_row;"),
+    core("core: a run of tiles ends a key too early", "simd/blocked_tiles.h",
+         "run.end = first + (some[1] ? 128 -", "run.end = first + (some[1] ? 127 -"),
+    core("core: the rows of a block's second tile are not asked", "simd/blocked_tiles.h",
+         "row < end; row = next) {", "row < end; row = end) {"),
+    core("core: a number without bits blocks nothing", "simd/blocked_tiles.h",
+         "return {nullptr, number != none_blocked};", "return {nullptr, number == -1};"),
+    core("core: a tile that is cut is not masked", "dense/block.h",
+         "part.hidden |= run.cut;", "part.hidden |= false;"),
+    core("core: dS of what a tile blocks is kept", "dense/gradient.h",
+         "some_end = run.end, hidden |= run.cut;", "some_end = run.end;"),
     core("core: dS forgets D", "dense/gradient.h",
          "Floats dscore = weight * (dprob - r.delta[e]);", "Floats dscore = weight * dprob;"),
+    core("core: a cap bends no gradient", "dense/gradient.h",
+         "dproduct *= load<Floats>(k.slopes + (i + e) * keys + c + u * lanes);", "dproduct *= all(1.0f);"),
+    core("core: tanh forgets its sign", "simd/softcap.h",
+         "(size < all(even) ? small : large) | sign)", "(size < all(even) ? small : large))"),
+    core("core: integers beneath a cap are not capped", "decode/queries.h",
+         "p.bias == Bias::none && !(p.softcap > 0.0);", "p.bias == Bias::none;"),
     core("core: dq of one block of rows is not cleared", "dense/gradient.h",
          "if (row_tile.fresh) clear_dq(w, b);", ";"),
     core("core: shares of a decode joined without fading", "decode/finish.h",
@@ -359,6 +390,28 @@ NATIVE = [
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip
 
+DOOR, MADE = "integrations/transformers.py", "integrations/test_transformers_door.py"
+TRANSFORMERS = [
+    house("a window of one key more", DOOR,
+          "window is None else 1 - window", "window is None else -window", f"{MADE}::test_a_prompt_in_parts"),
+    house("padding on the left is seen", DOOR,
+          'return _Padding("run", first, end)', 'return _Padding("left", first, end)', f"{MADE}::test_a_prompt_in_parts"),
+    house("positions that start anew start nothing", DOOR,
+          "!= position_ids[:, :-1] + 1", "> position_ids[:, :-1] + 1",
+          f"{MADE}::test_packed_sequences_beside_a_fresh_cache_stay_apart"),
+    house("packed tokens all see the one before", DOOR,
+          "function(items, 0, rows, rows - 1)", "function(items, 0, rows, rows)",
+          f"{MADE}::test_packed_sequences_compiled"),
+    house("a mask is read once for ever", DOOR,
+          "kept[name][0] != version", "not kept", f"{MADE}::test_a_mask_that_changes_in_place_is_read_again"),
+    house("True hides a key", DOOR,
+          '_kept(given, "blocked", torch.logical_not)', '_kept(given, "blocked", torch.clone)',
+          f"{MADE}::test_masks_of_the_users_own"),
+    house("a model that asks nobody is let in", DOOR,
+          "if not code.asks:", "if code.asks is None:", f"{MADE}::test_a_model_that_asks_no_interface_is_refused"),
+]  # fmt: skip
+
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+    *TRANSFORMERS,
 )

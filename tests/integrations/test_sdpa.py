@@ -90,6 +90,7 @@ ROWS = {
     "float mask with rows of -inf": Row(mask=(5, 7), make=half_hidden),
     "float mask in bfloat16": Row(mask=(2, 4, 5, 7), dtype=torch.bfloat16),
     "five axes and a mask of five": Row((3, 2, 4, 5, 16), (3, 2, 4, 7, 16), (3, 2, 4, 7, 16), (3, 1, 4, 5, 7), keeps),
+    "key and value with an axis more": Row((4, 5, 16), (2, 3, 4, 7, 16), (2, 3, 4, 7, 16)),
     "no sequences": Row((0, 4, 5, 16), (0, 4, 7, 16), (0, 4, 7, 16)),
     "no rows": Row((2, 4, 0, 16)),
     "no keys": Row(k=(2, 4, 0, 16), v=(2, 4, 0, 16)),
@@ -106,6 +107,7 @@ def lines() -> str:
     extra = {
         "dropout_p below 1": True,
         "dropout_p = 1": False,
+        "scale that is not finite": False,
         "a mask together with is_causal": False,
         "nested tensors, layout torch.jagged": True,
         "nested tensors, is_causal (torch on a CPU: refused)": True,
@@ -212,6 +214,7 @@ def test_what_torch_alone_computes(calls: list[Any]) -> None:
     low = q.bfloat16()
     same_bits(call(low, low, low, torch.ones(5, 5)), TORCHS(low, low, low, torch.ones(5, 5)))
     same_bits(call(q, q, q, dropout_p=1.0), torch.zeros_like(q))
+    assert call(q, q, q, scale=float("inf")).isnan().all()
     assert not calls
 
 

@@ -27,6 +27,7 @@ struct Case {
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
     Dropout dropout = Dropout::none;
     bool blocked = false, sink = false;
+    double softcap = 0;
     bool tiled = false;   // keys are blocked by tiles
     bool masked = false;  // the bias hides every fifth key, whose V is NaN, and keys of some rows
 };
@@ -57,6 +58,10 @@ const Case cases[] = {
      .bias = Bias::slopes_sqrt, .dropout = Dropout::bits, .blocked = true},
     {.name = "drawn dropout", .heads_q = 2, .heads_kv = 2, .dim_qk = 72, .dim_v = 80, .lengths = {{33, 65}, {40, 17}},
      .lo = -30, .hi = 15, .dropout = Dropout::philox, .sink = true},
+    {.name = "capped", .heads_q = 4, .heads_kv = 2, .dim_qk = 24, .dim_v = 40, .lengths = {{70, 70}, {3, 9}}, .hi = 1,
+     .softcap = 0.7},
+    {.name = "capped beside others", .heads_q = 2, .dim_qk = 17, .dim_v = 31, .dim_rope = 3, .lengths = {{140, 300}},
+     .bias = Bias::matrix, .dropout = Dropout::philox, .blocked = true, .sink = true, .softcap = 0.9, .masked = true},
     {.name = "several tiles", .dim_qk = 40, .dim_v = 24, .lengths = {{230, 300}}, .lo = -150, .hi = 71,
      .dropout = Dropout::philox},
     {.name = "long window", .heads_q = 2, .dim_qk = 5, .dim_v = 7, .lengths = {{2600, 2600}, {1200, 700}, {100, 900}},
@@ -128,6 +133,7 @@ Call make(const Case &from, Dtype dtype) {
                  from.dropout,
                  from.dropout == Dropout::none ? 1.0 : 0.7,
                  45875};
+    c.problem.softcap = from.softcap;
     for (const auto &[q_len, kv_len] : from.lengths) {
         c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2});
     }

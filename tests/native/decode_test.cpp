@@ -17,6 +17,7 @@ struct Case {
     Dequant keys, values;
     Long heads_q, heads_kv, dim_qk, dim_v;
     std::vector<std::pair<Long, Long>> lengths;  // rows and keys of each sequence
+    double softcap = 0;
 };
 
 const Case cases[] = {
@@ -26,6 +27,7 @@ const Case cases[] = {
     {"int4 channels", Storage::int4, Dequant::channel, Dequant::channel, 8, 2, 64, 64, {{1, 300}, {2, 17}, {1, 0}}},
     {"int4 tokens, odd dims", Storage::int4, Dequant::token, Dequant::token, 2, 1, 37, 21, {{1, 140}, {3, 5}}},
     {"int4 mixed", Storage::int4, Dequant::token, Dequant::channel, 5, 1, 128, 40, {{1, 200}, {2, 130}}},
+    {"int8 capped", Storage::int8, Dequant::token, Dequant::channel, 6, 2, 64, 32, {{1, 300}, {2, 17}}, 0.8},
 };
 // clang-format on
 
@@ -135,6 +137,7 @@ void test_case(Report &report, const Case &from, Dtype dtype) {
                  Dropout::none,
                  1.0,
                  0};
+    c.problem.softcap = from.softcap;
     std::vector<Long> rows;
     for (const auto &[count, keys] : from.lengths) {
         c.sequences.push_back({count, keys, -(Long{1} << 40), keys - count + 1, 0, 0});

@@ -105,7 +105,19 @@ inline Dot score(const Call &c, Long b, Long head, Long row, Long key) {
         bias = -c.slopes[b * p.heads_q + head] * (p.bias == Bias::slopes ? distance : std::sqrt(distance));
     }
     if (p.bias_scaled) bias *= p.scale;
-    return {(main.value + rope.value) * p.scale + bias, (main.size + rope.size) * std::fabs(p.scale) + std::fabs(bias)};
+    double value = (main.value + rope.value) * p.scale;
+    if (p.softcap > 0) value = p.softcap * std::tanh(value / p.softcap);
+    return {value + bias, (main.size + rope.size) * std::fabs(p.scale) + std::fabs(bias)};
+}
+
+// Of a score, by its scaled product.
+inline double slope(const Call &c, Long b, Long head, Long row, Long key) {
+    if (!(c.problem.softcap > 0)) return 1;
+    const Long own = head / c.group();
+    const double product =
+        dot(c.q, c.k, b, head, row, own, key).value + dot(c.q_rope, c.k_rope, b, head, row, own, key).value;
+    const double cosine = std::cosh(product * c.problem.scale / c.problem.softcap);
+    return 1 / (cosine * cosine);
 }
 
 // The scores of a row that it sees, with their keys: one of -inf hides its key.
@@ -201,8 +213,9 @@ inline Results backward(const Call &c, double &largest) {
             const double weight = std::exp(s.score - peak) / sum;
             const double keep = kept(c, b, h, i, s.key) ? 1 / p.keep_prob : 0;
             const Dot dprob = dot(c.dout, c.v, b, h, i, own, s.key);
-            const double ds = weight * (dprob.value * keep - delta.value), natural = p.scale;
+            const double ds = weight * (dprob.value * keep - delta.value);
             const double size = weight * (dprob.size * keep + delta.size), natural_size = std::fabs(p.scale);
+            const double natural = p.scale * slope(c, b, h, i, s.key);
             add_row(r["dv"], place(c.v, b, own, s.key), c.dout, b, h, i, weight * keep, weight * keep);
             add_row(r["dq"], place(c.q, b, h, i), c.k, b, own, s.key, ds * natural, size * natural_size);
             add_row(r["dk"], place(c.k, b, own, s.key), c.q, b, h, i, ds * natural, size * natural_size);

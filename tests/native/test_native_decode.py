@@ -33,7 +33,7 @@ def beneath(case: Case, softcap: float) -> Case:
     return replace(case, call=with_cap(case.call, softcap), problem=replace(case.problem, softcap=softcap))
 
 
-@pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(80)), *CAPPED])
+@pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(80)), *CAPPED[::2]])
 def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
     case = beneath(draw_case(seed), softcap)
     want = forward(case.call)

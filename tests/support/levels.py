@@ -76,6 +76,7 @@ DOUBTS = {
     *((name, "sequences that take up all T1 rows of the tensor") for name in ("q_len", "actual_seq_qlen")),
     *((name, "sequences that take up all T2 rows of the tensor") for name in ("kv_len", "actual_seq_kvlen")),
     ("pse", "slopes that wait for no gradient"),
+    ("q", "no more heads than rows, or 256"),
     ("alibi_slopes", "a tensor that waits for no gradient"),
 }
 HINTS = {("scale", "a scale")}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from support.bits import same_bits
 from support.cases import BITS, CAUSAL, DRAWN, DTYPES, operands
 
 import fusion_attention as fa
+from fusion_attention.backends import cpu, triton
+from fusion_attention.contract import bind
+from fusion_attention.ops.training import own
 from fusion_attention.testing import Case, check, compare, cut_tiles, golden, lowered, plain, run
+from fusion_attention.torch_ops.dense_eager import attention
+from fusion_attention.waist.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -90,3 +96,78 @@ def test_documents_are_packed_sequences(dtype: str) -> None:
     )
     for name, ours, theirs, exact in zip("qkv", found, by_length, true, strict=True):
         compare(f"d{name}", ours, exact, theirs, max(lengths))
+
+
+def leaves(dtype: torch.dtype, rows: int, keys: int) -> tuple[Tensor, ...]:
+    """q, k, v, and a gradient of out: two query heads to a head of keys."""
+    generator = torch.Generator().manual_seed(rows + keys)
+    shapes = ((rows, 4), (keys, 2), (keys, 2), (rows, 4))
+    return tuple(torch.randn(1, *shape, 24, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+
+
+def results(of: tuple[Tensor, ...], **words: Any) -> dict[str, Tensor]:
+    q, k, v, dy = of
+    out = fa.attention(q, k, v, **words)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dy), strict=True))}
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_beside_each_other_give_the_bits_of_a_matrix(dtype: str, empty_rows: str) -> None:
+    blocked = documents((300, 5, 129, 500))[:700]
+    blocked[130:140] = True
+    tiles, bits = cut_tiles(blocked[None, None])
+    of = leaves(getattr(torch, dtype), *blocked.shape)
+    want = results(of, blocked=blocked, empty_rows=empty_rows)
+    for name, value in results(of, blocked_tiles=tiles, blocked_bits=bits, empty_rows=empty_rows).items():
+        same_bits(value, want[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_nobody_sees_may_be_anything(dtype: str) -> None:
+    blocked = torch.rand(200, 700, generator=torch.Generator().manual_seed(1)) < 0.3
+    blocked[:, 128:300], blocked[:, 513:520], blocked[:, 690:] = True, True, True
+    tiles, bits = cut_tiles(blocked[None, None])
+    of = leaves(getattr(torch, dtype), *blocked.shape)
+    want = results(of, blocked_tiles=tiles, blocked_bits=bits)
+    q, k, v, dy = (t.detach().clone() for t in of)
+    k[:, blocked.all(0)], v[:, blocked.all(0)] = torch.nan, torch.inf
+    for name, value in results(
+        tuple(t.requires_grad_() for t in (q, k, v, dy)), blocked_tiles=tiles, blocked_bits=bits
+    ).items():
+        same_bits(value, want[name], name)
+
+
+def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> None:
+    q, k, v, _ = (t.detach() for t in leaves(torch.float32, 200, 300))
+    tiles, bits = cut_tiles(torch.zeros(1, 1, 200, 300, dtype=torch.bool))
+    call = own.dense_call(bind(own.RECORD, {"q": q, "k": k, "v": v, "blocked_tiles": tiles, "blocked_bits": bits}))
+    tiles[0, 0, 1] = torch.tensor([1 << 30, 0, -(1 << 31)])
+    out, max_, _ = attention(call, "cpu")
+    assert out[:, 128:].count_nonzero() == 0
+    assert (max_[:, :, 128:] == -torch.inf).all()
+    assert out[:, :128].isfinite().all()
+
+
+def test_a_trace_computes_the_same() -> None:
+    blocked = documents((100, 3, 200))
+    tiles, bits = cut_tiles(blocked[None, None])
+    of = leaves(torch.float32, *blocked.shape)
+    want = results(of, blocked_tiles=tiles, blocked_bits=bits)
+    traced = torch.compile(fa.attention, fullgraph=True, backend="aot_eager")
+    out = traced(*of[:3], blocked_tiles=tiles, blocked_bits=bits)
+    same_bits(out.detach(), want["out"], "out")
+    for name, value in zip(("dq", "dk", "dv"), torch.autograd.grad(out, of[:3], of[3]), strict=True):
+        same_bits(value, want[name], name)
+
+
+def test_a_gpu_says_that_it_wants_a_matrix() -> None:
+    problem = Problem(1, 1, 8, 8, has_blocked_tiles=True)
+    sentence = "the triton back end computes no blocked tiles: give them as a matrix, blocked."
+    assert sentence in triton.reasons_against(problem, "cuda")
+    assert sentence not in triton.reasons_against(replace(problem, has_blocked_tiles=False), "cuda")
+
+
+def test_a_cache_of_pages_has_no_tiles() -> None:
+    problem = Problem(1, 1, 8, 8, has_blocked_tiles=True, page_size=16)
+    assert any("blocked tiles" in reason for reason in cpu.reasons_against(problem, "cpu"))

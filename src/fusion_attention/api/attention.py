@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from fusion_attention.api.foreign import refuse
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
@@ -89,6 +90,7 @@ def attention(
     blocked_bits: Tensor | None = None,
     return_lse: bool = False,
     backend: BackendName = "auto",
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
 
@@ -127,6 +129,7 @@ def attention(
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
             differentiate it is an error (compiled, or under torch.func: a constant); lse.detach() where it is one.
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
+        foreign: words of other libraries (is_causal, attn_mask, softmax_scale, ...): an error that gives ours.
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse).
@@ -134,6 +137,7 @@ def attention(
     Raises:
         ContractError: a call that docs/ops/attention.md does not allow; the message says what to do.
         BackendError: no back end computes it, and why.
+        TypeError: a word that it does not know, with the one that it does.
 
     Source: this library; the same Problem as CANN's operators.
 
@@ -142,6 +146,8 @@ def attention(
         >>> attention(q, k, k, band=Band.causal()).shape
         torch.Size([2, 5, 4, 64])
     """
+    if foreign:
+        refuse(attention, foreign)
     args = {
         "q": q, "k": k, "v": v, "layout": layout, "heads": heads, "q_len": q_len, "kv_len": kv_len, "q_rope": q_rope,
         "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,

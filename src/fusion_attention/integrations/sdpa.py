@@ -25,6 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ELEMENTS = 768  # that a head may have
+_LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = Band.causal("start")
 
 
@@ -126,7 +127,9 @@ def _ours(
     """The result, or None where torch is to compute or to refuse."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
         return None
-    how = {"scale": scale, "keep_prob": 1 - dropout_p, "band": _CAUSAL if is_causal else None}
+    if scale is not None and not abs(scale) < _LARGEST:
+        return None
+    how: dict[str, Any] = {"scale": scale, "keep_prob": 1 - dropout_p, "band": _CAUSAL if is_causal else None}
     if isinstance(query, Tensor) and query.is_nested:
         return None if mask is not None else _jagged(query, key, value, grouped, how)
     if not _computed(query, key, value):
@@ -136,9 +139,8 @@ def _ours(
         return None
     q, k, v, lead = found
     if mask is not None:
-        if (
-            isinstance(mask, Tensor) and mask.device != q.device
-        ):  # torch's own kernel on a CPU would read it all the same
+        # torch's own kernel on a CPU would read it all the same.
+        if isinstance(mask, Tensor) and mask.device != q.device:
             raise RuntimeError(
                 f"scaled_dot_product_attention: attn_mask: expected it on {q.device}, where query is, got it on "
                 f"{mask.device} (attn_mask.to(query.device))"
@@ -151,11 +153,11 @@ def _ours(
             how["blocked"] = mask.logical_not()
         else:
             how["bias"] = mask
-    if query.dim() == 4:
+    if len(lead) == 1:
         # Token by token, as projections have q, k and v in memory, and as torch's own kernels return the result.
-        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)  # type: ignore[arg-type]
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)
         return out.transpose(1, 2)
-    out = attention(q, k, v, layout="BNSD", **how)  # type: ignore[arg-type]
+    out = attention(q, k, v, layout="BNSD", **how)
     out = out.reshape(*lead, *out.shape[1:])
     return out if max(query.dim(), key.dim(), value.dim()) > 2 else out.squeeze(0)
 
@@ -187,6 +189,11 @@ def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
     """(q, k, v as [B, N, S, E] with the heads of keys a divisor of N, the leading axes); None where they do not fit."""
+    if query.dim() == key.dim() == value.dim() == 4:  # what comes nearly always, found out fast
+        (batch, heads, *_), (batch_k, heads_k, *_), (batch_v, heads_v, *_) = query.shape, key.shape, value.shape
+        fits = heads_k in (heads, 1) or (grouped and heads_k and not heads % heads_k)
+        if batch == batch_k == batch_v and heads and heads_k == heads_v and fits:
+            return query, key, value, (batch,)
     axes = max(query.dim(), key.dim(), value.dim(), 3)
     q, k, v = (t[(None,) * (axes - t.dim())] for t in (query, key, value))
     heads, heads_k, heads_v = q.shape[-3], k.shape[-3], v.shape[-3]
@@ -226,19 +233,18 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _jagged(query: Tensor, key: Tensor, value: Tensor, grouped: bool, how: dict[str, Any]) -> Tensor | None:
+def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
     """The result of nested tensors [B, N, j, E] whose rows lie one after the other, packed as they are."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None
-    if not all(t._ragged_idx == 2 and t.lengths() is None for t in three):  # type: ignore[attr-defined]
+    if not all(t._ragged_idx == 2 and t.lengths() is None for t in three):
         return None
     if query.shape[0] != key.shape[0] or key.shape[2] != value.shape[2]:  # lengths are equal that have one symbol
         return None
     q = query.values().transpose(0, 1)  # [tokens, N, E]
-    k = (
-        q if key is query else key.values().transpose(0, 1)
-    )  # one view of one tensor: a trace of nested ones knows no two
+    # One view of one tensor: a trace of nested ones knows no two.
+    k = q if key is query else key.values().transpose(0, 1)
     v = k if value is key else value.values().transpose(0, 1)
     if (
         not _computed(q, k, v)

@@ -312,7 +312,7 @@ def attend(
     elif cu_seq_lens_q is not None:
         q_len = _read(cu_seq_lens_q, "between", _between)
         kv_len = q_len if cu_seq_lens_k is None else _read(cu_seq_lens_k, "between", _between)
-    elif causal and _may_restart(position_ids, q, k):
+    elif causal and position_ids is not None and _may_restart(position_ids, q, k):
         q_len = kv_len = _read(position_ids, "runs", functools.partial(_runs, batch=len(q)))
     else:
         q_len = kv_len = None
@@ -321,15 +321,10 @@ def attend(
     return _packed(q, k, v, q_len, kv_len, words), None
 
 
-def _may_restart(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
+def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
     """Whether positions may be of packed sequences; a model that fills a cache has no mask that says so."""
     rows = q.shape[1]
-    return (
-        position_ids is not None
-        and position_ids.dim() == 2
-        and 1 < rows == k.shape[1]
-        and rows == position_ids.shape[1]
-    )
+    return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
 
 
 def _runs(position_ids: Tensor, batch: int) -> Any:

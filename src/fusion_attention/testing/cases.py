@@ -96,7 +96,8 @@ class Case(Named):
     def npu(self) -> bool:
         """torch_npu's functions can express it."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
-        return self.softcap == 0 and self.mask != "tiles" and (self.packed or not ragged)
+        own = self.mask == "tiles" or self.softcap != 0
+        return not own and (self.packed or not ragged)
 
     def lengths(self, side: str) -> tuple[int, ...]:
         """q_len or kv_len, by side "q" or "kv"."""

@@ -37,6 +37,14 @@ _DBIAS = 5  # the place of the bias among gradients
 _SAVED = ("dout", "out", "max", "sum", "q", "k", "v", *EXTRAS)
 
 
+def _asked_one_by_one(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+# torch 2.6 has no function that asks all of them at once.
+_any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
+
+
 def attention(call: DenseCall, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
     """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink.
 
@@ -46,7 +54,7 @@ def attention(call: DenseCall, backend: str = "auto", *, stats: bool = True, gua
     backend = chosen(backend)
     if torch.is_grad_enabled():
         tensors = (call.q, call.k, call.v, *call.extras)
-        if torch._C._any_requires_grad(*tensors):
+        if _any_requires_grad(*tensors):
             out, max_, sum_ = _Attention.apply(call, backend, guarded, *tensors)
             return out, max_, sum_
     return _forward(call, backend, stats=stats)
@@ -101,7 +109,7 @@ def again(bound: Bound, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch
     """attention() of a bound call as the last one of its memo, which needs no lowering; None where it is not known yet,
     or has a derivative."""
     laid: Laid | None = bound.memo.laid.get(chosen(backend))
-    if laid is None or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v)):
+    if laid is None or (torch.is_grad_enabled() and _any_requires_grad(q, k, v)):
         return None
     return laid.run(q, k, v, stats=stats)
 

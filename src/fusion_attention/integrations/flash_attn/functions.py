@@ -5,6 +5,8 @@ Refuses to compute. Every function is differentiable in q, k and v.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention.api.attention import attention
@@ -57,7 +59,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, k, causal=True, window_size=(128, 0)).shape
         torch.Size([2, 5, 4, 64])
     """
-    found = attention(
+    found: Any = attention(
         q,
         k,
         v,
@@ -68,7 +70,7 @@ def flash_attn_func(
         keep_prob=1 - dropout_p,
         return_lse=return_attn_probs,
     )
-    return returned(found, return_attn_probs)  # type: ignore[no-any-return]
+    return returned(found, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -92,7 +94,7 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 5, 4, 64])
     """
     k, v = kv.unbind(-3)
-    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    how: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_func(q, k, v, *how)
 
 
@@ -116,7 +118,7 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 5, 4, 64])
     """
     q, k, v = qkv.unbind(-3)
-    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    how: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_func(q, k, v, *how)
 
 
@@ -164,11 +166,11 @@ def flash_attn_varlen_func(
     kv_len = q_len if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k, "cu_seqlens_k")
     band, cap = band_of(causal, window_size), capped(softcap)
     if block_table is not None:
-        found = attend_pages(
+        pages = attend_pages(
             q, k, v, block_table, q_len, kv_len, scale=softmax_scale, band=band, softcap=cap, alibi_slopes=alibi_slopes
         )
-        return returned(found if return_attn_probs else found[0], return_attn_probs, packed=True)  # type: ignore[no-any-return]
-    found = attention(
+        return returned(pages if return_attn_probs else pages[0], return_attn_probs, packed=True)
+    found: Any = attention(
         q,
         k,
         v,
@@ -182,7 +184,7 @@ def flash_attn_varlen_func(
         keep_prob=1 - dropout_p,
         return_lse=return_attn_probs,
     )
-    return returned(found, return_attn_probs, packed=True)  # type: ignore[no-any-return]
+    return returned(found, return_attn_probs, packed=True)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -211,8 +213,8 @@ def flash_attn_varlen_kvpacked_func(
         torch.Size([7, 4, 64])
     """
     k, v = kv.unbind(-3)
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    ends: Any = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    how: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_varlen_func(q, k, v, *ends, *how)
 
 
@@ -239,6 +241,6 @@ def flash_attn_varlen_qkvpacked_func(
         torch.Size([7, 4, 64])
     """
     q, k, v = qkv.unbind(-3)
-    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    ends: Any = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    how: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     return flash_attn_varlen_func(q, k, v, *ends, *how)

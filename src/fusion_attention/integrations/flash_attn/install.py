@@ -5,8 +5,11 @@ Refuses to touch another flash_attn, and to play more than attention and what pr
 
 from __future__ import annotations
 
+import functools
+import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +21,13 @@ from fusion_attention.patches import Changes, another, together
 NAME, VERSION = "flash_attn", "2.8.3"
 _FUNCTIONS = {name: value for name, value in vars(functions).items() if name.startswith("flash_attn_")}
 _FUNCTIONS["flash_attn_with_kvcache"] = paged.flash_attn_with_kvcache
-_PADDING = ("index_first_axis", "index_put_first_axis", "index_first_axis_residual", "unpad_input", "pad_input")
+_PADDING: tuple[str, ...] = (
+    "index_first_axis",
+    "index_put_first_axis",
+    "index_first_axis_residual",
+    "unpad_input",
+    "pad_input",
+)
 _PADDING += ("unpad_input_for_concatenated_sequences",)
 _ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
 _CONTENTS: dict[str, dict[str, Any]] = {
@@ -37,16 +46,19 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 _LOCK = threading.RLock()
-_installed: Changes | None = None  # there is one sys.modules to change
+_installed: tuple[str, Changes] | None = None  # there is one sys.modules to change
 
 
-def install() -> None:
-    """Makes this library the module `flash_attn`, version 2.8.3, until uninstall().
+def install(version: str = VERSION) -> None:
+    """Makes this library the module `flash_attn` until uninstall().
 
     From then on `import flash_attn`, `from flash_attn.bert_padding import unpad_input` and importlib.metadata's version
     of it work, on a CPU too. transformers takes attn_implementation="flash_attention_2" without a GPU. A library that
     looked for flash_attn before remembers that there was none: install first, then import it. A second call changes
-    nothing. All of it happens, or nothing.
+    nothing but the version. All of it happens, or nothing.
+
+    Args:
+        version: the release that is played. Before 2.7 unpad_input() returns four results, since then five.
 
     Raises:
         RuntimeError: another flash_attn is here.
@@ -61,13 +73,14 @@ def install() -> None:
     """
     global _installed  # noqa: PLW0603
     with _LOCK:
-        if _installed is not None:
+        if _installed is not None and _installed[0] == version:
             return
+        uninstall()
         if (other := another(NAME)) is not None:
             raise RuntimeError(
                 f"flash_attn.install: expected no other flash_attn, got {other} (import that one, or remove it first)"
             )
-        _installed = together(_changed)
+        _installed = version, together(partial(_changed, version))
 
 
 def uninstall() -> None:
@@ -81,25 +94,32 @@ def uninstall() -> None:
     global _installed
     with _LOCK:
         if _installed is not None:
-            changes, _installed = _installed, None
+            (_, changes), _installed = _installed, None
             changes.end()
 
 
-def _changed(changes: Changes) -> None:
-    changes.play(made(), VERSION)
+def _changed(version: str, changes: Changes) -> None:
+    changes.play(made(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
-def made() -> dict[str, ModuleType]:
-    """Every module by its full name, packages before what they hold."""
+def made(version: str) -> dict[str, ModuleType]:
+    """Every module of a release by its full name, packages before what they hold."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
         if owner:
             setattr(modules[owner], last, module)
-    vars(modules[NAME]).update(__version__=VERSION, __all__=list(_FUNCTIONS))
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (2, 7):
+        vars(modules[f"{NAME}.bert_padding"])["unpad_input"] = _unpad_input_to_four
+    vars(modules[NAME]).update(__version__=version, __all__=list(_FUNCTIONS))
     return modules
+
+
+@functools.wraps(bert_padding.unpad_input)
+def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
+    return bert_padding.unpad_input(hidden_states, attention_mask)[:4]
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
@@ -126,9 +146,7 @@ def _admit(changes: Changes, module: ModuleType) -> None:
 
 
 def _admit_devices(changes: Changes, module: ModuleType) -> None:
-    for name in ("is_flash_attn_2_available",):
-        if hasattr(module, name):
-            changes.set(module, name, _always)
+    _admit(changes, module)
     compatible = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2)
     if isinstance(compatible, dict) and not torch.cuda.is_available():
         changes.set(compatible, "general_availability_check", _always)

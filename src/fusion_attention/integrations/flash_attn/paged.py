@@ -152,24 +152,23 @@ def _attend(
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of padded rows over what the cache holds."""
-    batch, sides = q.shape[0], (k, v)
+    batch = q.shape[0]
+    sides: Any = (k, v)
     if pads is not None:
         slots = torch.arange(k.shape[1], device=pads.device)
         how["blocked"] = (slots < pads[:, None])[:, None, None]
     if alibi_slopes is not None:  # which decoding does not know: the cache as padded keys
         if table is not None:
-            sides = tuple(side[table.long()].flatten(1, 2) for side in sides)
+            sides = [side[table.long()].flatten(1, 2) for side in sides]
         elif rows is not None:
-            sides = tuple(side[list(rows)] for side in sides)
-        return attention(
-            q, *(side[:batch] for side in sides), kv_len=ends, alibi_slopes=alibi_slopes, return_lse=True, **how
-        )
-    if table is not None:
-        return decode_attention(q, sides, kv_len=ends, block_table=table, return_lse=True, **how)
+            sides = [side[list(rows)] for side in sides]
+        k, v = (side[:batch] for side in sides)
+        return attention(q, k, v, kv_len=ends, alibi_slopes=alibi_slopes, return_lse=True, **how)
     if rows is not None:
-        lists = tuple([side[row : row + 1] for row in rows] for side in sides)
-        return decode_attention(q, lists, kv_len=ends, return_lse=True, **how)
-    return decode_attention(q, tuple(side[:batch] for side in sides), kv_len=ends, return_lse=True, **how)
+        sides = tuple([side[row : row + 1] for row in rows] for side in sides)
+    elif table is None:
+        sides = tuple(side[:batch] for side in sides)
+    return decode_attention(q, sides, kv_len=ends, block_table=table, return_lse=True, **how)
 
 
 def _before(

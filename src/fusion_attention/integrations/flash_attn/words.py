@@ -38,7 +38,7 @@ def band_of(causal: bool, window: Window) -> Band:
 def numbers(tensor: Tensor) -> list[int]:
     """The whole numbers of a tensor; of one on another device, read once until torch has seen it change."""
     if tensor.device.type == "cpu" or tensor.is_inference():
-        return tensor.tolist()  # type: ignore[no-any-return]
+        return tensor.tolist()
     known = _READ.get(id(tensor))
     if known is not None and known[0]() is tensor and known[1] == tensor._version:
         return known[2]

@@ -55,7 +55,7 @@ SOFTCAP = Attr(
     "Scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay.",
     type=float,
     default=0.0,
-    domain="0 <= softcap <= 1e30",
+    domain="softcap == 0 or 1e-30 <= softcap <= 1e30",
     bad=-1.0,
 )
 PAGE_IDS = "int32 int64"

@@ -50,9 +50,9 @@ def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, *
     return invalid(check, param, "elements per head", text, spoil={axis: bad}, **more)
 
 
-def groups_of_heads(key: str) -> Rule:
-    """Query heads share key heads evenly."""
-    advice = "every key head serves the same number of query heads"
+def groups_of_heads(key: str, *others: str) -> Rule:
+    """Query heads share key heads evenly; others: what else may be wrong."""
+    advice = "; ".join(("every key head serves the same number of query heads", *others))
     return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, spoil={"N2": 3})
 
 

@@ -20,6 +20,7 @@ from fusion_attention.ops.shared.rules import (
     WHOLE,
     broadcasting,
     covered,
+    doubt,
     elements,
     finite_scale,
     group,
@@ -40,6 +41,7 @@ from fusion_attention.waist.problem import Extents, Problem
 
 OWN_ROPE = {"q_rope": True, "k_rope": True}
 ONE_TILE = {"blocked_tiles": "1 1 1 1"}
+HEADS_FIRST = 'heads before tokens are layout="BNSD"'
 
 
 RULES = (
@@ -77,7 +79,15 @@ RULES = (
         spoil={"T2": 6},
     ),
     *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
-    groups_of_heads("k"),
+    groups_of_heads("k", HEADS_FIRST),
+    doubt(
+        "N1 <= max(S1, 256)",
+        "q",
+        HEADS_FIRST,
+        "no more heads than rows, or 256",
+        only=("BSND",),
+        spoil={"N1": 258},
+    ),
     elements("D", "q"),
     elements("Dv", "v"),
     elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
@@ -222,8 +232,8 @@ def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
     slopes, sink = n["alibi_slopes"], n["sink"]
     if slopes is not None or sink is not None:
         slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
-    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink)
-    extras += (n["blocked_tiles"], n["blocked_bits"])
+    tiles = n["blocked_tiles"], n["blocked_bits"]
+    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
     call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
     call.memo = bound.memo
     return call
