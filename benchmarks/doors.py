@@ -6,6 +6,7 @@ the tensors, the mask and the words that the layer hands over.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -41,8 +42,10 @@ def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
     made = []
     for attention in (OURS, "sdpa"):
         torch.manual_seed(0)
-        model = getattr(transformers(), kind)._from_config(config, attn_implementation=attention, dtype=dtype)
+        own = copy.deepcopy(config)  # which a model writes its attention into
+        model = getattr(transformers(), kind)._from_config(own, attn_implementation=attention, dtype=dtype)
         made.append(model.eval())
+    assert [model.config._attn_implementation for model in made] == [OURS, "sdpa"]
     return made
 
 

@@ -17,19 +17,22 @@ def rows(tokens: int, seed: int = 0, dim: int = 16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stored", STORES)
-def test_rows_are_what_a_call_reads(stored: str) -> None:
-    cache = paged(stored=stored, dim_v=12)
-    sequences = [cache.allocate() for _ in range(2)]
-    for sequence, tokens in zip(sequences, (9, 4), strict=True):
-        cache.append([sequence], rows(tokens, sequence), rows(tokens, sequence + 9, 12))
-    for sequence in sequences:
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rows_are_what_a_call_reads(stored: str, swapped: bool) -> None:
+    dims = (12, 16)[:: -1 if swapped else 1]  # what is told of values holds for keys, the other way round
+    cache = fa.PagedKVCache(2, dims[0], 8, dim_v=dims[1], page_size=4, stored=stored)
+    for tokens in (9, 4):
+        sequence = cache.allocate()
+        cache.append([sequence], rows(tokens, dim=dims[0]), rows(tokens, 9, dims[1]))
         k, v = cache.rows(sequence)
+        assert k.shape == (tokens, 2, dims[0])
         if not stored:
-            assert torch.equal(k, rows(len(k), sequence)[0])
-        q = rows(1, 5)
-        got = fa.decode_attention(q, cache, sequences=[sequence], backend="golden")
-        want = fa.decode_attention(q, (k[None], v[None]), backend="golden")
-        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+            assert torch.equal(k, rows(tokens, dim=dims[0])[0])
+        for token in range(tokens):  # a band of one token returns that token's values
+            band = fa.Band(token - tokens + 1, token - tokens + 2)
+            q = rows(1, 5, dims[0])
+            got = fa.decode_attention(q, cache, sequences=[sequence], band=band, backend="golden")
+            assert torch.equal(got[0, 0], v[token])
 
 
 def test_rows_of_keys_that_are_values() -> None:

@@ -19,8 +19,10 @@ from fusion_attention.testing import compare
 pytest.importorskip("transformers")
 
 from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family
+from transformers import EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as door
+from fusion_attention.integrations.transformers_cache import PagedCache
 
 LENGTHS = 13, 6, 9
 NEW = 5
@@ -120,14 +122,21 @@ def trained(model: Any, calls: Batches) -> dict[str, Tensor]:
     return {"out": out.detach()} | grads
 
 
-def generated(model: Any, calls: Batches, cache: str | None) -> dict[str, Tensor]:
+GENERATED = {"generate": {}, "static cache": {"cache_implementation": "static"}, "paged cache": {}}
+
+
+def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
     """The logits of new tokens, chosen greedily."""
     ((batch, _),) = calls
+    options: dict[str, Any] = GENERATED[column]
+    if column == "paged cache" and model.config._attn_implementation == "fusion_attention":
+        pages = [PagedCache(model.config) for _ in range(1 + model.config.is_encoder_decoder)]
+        options = {"past_key_values": EncoderDecoderCache(*pages) if len(pages) > 1 else pages[0]}
     dtype = next(model.parameters()).dtype
     batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items() if "decoder" not in n}
     found = model.generate(
-        **batch, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, cache_implementation=cache,
-        output_logits=True, return_dict_in_generate=True,
+        **batch, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
     )  # fmt: skip
     return {"logits": torch.stack(found.logits)}
 
@@ -176,11 +185,11 @@ def test_as_eager(models: Callable[[Family], Any], monkeypatch: pytest.MonkeyPat
     model = copy.deepcopy(models(family))
     if column == "bfloat16":
         model = model.bfloat16()
-    mine, theirs = batches(family, "left-padded" if column in ("generate", "static cache") else column)
+    mine, theirs = batches(family, "left-padded" if column in GENERATED else column)
 
     def run(model: Any, calls: Batches) -> dict[str, Tensor]:
-        if column in ("generate", "static cache"):
-            return generated(model, calls, "static" if column == "static cache" else None)
+        if column in GENERATED:
+            return generated(model, calls, column)
         return trained(model, calls)
 
     model.set_attn_implementation("eager")

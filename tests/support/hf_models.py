@@ -14,10 +14,12 @@ import torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "with_transformers.md"
 # How a batch may come, and what may be done with a model; the columns of the table.
-COLUMNS = ("plain", "padded", "left-padded", "packed", "bfloat16", "generate", "static cache", "torch.compile")
+COLUMNS = (
+    "plain", "padded", "left-padded", "packed", "bfloat16", "generate", "static cache", "paged cache", "torch.compile",
+)  # fmt: skip
 CAUSAL = COLUMNS
 ENCODER = ("plain", "padded", "left-padded", "packed", "bfloat16", "torch.compile")
-SEQ2SEQ = ("plain", "padded", "left-padded", "bfloat16", "generate", "static cache", "torch.compile")
+SEQ2SEQ = ("plain", "padded", "left-padded", "bfloat16", "generate", "static cache", "paged cache", "torch.compile")
 IMAGES = ("plain", "bfloat16", "torch.compile")
 
 VOCABULARY = 64

@@ -16,6 +16,8 @@ from fusion_attention.memory import zeros
 
 Tensor = torch.Tensor
 _Slots = tuple[int, int, int]  # page, first slot, how many
+# Neighbouring slots of so few pages are stored faster by copies of their own than by their places.
+_FEW = 4
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
 
@@ -228,13 +230,14 @@ class PagedKVCache:
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs = self._extend(sequences, k.shape[1])
+        places = _places(runs, self._pools[0].device) if len(runs) > _FEW else None
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
             if scales is not None:
                 rows, scale = _quantise(rows, self.stored)
-                _store(scales, scale, runs)
-            _store(pool, rows, runs)
+                _store(scales, scale, runs, places)
+            _store(pool, rows, runs, places)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
         """The pages and tokens of a sequence."""
@@ -326,19 +329,23 @@ class PagedKVCache:
         return named
 
 
-def _store(pool: Tensor, rows: Tensor, runs: list[_Slots]) -> None:
-    """Rows [tokens, heads, ..] into a pool [pages, heads, size, ..]."""
-    if len(runs) <= 4:  # Copies of neighbouring slots, which a few sequences are stored faster by.
-        first = 0
-        for page, slot, count in runs:
-            pool[page, :, slot : slot + count] = rows[first : first + count].transpose(0, 1)
-            first += count
-        return
+def _places(runs: list[_Slots], device: torch.device) -> Tensor:
+    """int64 [2, tokens]: page and slot of every token."""
     pages, first, count = np.array(runs, np.int64).T
     before = count.cumsum() - count
     where = np.stack((np.repeat(pages, count), np.arange(count.sum()) + np.repeat(first - before, count)))
-    taken, slots = torch.from_numpy(where).to(pool.device)
-    pool[taken, :, slots] = rows
+    return torch.from_numpy(where).to(device)
+
+
+def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], places: Tensor | None) -> None:
+    """Rows [tokens, heads, ..] into a pool [pages, heads, size, ..]."""
+    if places is not None:
+        pool[places[0], :, places[1]] = rows
+        return
+    first = 0
+    for page, slot, count in runs:
+        pool[page, :, slot : slot + count] = rows[first : first + count].transpose(0, 1)
+        first += count
 
 
 def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
