@@ -39,6 +39,7 @@ def costs(quick: bool) -> Iterator[Pair]:
 
     plain = forward(q, k, v, band=causal)
     yield pair("causal ALiBi", forward(q, k, v, band=causal, alibi_slopes=slopes), plain, half, 0.08)
+    yield pair("causal softcap", forward(q, k, v, band=causal, softcap=50.0), plain, half, 0.20)
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     rooted: dict[str, Any] = dict(pse=slopes, pse_type=3, q_start_idx=[0], kv_start_idx=[0])
     calls = []

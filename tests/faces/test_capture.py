@@ -49,7 +49,8 @@ def slopes(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
 
 def own(q: torch.Tensor, **given: Any) -> torch.Tensor:
     blocked = torch.zeros(5, 5, dtype=torch.bool)
-    return fa.attention(q, q, q, band=fa.Band.prefix_causal([1, 2]), blocked=blocked, bias=rows(5, 5), **given)
+    more = {"band": fa.Band.prefix_causal([1, 2]), "blocked": blocked, "bias": rows(5, 5), "softcap": 0.9}
+    return fa.attention(q, q, q, **more, **given)
 
 
 def golden_replays_golden(call: Callable[[], Any], folder: Path) -> None:

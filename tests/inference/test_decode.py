@@ -439,10 +439,10 @@ def test_keys_may_be_the_values() -> None:
 
 def test_windows_sinks_and_several_tokens_are_those_of_attention() -> None:
     q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
-    sink, lengths = torch.randn(4), [9, 4]
+    lengths: dict[str, Any] = {"kv_len": [9, 4], "return_lse": True, "backend": "golden"}
     for band in (fa.Band.causal(), fa.Band.window(2, 0), fa.Band.full()):
-        got = fa.decode_attention(q, (k, v), kv_len=lengths, band=band, sink=sink, return_lse=True, backend="golden")
-        want = fa.attention(q, k, v, kv_len=lengths, band=band, sink=sink, return_lse=True, backend="golden")
+        more = {"band": band, "sink": torch.randn(4), "softcap": 0.7} | lengths
+        got, want = fa.decode_attention(q, (k, v), **more), fa.attention(q, k, v, **more)
         assert all(same(one, other) for one, other in zip(got, want, strict=True))
 
 

@@ -46,7 +46,7 @@ FEATURES = [
     replace(PACKED, dropout="philox", keep_prob=0.7, **TWO),
     Case("BNSD", heads_q=2, heads_kv=2, dim_rope=4, dim_v=6, sink=True),
     # A cap: alone, and beneath a bias whose gradient it does not bend.
-    replace(PACKED, softcap=0.8, sparse_mode=3, mask="compressed", **TWO),
+    replace(PACKED, softcap=0.8, sparse_mode=3, mask="compressed", softmax_layout="TND", **TWO),
     Case("BNSD", softcap=1.5, pse="full", pse_type=0, mask="head", dropout="philox", keep_prob=0.7, **TWO),
 ]
 LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17, 21)]

@@ -44,6 +44,8 @@ CASES = [
 ]
 EVERYDAY = [(CASES[0], "query", math.nan), (CASES[1], "key", math.inf), (CASES[3], "value", math.nan)]
 EVERYDAY += [(CASES[0], "dy", math.inf)]
+BENT = dataclasses.replace(CASES[0], softcap=0.9)  # where an infinite product is a finite score
+EVERYDAY += [(BENT, "key", math.inf), (BENT, "query", math.nan)]
 REST = [(case, name, fill) for case in CASES for name in NAMES for fill in FILLS]
 REST = [item for item in REST if item not in EVERYDAY]
 

@@ -114,7 +114,8 @@ inline Dot score(const Call &c, Long b, Long head, Long row, Long key) {
 inline double slope(const Call &c, Long b, Long head, Long row, Long key) {
     if (!(c.problem.softcap > 0)) return 1;
     const Long own = head / c.group();
-    const double product = dot(c.q, c.k, b, head, row, own, key).value + dot(c.q_rope, c.k_rope, b, head, row, own, key).value;
+    const double product =
+        dot(c.q, c.k, b, head, row, own, key).value + dot(c.q_rope, c.k_rope, b, head, row, own, key).value;
     const double cosine = std::cosh(product * c.problem.scale / c.problem.softcap);
     return 1 / (cosine * cosine);
 }

@@ -5,6 +5,7 @@ Random calls are support/native_dense.py's, and so is their judge.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,26 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
     want = forward(call)
     for variant in VARIANTS:
         same_where_not_finite(native(call, variant), want, f"{variant} {call.problem}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_capped_score_is_exact_to_two_units_of_its_last_place(variant: str) -> None:
+    """Of any size: a row of one key has it as its maximum. Scale and cap are powers of two, and round nothing."""
+    sizes = torch.cat((torch.logspace(-30, 1.2, 4000), torch.linspace(0.5, 12, 4000), torch.tensor([math.inf])))
+    q = torch.cat((sizes, -sizes)).view(1, -1, 1, 1)
+    problem, extents = Problem(1, 1, 1, 1, scale=0.25, softcap=16.0), Extents(*(np.array([n]) for n in (
+        q.numel(), 1, -INFINITE, INFINITE, 0, 0)))  # fmt: skip
+
+    def view(values: torch.Tensor) -> RowView:
+        return RowView((values,), np.zeros(1, np.int64), 1, np.zeros(1, np.int64), 1)
+
+    one, stats = torch.ones(1), Stats(view(torch.empty(q.numel())), view(torch.empty(q.numel())))
+    operands = Operands(view(q.flatten() * 64), view(one), view(one), view(torch.empty(q.numel())), stats)
+    cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward", variant), operands)
+    got, want = stats.max.keep[0].double(), 16 * q.flatten().double().tanh()
+    unit = torch.finfo(torch.float32).eps * 2 ** want.abs().log2().floor()
+    assert ((got - want).abs() <= 2 * unit).all()
+    assert torch.equal(got[q.flatten().abs() == math.inf], torch.tensor([16.0, -16.0]).double())
 
 
 # ----------------------------------------------------------------------------------------------------------- same bits

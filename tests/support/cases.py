@@ -133,6 +133,13 @@ SINKS_AND_ROPE = [
     replace(PACKED, sink=True, dim_rope=8, pse="blocks", softmax_layout="TND", mask="tokens", q_rest=2, **DRAWN),
 ]
 
+CAPPED = [
+    *(replace(PACKED, softcap=0.8, dtype=d, softmax_layout="TND", **CAUSAL) for d in DTYPES),
+    Case("BSH", softcap=1.5, pse="full", pse_type=0, mask="head", blank=True, **DRAWN),
+    Case("BNSD", softcap=0.6, sink=True, dim_rope=4, dtype="bfloat16", **BITS),
+    Case("SBH", q_len=(6, 6), kv_len=(6, 6), softcap=3.0, pse="slopes", pse_type=2, dtype="float16"),
+]
+
 WINDOWS = [
     Case(sparse_mode=4, mask="compressed", pre=-1, next=3),
     Case(sparse_mode=4, mask="compressed", pre=5, next=-2, q_len=(7, 7)),
@@ -176,7 +183,7 @@ BLANK = [
     replace(PACKED, q_len=(6, 3, 2), kv_len=(4, 3, 0), **CAUSAL),
 ]
 
-FAMILIES = (MODES, SHAPES, LENGTHS, EMPTY, BIASES, DROPOUT, SINKS_AND_ROPE, WINDOWS, PREFIXES, BLANK)
+FAMILIES = (MODES, SHAPES, LENGTHS, EMPTY, BIASES, DROPOUT, SINKS_AND_ROPE, CAPPED, WINDOWS, PREFIXES, BLANK)
 CASES = list(dict.fromkeys(case for family in FAMILIES for case in family))
 
 

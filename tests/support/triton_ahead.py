@@ -184,6 +184,7 @@ def configs() -> dict[str, Config]:
             found[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
             found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ), mean=1)
         found[f"{kernel} 128 plain"] = Config(kernel, problem(128))
+        found[f"{kernel} 128 capped"] = Config(kernel, problem(128, softcap=50.0))
         found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
         found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
         found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ), mean=2)
@@ -196,6 +197,7 @@ def configs() -> dict[str, Config]:
     found["decode 128"] = Config("decode", problem(128, **PAGES))
     found["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
     found["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
+    found["decode 128 capped"] = Config("decode", problem(128, **PAGES, softcap=50.0))
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
@@ -207,7 +209,7 @@ def configs() -> dict[str, Config]:
     found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
     for kernel in shapes.MEND:
-        found[f"{kernel} 128"] = Config(kernel, problem(128, **LIGHT))
+        found[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
         found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
         found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
     found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
@@ -217,7 +219,7 @@ def configs() -> dict[str, Config]:
 
 CONFIGS = configs()
 EVERYDAY = (
-    *("forward 128 plain", "forward 128 drawn", "forward 192 read", "forward 96"),
+    *("forward 128 plain", "forward 128 capped", "forward 128 drawn", "forward 192 read", "forward 96"),
     *("query 128 plain", "query 64 read", "query float32", "key 128 plain", "key 128 drawn", "key 768", "prepare 128"),
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),

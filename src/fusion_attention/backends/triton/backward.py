@@ -139,7 +139,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if dbias is not None:  # nothing mends what is added to it
             ds = tl.where(s == -float("inf"), 0.0, ds)
             add_dbias(dbias, where, row[:, None], j[None, :], seen, ds * factor, (q_len, kv_len, shift), BIAS)
-        if CAP:
+        if CAP != 0:
             ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
@@ -220,7 +220,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             dp = tl.where(keep, dp / keep_prob, 0.0)
         dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
-        if CAP:
+        if CAP != 0:
             ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)
         dk0, dk1, dk2 = add_three((dk0, dk1, dk2), ds, query, D1, D2)
         if R:

@@ -44,7 +44,7 @@ def biased(
     lengths = (q_len, kv_len, shift).
     """
     q_len, kv_len, shift = lengths
-    if CAP:
+    if CAP != 0:
         x = capped(x, scale, CAP)[0] * CAP
     else:
         x = x * scale

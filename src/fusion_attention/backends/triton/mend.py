@@ -227,7 +227,7 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
             ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :])
-            if CAP:
+            if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
             if R:
@@ -308,7 +308,7 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 dp = tl.where(keep, dp / keep_prob, 0.0)
             dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p), counted, do, V1, V2)
             ds = product(p, dp - delta[:, None])
-            if CAP:
+            if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
             if R:
