@@ -108,7 +108,7 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
         "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
         "sink": lambda t: t,
         "blocked_tiles": lambda t: matrix_view(t, "broadcast", p.heads_q, e),
-        # A tile's bytes are counted one by one; as they come, they are.
+        # Strided bits are copied: kernels count a tile's bytes one by one.
         "blocked_bits": lambda t: t.contiguous(),
     }
     given = zip(EXTRAS, call.extras, strict=True)
