@@ -15,7 +15,20 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import backward, chart, decode_rows, dense, doors, features, inference, loss, memory, schedule, sparse
+from benchmarks import (
+    backward,
+    busy,
+    chart,
+    decode_rows,
+    dense,
+    doors,
+    features,
+    inference,
+    loss,
+    memory,
+    schedule,
+    sparse,
+)
 from benchmarks.pair import REACHED, Pair, Timing, measure
 from benchmarks.report import Report
 from fusion_attention import _native
@@ -45,8 +58,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "inference": (inference.rows_of_all,),
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
-MEMORY, DECODE, SCHEDULE = "memory", "decode", "schedule"
-NAMES = (*GROUPS, MEMORY, DECODE, SCHEDULE)
+MEMORY, DECODE, BUSY, SCHEDULE = "memory", "decode", "busy", "schedule"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE)
 
 
 TITLE = (
@@ -107,6 +120,7 @@ def main(
     timings.sort(key=lambda t: groups.index(t.group))
     found = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
+    waits = busy.show(quick, console) if only in ("all", BUSY) else []
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
     others = {}
     for group, (name, cost, goal) in COSTS.items():
@@ -117,6 +131,7 @@ def main(
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
+        tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")

@@ -17,7 +17,7 @@ namespace {
 
 // A vector of keys that no row sees is left as it was: hide() replaces it.
 template <class Format, int M>
-__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
+__attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue &queue) {
     const std::int64_t words = w.sizes.words;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words;
@@ -229,7 +229,7 @@ template <class Format, class T> void add_nonfinite_values(const Work<Format> &w
 // ----------------------------------------------------------------------------------------------------- from end to end
 
 template <class Format, class T>
-void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue<2> &queue) {
+void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     // The last block of a tile may be short.
     with_height(b.rows, [&](auto height) { score_rows<Format, height()>(w, b, queue); });
@@ -319,9 +319,9 @@ template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) 
 }
 
 // What is asked for during a tile: its own results' memory, and what the thread reads next.
-template <class Format, class T> PrefetchQueue<2> queue_of(const Work<Format> &w, const Prefetches &ahead) {
+template <class Format, class T> PrefetchQueue queue_of(const Work<Format> &w, const Prefetches &ahead) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
-    PrefetchQueue<2> out;
+    PrefetchQueue out;
     out.add(prefetch_rows<T>(w.o.out, seq, w.head, row0, rows, w.p.dim_v));
     if (w.o.max.base) {
         out.add(prefetch_rows<float>(w.o.max, seq, w.head, row0, rows, 1));
@@ -341,7 +341,7 @@ template <class Format, class T>
 std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
     const Work<Format> w(job, unit, head, tile, scratch);
-    PrefetchQueue<2> queue = queue_of<Format, T>(w, ahead);
+    PrefetchQueue queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel

@@ -294,7 +294,7 @@ void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile
                 const Prefetches &ahead) {
     const std::int64_t rows = row_tile.row1 - row_tile.row0;
     const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
-    PrefetchQueue<3> queue;
+    PrefetchQueue queue;
     for (int i = 0; i < ahead.count; ++i) queue.add(ahead.parts[i]);
     queue.spread((rows + block_rows - 1) / block_rows * 2 * ((keys / panel + abreast - 1) / abreast));
     const GradientWork<Format> w(job, row_tile, key_tile, turn, queue);

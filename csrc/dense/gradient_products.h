@@ -28,10 +28,10 @@ template <class Format> struct GradientWork {
     const float natural;    // what a score is then multiplied by
     const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
     const RowTurn &turn;
-    PrefetchQueue<3> &queue;
+    PrefetchQueue &queue;
 
     GradientWork(const Job &job, const RowTile &row_tile_, const KeyTile &key_tile_, const RowTurn &turn_,
-                 PrefetchQueue<3> &queue_)
+                 PrefetchQueue &queue_)
         : p(*job.problem), o(*job.operands), g(*job.gradients), seq(job.sequences[row_tile_.seq]), sizes(p),
           row_tile(row_tile_), key_tile(key_tile_), r(sizes, row_tile.row1 - row_tile.row0, row_tile.memory),
           k(p, sizes, key_tile.memory), bias_pass(needs_bias_pass(p)),
@@ -94,12 +94,12 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
 
 // What the block behind this one reads, which lies in a farther cache: beside S its q, dq and bias, beside dP the rest.
 template <class Format> struct NextBlock {
-    PrefetchQueue<2> beside_scores, beside_dprobs;
+    PrefetchQueue beside_scores, beside_dprobs;
 
     NextBlock(const GradientWork<Format> &w, const GradientBlock &b) {
         const std::int64_t row = b.row + block_rows, row0 = w.row_tile.row0 + row;
         const std::int64_t steps = (b.count + abreast * panel - 1) / (abreast * panel);
-        const auto add_matrix = [&](PrefetchQueue<2> &queue, const Matrix &m) {
+        const auto add_matrix = [&](PrefetchQueue &queue, const Matrix &m) {
             const std::int64_t size = m.dtype == Dtype::float32 ? 4 : 2,
                                rows = least(block_rows + row0, w.seq.q_len) - row0;
             if (rows <= 0) return;

@@ -67,7 +67,7 @@ FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Float
 // Vectors [from, from + N) of the panel hold all keys that some row sees.
 template <class Format, int M, int N>
 __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const Block &b, std::int64_t from,
-                                                   PrefetchQueue<2> &queue) {
+                                                   PrefetchQueue &queue) {
     constexpr std::int64_t pitch = panel / Format::depth;  // of weights
     const std::int64_t words = w.sizes.words, columns = w.sizes.value_columns;
     const auto *q = w.s.q + b.row * words;
@@ -104,7 +104,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
 }
 
 // False where the block needs more: then it is as it was.
-template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue<2> &queue) {
+template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue &queue) {
     if (!is_short(w, b) || !is_plain(w)) return false;
     constexpr int half = panel_vectors / 2;
     bool done = false;

@@ -2,7 +2,7 @@
 //
 // Rows of one head lie far apart in most layouts, where no hardware prefetcher follows, and a core waits for few misses
 // at once: asked for in one burst rows would wait for each other. So products of panels take turns with a few lines.
-// Locality is __builtin_prefetch()'s: 3 brings lines as near as they can come, 2 into a second-level cache.
+// They come into the second-level cache: the few buffers of the first are what the products' own panels come through.
 
 #pragma once
 
@@ -21,7 +21,7 @@ FUSION_INLINE PrefetchRows prefetch_rows(const Rows &rows, std::int64_t b, std::
             n * static_cast<std::int64_t>(sizeof(T))};
 }
 
-template <int locality> class PrefetchQueue {
+class PrefetchQueue {
 public:
     void add(const PrefetchRows &part) {
         if (part.rows <= 0) return;
@@ -45,13 +45,13 @@ public:
                     return;
                 }
             }
-            __builtin_prefetch(at, 0, locality);
+            __builtin_prefetch(at, 0, 2);
         }
         at_ = at;
     }
 
 private:
-    static constexpr std::int64_t line = 64, most_lines = locality == 3 ? 64 : 1024;  // of a step, near and less near
+    static constexpr std::int64_t line = 64, most_lines = 1024;  // of a step
 
     // Where the next part begins; null behind the last one, and then no step has anything to do. Out of line: the loop
     // over panels that asks needs its registers.

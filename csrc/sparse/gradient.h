@@ -225,7 +225,7 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
     const auto scale = static_cast<float>(w.p.scale);
     const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes.memory);
     const NotedKeys noted(notes, range);
-    PrefetchQueue<2> queue;  // other cores may have written what is added next
+    PrefetchQueue queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
         const GradientNotes<Format> other(w.p, w.sizes, s, longest, next->memory);

@@ -193,7 +193,7 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Note
     const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
     const IndexNotes<Format> own(w.p, s, longest, notes.memory);
     const NotedKeys noted(notes, range);
-    PrefetchQueue<2> queue;  // other cores may have written what is added next
+    PrefetchQueue queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
         const IndexNotes<Format> other(w.p, s, longest, next->memory);

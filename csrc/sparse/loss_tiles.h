@@ -72,7 +72,7 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
 // those.
 template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
-              const TileBlock &block, const float *shift, const float *share, PrefetchQueue<2> &next_head) {
+              const TileBlock &block, const float *shift, const float *share, PrefetchQueue &next_head) {
     const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
     next_head.spread((rows + block_rows - 1) / block_rows * (padded / panel));
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { next_head.step(); };
@@ -120,7 +120,7 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
             pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
                                t.q + r * words + main);
         }
-        PrefetchQueue<2> next;  // in most layouts rows of heads lie far apart
+        PrefetchQueue next;  // in most layouts rows of heads lie far apart
         if (head + 1 < p.heads_q) {
             next.add(prefetch_rows<T>(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk));
             next.add(prefetch_rows<T>(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope));

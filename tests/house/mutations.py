@@ -282,6 +282,32 @@ FACES = [
 ]  # fmt: skip
 
 FUSED_FACES = "inference/test_fused_faces.py"
+FLEX_MASKS = "integrations/test_flex_masks.py"
+FLEX = [
+    house("flex: a band of most rows is taken for one of all", "integrations/flex_masks.py",
+          "            if _is(band, edges, q_len, kv_len):", "            if band:",
+          f"{FLEX_MASKS}::test_one_pair_more_or_less_is_no_band"),
+    house("flex: rows with gaps count as intervals", "integrations/flex_masks.py",
+          "(empty | (end - first == found.count)).all()", "(end >= first).all()",
+          f"{FLEX_MASKS}::test_block_masks", f"{FLEX_MASKS}::test_functions"),
+    house("flex: one item's mask serves all", "integrations/flex_masks.py",
+          "if sizes[axis] < size and flex_mods.depends(mod, axis, shape.device):", "if False:",
+          f"{FLEX_MASKS}::test_a_mask_of_one_item_whose_function_asks_for_the_item"),
+    house("flex: the function is asked in blocks that are full", "integrations/flex_masks.py",
+          "((where == 2) | (where == 1) & said", "((where == 2) & said | (where == 1) & said",
+          f"{FLEX_MASKS}::test_blocks_say_what_the_function_does_not"),
+    house("flex: a mask is remembered whatever it captured", "integrations/flex_mods.py",
+          "known is not None and known[0] == state", "known is not None",
+          "integrations/test_flex_attention.py::test_a_mask_is_read_once_and_again_when_what_it_captured_changes",
+          "integrations/test_flex_attention.py::test_a_score_mod_is_read_again_when_a_number_changes"),
+    house("flex: what was recognised is not compared", "integrations/flex_scores.py",
+          "    if not bool(same.all()):", "    if False:",
+          "integrations/test_flex_attention.py::test_what_looks_recognised_and_is_not_is_refused"),
+    house("flex: slopes count ahead of the row too", "integrations/flex_scores.py",
+          "hidden | (distance < 0) if past else hidden", "hidden | (distance < 0)",
+          "integrations/test_flex_attention.py::test_score_mods"),
+]  # fmt: skip
+
 CALLERS = [
     house("fused inference: one-token queries keep their mode", "ops/fused/geometry.py",
           '"mode": 0 if one_token else mode,', '"mode": mode,',
@@ -382,6 +408,8 @@ NATIVE = [
          "total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);", "total += tile.sum[i][j] * all(weights[i]);"),
     core("core: the loss's gradient forgets its target", "sparse/loss.h",
          "exp2<6>(score * log2_e) * y.share - p, count - i", "exp2<6>(score * log2_e) * y.share, count - i"),
+    core("core: behind a converted key of odd width lies anything", "decode/scores.h",
+         "if (n % lanes) store(to + words - lanes, Floats{});", ""),
     core("core: a thread that came late is waited for again", "plan/team.cpp",
          "!experience.recommends_team(alone, begun)", "false"),
     core("core: what the others computed is not counted", "plan/team.cpp",
@@ -434,5 +462,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *PAGES),
+    *(*TRANSFORMERS, *FLEX, *PAGES),
 )

@@ -6,7 +6,10 @@ no such words is refused. Nothing is computed here.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +20,7 @@ from fusion_attention.api.attention import attention
 from fusion_attention.integrations import flex_masks, flex_mods, flex_scores
 from fusion_attention.integrations.flex_masks import Seen, Shape
 from fusion_attention.integrations.flex_scores import Terms
-from fusion_attention.patches import Changes, Counted
+from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["explain", "flex_attention", "patched"]
@@ -48,8 +51,8 @@ def flex_attention(
         query: [B, Hq, L, E]; float16, bfloat16, float32, or (slowly) float64.
         key: [B, Hkv, S, E]; one item serves all of the query's beside a block_mask.
         value: [B, Hkv, S, Ev].
-        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score / c) + b, with numbers a
-            and c and any b that the score is no part of; -inf hides a key.
+        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score * a) + b, with a number
+            c, any a that is the same for all keys, and any b that the score is no part of; -inf hides a key.
         block_mask: a BlockMask of torch's, or the function of (b, h, q_idx, kv_idx) that one is made of.
         scale: factor on the dot products; None: 1 / sqrt(E).
         enable_gqa: Hq may be a multiple of Hkv.
@@ -64,8 +67,8 @@ def flex_attention(
         BackendError: a score_mod that depends on the score in another way.
         ValueError, NotImplementedError, RuntimeError: as torch, where tensors or masks do not fit.
 
-    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts them:
-        a full one is seen whole, whatever the function says, and one that is not listed not at all.
+    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts
+        them: a full one is seen whole, whatever the function says, and one that is not listed not at all.
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32, requires_grad=True)
@@ -100,9 +103,11 @@ def _flex_attention(
     shape = Shape(items, heads, rows, key.shape[2], query.device)
     cast = {"q": query, "k": key, "v": value}
     dispatch.autocast(cast, ("q", "k", "v"))
-    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    seen, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
-    out, lse = _attend(*cast.values(), seen, terms, scale, stats=return_lse or bool(return_aux and return_aux.lse))
+    stats = return_lse or bool(return_aux and return_aux.lse)
+    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # it is done
+        out, lse = _attend(cast["q"], cast["k"], cast["v"], seen, terms, scale, stats=stats)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -115,11 +120,11 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32)
-        >>> print(explain(q, q, lambda score, b, h, row, key: 30 * torch.tanh(score / 30), lambda b, h, row, key: row >= key))
-        band=Band.causal('start'), softcap=30
+        >>> explain(q, q, lambda s, b, h, row, key: 30 * torch.tanh(s / 30), lambda b, h, row, key: row >= key)
+        'band=Band.causal(), softcap=30'
     """
     _check_mask(query, key, block_mask)
-    shape = Shape(*query.shape[:3], key.shape[2], query.device)
+    shape = Shape(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
     words = []
     if _packs(seen, terms):
@@ -129,6 +134,7 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
     elif seen.tiles is not None:
         words.append("tiles")
     words += [f"scale * {terms.factor:.6g}"] if terms.factor != 1 else []
+    words += ["a factor per row"] if terms.by_row is not None else []
     words += [f"softcap={terms.softcap:.6g}"] if terms.softcap else []
     words += ["alibi_slopes"] if terms.slopes is not None else []
     words += [f"bias {list(terms.bias.shape)}"] if terms.bias is not None else []
@@ -151,8 +157,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
         )
     if query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            "flex_attention: key: expected as many elements in its rows as in the query's, and as many rows as the value "
-            f"has, got {shapes}"
+            "flex_attention: key: expected as many elements in its rows as in the query's, and as many rows as the "
+            f"value has, got {shapes}"
         )
     if any(t.device != query.device for t in tensors):
         devices = ", ".join(str(t.device) for t in tensors)
@@ -160,7 +166,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
     own, shared = query.shape[1], key.shape[1]
     if own != shared and not enable_gqa:
         raise ValueError(
-            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share them"
+            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share "
+            "them"
         )
     if own % max(shared, 1) or own < shared:
         raise ValueError(
@@ -178,8 +185,8 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         return
     if not _is_block_mask(mask):
         raise TypeError(
-            f"flex_attention: block_mask: expected a BlockMask or a function of (b, h, q_idx, kv_idx), got {type(mask)}; "
-            "a tensor is the `blocked` of fusion_attention.attention(), where true hides"
+            f"flex_attention: block_mask: expected a BlockMask or a function of (b, h, q_idx, kv_idx), got {type(mask)}"
+            "; a tensor is the `blocked` of fusion_attention.attention(), where true hides"
         )
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask: set it from that of the mask before slicing")
@@ -191,8 +198,8 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         )
     if mask.kv_num_blocks.device != query.device:
         raise RuntimeError(
-            f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}; "
-            "block_mask.to(device) moves it"
+            f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}"
+            "; block_mask.to(device) moves it"
         )
 
 
@@ -230,8 +237,7 @@ def _understood(
         seen = _of_function(mask, shape)
     if score_mod is None:
         return seen, Terms()
-    scores = dtype if dtype == torch.float64 else torch.float32
-    terms = flex_scores.terms(score_mod, shape, scores, alone=mask is None, past=seen.past)
+    terms = flex_scores.terms(score_mod, shape, dtype, alone=mask is None, past=seen.past)
     if terms.mask is not None:
         seen = _of_function(terms.mask, shape)
     return seen, terms
@@ -248,13 +254,15 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
-    bias, dtype = terms.bias, q.dtype
-    if bias is not None and bias.dtype != q.dtype:
-        rounded = bias.detach().to(q.dtype)
-        if not bool((rounded.to(bias.dtype) == bias.detach()).all()):
-            # A bias has the query's dtype; distances of a thousand tokens have more digits than bfloat16.
-            q, k, v = (t.to(bias.dtype) for t in (q, k, v))
-        terms = replace(terms, bias=bias.to(q.dtype))
+    dtype = q.dtype
+    if terms.by_row is not None:
+        q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
+        q = q * terms.by_row  # with all digits of both
+    if terms.bias is not None and terms.bias.dtype != q.dtype:
+        # A bias has the query's dtype; this one has digits that would be lost in it.
+        both = torch.promote_types(terms.bias.dtype, q.dtype)
+        q, k, v, bias = (t.to(both) for t in (q, k, v, terms.bias))
+        terms = replace(terms, bias=bias)
     words: dict[str, Any] = {"scale": scale, "bias": terms.bias, "alibi_slopes": terms.slopes, "return_lse": stats}
     if terms.softcap:
         words["softcap"] = terms.softcap
@@ -262,8 +270,7 @@ def _attend(
         words["alibi_start"] = [0, 0]
     if q.dtype == torch.float64:
         words["backend"] = "golden"
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
+    out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
     return out.to(dtype), lse
 
 
@@ -276,9 +283,9 @@ def _packs(seen: Seen, terms: Terms) -> bool:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     items, heads, rows, _ = q.shape
-    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    q_rows, k_rows, v_rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     words = {**words, "layout": "TND", "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
-    out, lse = _called(*packed, words)
+    out, lse = _called(q_rows, k_rows, v_rows, words)
     out = out.view(items, rows, heads, -1).transpose(1, 2)
     if not _tokens_outside(q):
         out = out.contiguous()
@@ -288,11 +295,13 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) 
 def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if seen.band is not None and not seen.packed:
         words = {**words, "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
-    elif seen.tiles is not None:
+    elif seen.tiles is not None and q.device.type == "cpu":
+        words = {**words, "blocked_tiles": seen.tiles, "blocked_bits": seen.bits}
+    elif seen.tiles is not None:  # the kernels of GPUs read a matrix
         words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
         return _called(q, k, v, {**words, "layout": "BNSD"})
-    out, lse = _called(*(t.transpose(1, 2) for t in (q, k, v)), {**words, "layout": "BSND"})
+    out, lse = _called(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {**words, "layout": "BSND"})
     return out.transpose(1, 2), lse
 
 
@@ -300,6 +309,10 @@ def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Ten
     """(out, lse or None) of attention()."""
     said = attention(q, k, v, **words)
     return said if isinstance(said, tuple) else (said, None)
+
+
+def _autocasts(q: Tensor) -> bool:
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
 
 
 def _tokens_outside(q: Tensor) -> bool:
@@ -310,15 +323,26 @@ def _tokens_outside(q: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------------------- patching
 
 
+def _uncompiled(layer: Layer) -> Callable[..., Any]:
+    """torch.compile, but this function comes back as it is: programs compile torch's by itself, with fullgraph=True."""
+
+    @functools.wraps(layer.below)
+    def compile(model: Any = None, **options: Any) -> Any:  # the name that it is given by
+        if model is flex_attention and layer.on:
+            return model
+        return layer.below(model, **options)
+
+    return compile
+
+
 class _Patched(Counted):
     """Puts flex_attention() in torch's place, and in that of every module that took it from there by its name."""
 
     def begin(self, changes: Changes) -> None:
         """Makes the changes."""
-        import sys
-
         import torch.nn.attention.flex_attention as theirs
 
+        changes.wrap(torch, "compile", _uncompiled)
         function = theirs.flex_attention
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", {})

@@ -1,12 +1,13 @@
 """What a FlexAttention block mask lets rows see: bands and lengths where it is that, else tiles with bits.
 
-A band is what was proven of every row of the mask, never what a function looks like. Knows no score and no tensor of keys.
+A band is what was proven of every row of the mask, never what a function looks like. Refuses to know scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,8 @@ class Seen:
 
     def blocked(self, rows: int, keys: int) -> Tensor:
         """[B or 1, N or 1, rows, keys]: true where a key is not seen."""
-        assert self.tiles is not None and self.bits is not None
+        assert self.tiles is not None
+        assert self.bits is not None
         whole = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
         bits = torch.cat([self.bits, whole])[self.tiles.long()]  # -2 and -1 are the last two
         pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
@@ -85,7 +87,7 @@ def of_function(mod: flex_mods.Mod, shape: Shape) -> Seen:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """(0: nothing, 1: what the function says, 2: all, for each block [B or 1, N or 1, R, C]; rows and keys of a block)."""
+    """(each block [B or 1, N or 1, R, C], 0: nothing, 1: what the function says, 2: all; rows and keys of a block)."""
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -100,8 +102,8 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
     for name, size, asked in (("batch size", grid.shape[0], shape.items), ("heads", grid.shape[1], shape.heads)):
         if size not in (1, asked):
             raise ValueError(
-                f"flex_attention: block_mask: expected a mask of 1 or {asked} as its {name}, like the query, got {size}; "
-                "make it with create_block_mask(mask_mod, B, H, ...) for this query, or with None in that place"
+                f"flex_attention: block_mask: expected a mask of 1 or {asked} as its {name}, like the query, got {size}"
+                "; make it with create_block_mask(mask_mod, B, H, ...) for this query, or with None in that place"
             )
     return grid, (rows, keys)
 
@@ -133,7 +135,7 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
 
 @dataclass
 class _Rows:
-    """What was found of a mask: tiles, and for each row its first key, the end behind its last, and how many it sees."""
+    """What was found of a mask: tiles, and of each row its first key, the end behind its last, how many it sees."""
 
     tiles: np.ndarray
     bits: np.ndarray
@@ -155,9 +157,8 @@ def _tiled(mod: flex_mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: 
         seen, inside = _evaluated(mod, at, grid, block, shape)
         _note_rows(found, at, seen)
         hidden = np.packbits(~seen, axis=2, bitorder="little")
-        for place, bits, some, every in zip(
-            map(tuple, at), hidden, seen.any((1, 2)), (seen | ~inside).all((1, 2)), strict=True
-        ):
+        some_seen, all_seen = np.any(seen, (1, 2)).tolist(), np.all(seen | ~inside, (1, 2)).tolist()
+        for place, bits, some, every in zip(map(tuple, at), hidden, some_seen, all_seen, strict=True):
             if some and not every:
                 text = bits.tobytes()
                 if text not in known:
@@ -195,14 +196,15 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
     return grid
 
 
-def _of_whole_tiles(whole: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _of_whole_tiles(whole: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
     """(first, end, count) of each row, over tiles that are seen whole."""
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
     first = np.where(whole, starts, _FAR).min(-1, initial=_FAR)
     end = np.where(whole, ends, 0).max(-1, initial=0)
     count = np.where(whole, ends - starts, 0).sum(-1)
-    return tuple(np.repeat(a.astype(np.int64), TILE, axis=-1) for a in (first, end, count))  # type: ignore[return-value]
+    first, end, count = (np.repeat(a.astype(np.int64), TILE, axis=-1) for a in (first, end, count))
+    return first, end, count
 
 
 def _evaluated(
@@ -290,7 +292,8 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
     sequence = np.repeat(np.arange(len(pieces)), q_len)
     row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
     seen = end.ravel() > 0
-    edges = _Edges(*(np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end)), sequence, row)
+    own_first, own_end = (np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end))
+    edges = _Edges(own_first, own_end, sequence, row)
     band = _band(edges, q_len, kv_len)
     if band is None or band.prefix:
         return None
@@ -301,8 +304,8 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, int, int, int]]:
-    """(first row, rows, first key, keys) of the sequences of one item: all rows before a cut see keys before it, and all
-    behind it keys behind it. Rows without keys, and keys that no row sees, are sequences of their own."""
+    """(first row, rows, first key, keys) of the sequences of one item: rows before a cut see keys before it alone, and
+    rows behind it keys behind it. Rows without keys, and keys that no row sees, are sequences of their own."""
     rows = len(first)
     empty = end == 0
     behind = np.maximum.accumulate(end)
@@ -311,7 +314,7 @@ def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, in
     cut &= ~(empty[:-1] & empty[1:])
     edges = [0, *(np.flatnonzero(cut) + 1).tolist(), rows]
     pieces, key = [], 0
-    for begin, stop in zip(edges[:-1], edges[1:], strict=True):
+    for begin, stop in pairwise(edges):
         seen = ~empty[begin:stop]
         if not seen.any():
             pieces.append((begin, stop - begin, key, 0))
@@ -337,7 +340,8 @@ class _Edges(NamedTuple):
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
     """The one band that gives each row of all sequences its keys; rows behind q_len see none."""
-    for align in ("start", "end"):
+    square = bool((q_len == kv_len).all())
+    for align in ("end", "start") if square else ("start", "end"):  # of two names the shorter
         for band in _candidates(edges, q_len, kv_len, align):
             if _is(band, edges, q_len, kv_len):
                 return band
@@ -356,7 +360,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
     if len(left) > 1:
         return
     if len(right) <= 1:
-        yield Band(lo, int(right[0]) if len(right) else INFINITE, align)
+        yield Band(lo, int(right[0]), align) if len(right) else Band(lo, align=align) if len(left) else Band.full()
     elif not len(left):
         prefix = kv_len.copy()
         np.minimum.at(prefix, sequence, np.where(seen, end, keys))
@@ -395,7 +399,7 @@ def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
         return None
     lo = -INFINITE if near[-1] == shape.rows - 1 else -int(near[-1])
     hi = INFINITE if near[0] == 1 - shape.keys else 1 - int(near[0])
-    return Seen(Band(lo, hi, "start"), past=hi <= 1)
+    return Seen(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
 
 
 class _Unasked(flex_mods.Position):
@@ -404,4 +408,4 @@ class _Unasked(flex_mods.Position):
     def __init__(self) -> None:
         super().__init__(None)
 
-    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__

@@ -6,6 +6,7 @@ Knows nothing of attention: it evaluates functions of four positions, and says w
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ def remembered(
     state, held = _state(captured, content)
     known = memo.get(question)
     if known is not None and known[0] == state:
-        return known[2]  # type: ignore[no-any-return]
+        return known[2]
     found = answer()
     if not keep(found):
         return found
@@ -248,7 +249,7 @@ def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -
 
 def _attributes(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
     """Of an object, what its own call reads, and what the function around it names."""
-    call = getattr(type(value), "__call__", None)
+    call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(call, types.FunctionType):
         yield from _atoms(call, names, seen, held)
         names = names | _names(call.__code__)

@@ -26,8 +26,9 @@ class Terms:
     """softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|; without a softcap, factor * s + ...
 
     Attributes:
-        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None.
+        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None; in the dtype of the query or of scores.
         slopes: float32 [N] or [B, N], or None.
+        by_row: [B or 1, N or 1, S1 or 1, 1]: what s is multiplied by besides, or None.
         behind: whether all this is true of keys at or before their row only.
         mask: true where the function leaves a score that it otherwise makes -inf; the bias is without these.
     """
@@ -38,13 +39,14 @@ class Terms:
     slopes: Tensor | None = None
     behind: bool = False
     mask: flex_mods.Mod | None = None
+    by_row: Tensor | None = None
 
 
 def refused(got: str, hint: str) -> BackendError:
     """The error for a score_mod that attention has no words for."""
     return BackendError(
-        "flex_attention: score_mod: expected score * a + b or c * tanh(score / c) + b, with numbers a and c and any b that "
-        f"the score is no part of; got {got}; {hint}"
+        "flex_attention: score_mod: expected score * a + b or c * tanh(score * a) + b, with a number c, an a that all "
+        f"keys share and any b that the score is no part of; got {got}; {hint}"
     )
 
 
@@ -52,10 +54,14 @@ def refused(got: str, hint: str) -> BackendError:
 
 
 class _Form(NamedTuple):
-    """factor * s, or cap * tanh(factor * s)."""
+    """factor * s, or cap * tanh(factor * s); by_row: s is multiplied by something of each row's besides."""
 
     factor: float
     cap: float | None
+    by_row: bool = False
+
+
+_PLAIN = _Form(1.0, None)
 
 
 class _Score:
@@ -63,29 +69,32 @@ class _Score:
 
     device: torch.device
 
-    def __init__(self, like: Tensor, form: _Form = _Form(1.0, None), bias: Any = 0.0) -> None:
-        self._like, self._form, self._bias = like, form, bias
-        self.dtype, self.device, self.shape, self.ndim, self.requires_grad = (
-            like.dtype,
-            like.device,
-            like.shape,
-            0,
-            False,
-        )
+    def __init__(self, like: Tensor, form: _Form = _PLAIN, bias: Any = 0.0, row: Tensor | None = None) -> None:
+        self._like, self._form, self._bias, self._row = like, form, bias, row
+        self.dtype, self.device, self.shape = like.dtype, like.device, like.shape
+        self.ndim, self.requires_grad = 0, False
 
     def _added(self, other: Any) -> _Score:
         if not isinstance(other, _Score):
-            return _Score(self._like, self._form, self._bias + other)
-        if self._form.cap is not None or other._form.cap is not None:
-            raise refused("a sum of two scores, one of them capped", "add before the cap")
+            return _Score(self._like, self._form, self._bias + other, self._row)
+        if self._form.cap is not None or other._form.cap is not None or self._row is not other._row:
+            raise refused("a sum of two scores, one of them capped or scaled by row", "add before that")
         factor = self._form.factor + other._form.factor
-        return _Score(self._like, _Form(factor, None), self._bias + other._bias)
+        return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
     def _scaled(self, other: Any) -> _Score:
-        number = _constant(other)
+        """Times a number, or (before a cap) times any tensor that the score is no part of."""
         form = self._form
-        scaled = _Form(form.factor * number, None) if form.cap is None else _Form(form.factor, form.cap * number)
-        return _Score(self._like, scaled, self._bias * number)
+        if form.cap is not None:
+            number = _number(other)
+            return _Score(self._like, form._replace(cap=form.cap * number), self._bias * number, self._row)
+        if isinstance(other, (int, float)):
+            return _Score(self._like, form._replace(factor=form.factor * other), self._bias * other, self._row)
+        if isinstance(other, _Score):
+            raise refused("a product of two scores", _COMPUTE)
+        row = other if self._row is None else self._row * other
+        bias = self._bias * other if isinstance(self._bias, Tensor) or self._bias != 0 else 0.0
+        return _Score(self._like, form._replace(by_row=True), bias, row)
 
     def __add__(self, other: Any) -> _Score:
         return self._added(other)
@@ -107,15 +116,14 @@ class _Score:
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> _Score:
-        form, number = self._form, _constant(other)
-        if form.cap is None:
-            return _Score(self._like, _Form(form.factor / number, None), self._bias / number)
-        return _Score(self._like, _Form(form.factor, form.cap / number), self._bias / number)
+        if isinstance(other, _Score):
+            raise refused("a quotient of two scores", _COMPUTE)
+        return self._scaled(1.0 / other)
 
     def tanh(self) -> _Score:
         if self._form.cap is not None or isinstance(self._bias, Tensor) or self._bias != 0:
             raise refused("tanh() of a sum or of another tanh()", "cap the score alone, and add behind the cap")
-        return _Score(self._like, _Form(self._form.factor, 1.0))
+        return _Score(self._like, self._form._replace(cap=1.0), row=self._row)
 
     def clone(self, *_: Any, **__: Any) -> _Score:
         return self
@@ -153,18 +161,14 @@ class _Score:
 _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by hand"
 
 
-def _constant(value: Any) -> float:
-    """A number that multiplies all scores alike."""
-    if isinstance(value, (int, float)):
-        return value
-    if isinstance(value, _Score):
-        raise refused("a product of two scores", _COMPUTE)
-    if value.requires_grad:
-        raise refused("a score times a tensor that takes a gradient", "multiply the query by it")
+def _number(value: Any) -> float:
+    """What may multiply a capped score, or stand in a score's place."""
     try:
-        return float(value)
-    except RuntimeError as error:
-        raise refused("a score times what differs by position", "multiply the query, or the key, by it") from error
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return float(value)
+    except RuntimeError:  # of vmap: there is one for each position
+        pass
+    raise refused("a capped score times what differs by position, or takes a gradient", _COMPUTE)
 
 
 def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
@@ -176,14 +180,14 @@ def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
     biases = []
     for value in (chosen, other):
         if isinstance(value, _Score):
-            if value._form != form:
+            if value._form != form or value._row is not scores[0]._row:
                 raise refused("where() of scores that differ in a factor or a cap", _COMPUTE)
             biases.append(_tensor(value._bias, like))
         else:
-            if _constant(value) != -torch.inf:
+            if _number(value) != -torch.inf:
                 raise refused("where() with a number in place of a score", 'hide a key by -float("inf")')
             biases.append(_tensor(-torch.inf, like))
-    return _Score(like, form, torch.where(condition, *biases))
+    return _Score(like, form, torch.where(condition, *biases), scores[0]._row)
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
@@ -229,21 +233,30 @@ class _Interpreted:
         self.form: _Form | None = None
 
     def __call__(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
-        device = b.device
-        like = torch.zeros((), dtype=self.dtype, device=device)
+        return self._both(b, h, row, key)[0]
+
+    def by_row(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
+        """What the score is multiplied by besides its factor."""
+        return self._both(b, h, row, key)[1]
+
+    def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
+        like = torch.zeros((), dtype=self.dtype, device=b.device)
         said = self.score_mod(_Score(like), b, h, row, key)
-        form, bias = (said._form, said._bias) if isinstance(said, _Score) else (_Form(0.0, None), said)
-        if form != (self.form or form):
+        if not isinstance(said, _Score):
+            said = _Score(like, _Form(0.0, None), said)
+        if said._form != (self.form or said._form):
             raise refused("a function that does something else at every call", "make it one of its arguments alone")
-        self.form = form
-        return _tensor(bias, like)
+        self.form = said._form
+        return _tensor(said._bias, like), _tensor(1.0 if said._row is None else said._row, like)
 
 
 class _Structure(NamedTuple):
-    """Which of (batch, head, row, key) the bias depends on, and whether on the distance of row and key alone."""
+    """Which of (batch, head, row, key) the bias depends on, and whether on the distance of row and key alone; which the
+    factor by row depends on, if there is one."""
 
     own: tuple[bool, ...]
     relative: bool
+    by_row: tuple[bool, ...] | None
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
@@ -252,7 +265,7 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
     Args:
         score_mod: torch's function of (score, batch, head, row, key).
         shape: of the call.
-        dtype: of the scores: float32, or float64 for such a query.
+        dtype: of the query; a bias has it too where that loses no digit, else that of scores.
         alone: whether no mask stands beside it; only then is what it hides said as a mask.
         past: whether a mask beside it hides all keys behind their row; what the function says of these is free.
     """
@@ -263,58 +276,79 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
 
 
 def _lasts(found: Terms) -> bool:
-    return found.bias is None or not found.bias.requires_grad
+    return not any(t is not None and t.requires_grad for t in (found.bias, found.by_row))
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
-    bias = _Interpreted(score_mod, dtype)
+    bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = flex_mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
     )
-    items, heads = (size if own else 1 for size, own in zip((shape.items, shape.heads), structure.own, strict=False))
-    at = replace(shape, items=items, heads=heads)
-    pairs = torch.cartesian_prod(*(torch.arange(n, device=shape.device) for n in (items, heads)))
-    values = None
+    at, values = _own(shape, structure.own), None
     if structure.relative:
         distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
-        values = flex_mods.by_distance(bias, pairs[:, 0], pairs[:, 1], distances)
+        values = flex_mods.by_distance(bias, _pairs(at)[:, 0], _pairs(at)[:, 1], distances)
     if values is not None:
-        found = _of_distances(values.view(items, heads, -1), at, bias, alone, past, shape.heads)
+        found = _of_distances(values.view(at.items, at.heads, -1), at, bias, alone, past, shape.heads)
     else:
-        found = _of_matrix(_matrix(bias, pairs, structure, at), bias, alone)
+        found = _of_matrix(_matrix(bias, at), bias, alone)
     assert bias.form is not None
-    factor, cap = bias.form
+    factor, cap, _ = bias.form
     if cap is not None:
         if cap == 0 or factor == 0:
             raise refused("a cap of zero", "leave the score out")
         # cap * tanh(factor * s) is abs(cap) * tanh(factor * abs(cap) * s / abs(cap)), with the sign within.
         factor *= cap
-    found = replace(found, factor=factor, softcap=abs(cap or 0.0))
+    by_row = None if structure.by_row is None else _matrix(bias.by_row, _own(shape, structure.by_row))
+    if by_row is not None and by_row.numel() == 1 and not by_row.requires_grad:
+        factor, by_row = factor * float(by_row), None
+    found = replace(found, factor=factor, softcap=abs(cap or 0.0), by_row=by_row)
     _verify(score_mod, found, bias, shape)
-    return found
+    return found if found.bias is None else replace(found, bias=_lossless(found.bias, dtype))
+
+
+def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in a dtype, if it has all their digits: distances of thousands of tokens have more than bfloat16."""
+    rounded = values.to(dtype)
+    return rounded if bool((rounded.detach() == values.detach()).all()) else values
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
     with torch.no_grad():
         own = tuple(flex_mods.depends(bias, axis, shape.device) for axis in range(4))
+        assert bias.form is not None
+        by_row = None
+        if bias.form.by_row:
+            by_row = tuple(flex_mods.depends(bias.by_row, axis, shape.device) for axis in range(4))
+            if by_row[3]:
+                raise refused("a score times what differs by key", "multiply the key by it")
         if not (own[2] and own[3]):
-            return _Structure(own, False)
+            return _Structure(own, False, by_row)
         zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
-        return _Structure(own, flex_mods.by_distance(bias, zero, zero, zero) is not None)
+        return _Structure(own, flex_mods.by_distance(bias, zero, zero, zero) is not None, by_row)
 
 
-def _matrix(bias: _Interpreted, pairs: Tensor, structure: _Structure, at: Shape) -> Tensor:
-    """The bias of every pair, evaluated piece by piece."""
-    rows, keys = (
-        torch.arange(size if own else 1, device=at.device)
-        for size, own in zip((at.rows, at.keys), structure.own[2:], strict=True)
-    )
+def _own(shape: Shape, own: tuple[bool, ...]) -> Shape:
+    """The shape of what has values of its own along some of its axes."""
+    sizes = (shape.items, shape.heads, shape.rows, shape.keys)
+    items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, own, strict=True))
+    return Shape(items, heads, rows, keys, shape.device)
+
+
+def _pairs(at: Shape) -> Tensor:
+    """[B * N, 2]: the items and heads of a shape."""
+    return torch.cartesian_prod(*(torch.arange(n, device=at.device) for n in (at.items, at.heads)))
+
+
+def _matrix(values: flex_mods.Mod, at: Shape) -> Tensor:
+    """The values at every pair, evaluated piece by piece."""
+    rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
     piece = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
-        torch.cat([flex_mods.at_pairs(bias, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
-        for b, h in zip(*pairs.t()[:, :, None], strict=True)
+        torch.cat([flex_mods.at_pairs(values, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
+        for b, h in zip(*_pairs(at).t()[:, :, None], strict=True)
     ]
-    return torch.cat(matrices).view(at.items, at.heads, len(rows), len(keys))
+    return torch.cat(matrices).view(at.items, at.heads, at.rows, at.keys)
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
@@ -391,6 +425,8 @@ def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, sha
         theirs = flex_mods.at_points(score_mod, score, b, h, row, key)
         theirs = torch.as_tensor(theirs, device=shape.device).double().expand(_PROBES)
         s = score.double() * found.factor
+        if found.by_row is not None:
+            s = s * _picked(found.by_row, b, h, row, key)
         capped = found.softcap * torch.tanh(s / found.softcap) if found.softcap else s
         added = _added(found, b, h, row, key).double()
         ours = capped + added
@@ -416,7 +452,10 @@ def _added(found: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tens
         slopes = found.slopes if found.slopes.ndim == 2 else found.slopes[None]
         items, heads = slopes.shape
         return -slopes[b if items > 1 else 0 * b, h if heads > 1 else 0 * h] * (key - row).abs()
-    if found.bias is not None:
-        places = (p if size > 1 else 0 * p for p, size in zip((b, h, row, key), found.bias.shape, strict=True))
-        return found.bias.detach()[tuple(places)]
-    return torch.zeros_like(row)
+    return torch.zeros_like(row) if found.bias is None else _picked(found.bias, b, h, row, key)
+
+
+def _picked(values: Tensor, *places: Tensor) -> Tensor:
+    """The elements at positions, of a tensor that broadcasts."""
+    own = (place if size > 1 else 0 * place for place, size in zip(places, values.shape, strict=True))
+    return values.detach()[tuple(own)]

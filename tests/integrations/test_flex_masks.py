@@ -1,0 +1,213 @@
+"""What becomes of block masks: each form of one is exactly the mask, pair by pair; where there is a band, it is one."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.flex_cases import HEADS, ITEMS, MASKS, TOKENS, causal, formula, inputs
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, or_masks
+
+from fusion_attention.integrations import flex_masks, flex_mods
+from fusion_attention.integrations.flex_attention import flex_attention
+from fusion_attention.integrations.flex_masks import Seen, Shape
+from fusion_attention.testing.compare import compare
+
+Tensor = torch.Tensor
+Mod = Callable[..., Any]
+CPU = torch.device("cpu")
+SHAPE = Shape(ITEMS, HEADS, TOKENS, TOKENS, CPU)
+
+
+def of_tiles(seen: Seen, shape: Shape) -> Tensor:
+    """[B or 1, N or 1, S1, S2] from tiles and bits alone."""
+    assert seen.tiles is not None
+    assert seen.bits is not None
+    seen_whole = torch.zeros(*seen.tiles.shape[:2], *(128 * n for n in seen.tiles.shape[2:]), dtype=torch.bool)
+    for b, n, r, c in np.ndindex(*seen.tiles.shape):
+        number = int(seen.tiles[b, n, r, c])
+        tile = torch.full((128, 128), number == -2)
+        if number >= 0:
+            tile = (seen.bits[number, :, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) == 0
+        seen_whole[b, n, 128 * r : 128 * r + 128, 128 * c : 128 * c + 128] = tile
+    return seen_whole[:, :, : shape.rows, : shape.keys]
+
+
+def of_band(seen: Seen, shape: Shape) -> Tensor:
+    """[B, 1, S1, S2] from the band and lengths alone."""
+    band = seen.band
+    assert band is not None
+    if not seen.packed:
+        lengths = [n or [size] * shape.items for n, size in ((seen.q_len, shape.rows), (seen.kv_len, shape.keys))]
+        mask = torch.zeros(shape.items, 1, shape.rows, shape.keys, dtype=torch.bool)
+        for b, (q_len, kv_len) in enumerate(zip(*lengths, strict=True)):
+            own = dataclasses.replace(band, prefix=band.prefix[b : b + 1])
+            mask[b, 0, :q_len, :kv_len] = own.visible(q_len, kv_len)
+        return mask
+    whole = torch.zeros(shape.items * shape.rows, shape.items * shape.keys, dtype=torch.bool)
+    row = key = 0
+    for q_len, kv_len in zip(seen.q_len or (), seen.kv_len or (), strict=True):
+        whole[row : row + q_len, key : key + kv_len] = band.visible(q_len, kv_len)
+        row, key = row + q_len, key + kv_len
+    assert (row, key) == whole.shape
+    blocks = whole.view(shape.items, shape.rows, shape.items, shape.keys)
+    mask = torch.stack([blocks[b, :, b] for b in range(shape.items)])
+    assert mask.sum() == whole.sum()
+    return mask[:, None]
+
+
+def is_exactly(seen: Seen, want: Tensor, shape: Shape) -> None:
+    """Every form that a mask has says the same."""
+    assert seen.band is not None or seen.tiles is not None
+    if seen.tiles is not None:
+        assert torch.equal(of_tiles(seen, shape).expand_as(want), want)
+        assert torch.equal(~seen.blocked(shape.rows, shape.keys).expand_as(want), want)
+    if seen.band is not None:
+        assert torch.equal(of_band(seen, shape).expand_as(want), want)
+    ahead = torch.ones(shape.rows, shape.keys, dtype=torch.bool).triu(1)
+    if seen.past:
+        assert not bool((want & ahead).any())
+    if seen.packed:
+        lengths = [np.array(n) for n in (seen.q_len, seen.kv_len)]
+        row, key = (np.cumsum(n) - n for n in lengths)
+        begun = (row % shape.rows == key % shape.keys)[(lengths[0] > 0) & (lengths[1] > 0)]
+        assert seen.aligned == begun.all()
+
+
+def form(seen: Seen) -> str:
+    return "tiles" if seen.band is None else "packed" if seen.packed else "band"
+
+
+@pytest.mark.parametrize("size", [128, 32, (64, 256), 100])
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks(name: str, size: Any) -> None:
+    mask, words = MASKS[name]
+    want = create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
+    for whole in (True, False):
+        said = create_block_mask(
+            mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=size, separate_full_blocks=whole
+        )
+        seen = flex_masks.of_block_mask(said, SHAPE)
+        is_exactly(seen, want, SHAPE)
+        assert form(seen) == words
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_functions(name: str) -> None:
+    mask, words = MASKS[name]
+    seen = flex_masks.of_function(mask, SHAPE)
+    is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
+    assert form(seen) == words
+    relative = name in ("causal", "sliding window", "symmetric window", "keys ahead")
+    assert (seen.tiles is None) == relative  # a band known from distances alone evaluates no tile
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 300), (70, 300), (300, 70), (128, 256), (257, 129)])
+def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
+    shape = Shape(ITEMS, HEADS, rows, keys, CPU)
+    document = torch.arange(1000) // 90
+
+    def lower_right(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q + keys - rows
+
+    masks: list[Mod] = [
+        causal,
+        lower_right,
+        lambda b, h, q, k: (q - k < 50) & (k - q < 20),
+        lambda b, h, q, k: document[q] == document[k],
+        lambda b, h, q, k: (document[q] == document[k]) & lower_right(b, h, q, k),
+        and_masks(lower_right, lambda b, h, q, k: k >= 20),
+        or_masks(causal, lambda b, h, q, k: k < 30),
+        or_masks(causal, lambda b, h, q, k: k % 50 == b),
+        lambda b, h, q, k: q >= rows // 2,
+    ]
+    for mask in masks:
+        want = create_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
+        said = create_block_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
+        for seen in (flex_masks.of_block_mask(said, shape), flex_masks.of_function(mask, shape)):
+            is_exactly(seen, want, shape)
+
+
+def test_one_pair_more_or_less_is_no_band() -> None:
+    """Bands and packed sequences that are wrong at one pair of all: only a proof over all rows tells."""
+    random = np.random.default_rng(0)
+    for name in ("causal", "sliding window", "prefix LM", "right padding, causal", "causal documents", "full"):
+        want = create_mask(MASKS[name][0], ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
+        for _ in range(12):
+            b, h, q, k = (int(random.integers(n)) for n in want.shape)
+            near = int(want[b, h, q].int().sum())
+            k = min(max(near - int(random.integers(3)), 0), TOKENS - 1) if random.integers(2) else k
+            flipped = want.clone()
+            flipped[b, h, q, k] ^= True
+            seen = flex_masks.of_function(lambda b, h, q, k, table=flipped: table[b, h, q, k], SHAPE)
+            is_exactly(seen, flipped, SHAPE)
+            assert form(seen) == "tiles"
+
+
+def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
+    """As compiled code has it: blocks of the first item, the function of each item's own in those that it decides."""
+    prefix = torch.tensor([20, 120])
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < prefix[b]) | (q >= k)
+
+    said = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=256)
+    seen = flex_masks.of_block_mask(said, SHAPE)
+    is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
+    assert not flex_mods.depends(mask, 1, CPU)
+
+
+def test_blocks_say_what_the_function_does_not() -> None:
+    """Made from lists of blocks: a full block is whole, one that is not listed empty, whatever the function says."""
+    listed = torch.tensor([[[[0, 0], [1, 0]]]], dtype=torch.int32)
+    counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    full = torch.tensor([[[[1, 9], [0, 9]]]], dtype=torch.int32)  # entries behind the counts mean nothing
+    some = torch.tensor([[[0, 1]]], dtype=torch.int32)
+    want = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    want[:128, :128] = True
+    want[128:, 128:] = True
+    shape = Shape(1, 1, TOKENS, TOKENS, CPU)
+    blocks = {"BLOCK_SIZE": 128, "seq_lengths": (TOKENS, TOKENS)}
+    is_exactly(
+        flex_masks.of_block_mask(BlockMask.from_kv_blocks(counts, listed, **blocks), shape), want[None, None], shape
+    )
+    want &= torch.ones_like(want).tril()
+    want[128:, :128] = True
+    said = BlockMask.from_kv_blocks(counts, listed, some, full, mask_mod=causal, **blocks)
+    is_exactly(flex_masks.of_block_mask(said, shape), want[None, None], shape)
+
+
+def test_sliced_masks_with_a_function_of_their_own() -> None:
+    """One block of rows of a mask, as programs decode: the function is shifted, the lengths are said anew."""
+    q, k, v, _ = inputs(0, tokens=300)
+    said = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    part = said[:, :, 1]
+    part.mask_mod = lambda b, h, row, key: causal(b, h, row + 128, key)
+    part.seq_lengths = (128, 300)
+    out = flex_attention(q[:, :, 128:256], k, v, None, part, enable_gqa=True)
+    plain, golden = (formula(*(t.to(d) for t in (q, k, v)), None, causal)[0] for d in (torch.float32, torch.float64))
+    compare("out", out, golden[:, :, 128:256], plain[:, :, 128:256], 300)
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    listed = torch.tensor([[[[0, 7], [1, 0]]]], dtype=torch.int32)
+    shape = Shape(1, 1, TOKENS, TOKENS, CPU)
+    for counts, words in (
+        ([2, 1], "from 0 to 1, got others"),
+        ([1], "at least 2 rows of blocks"),
+        ([5, 1], "got others"),
+    ):
+        number = torch.tensor([[counts]], dtype=torch.int32)
+        said = BlockMask((TOKENS, TOKENS), number, listed[:, :, : len(counts)], *(None,) * 6)
+        with pytest.raises(ValueError, match=words):
+            flex_masks.of_block_mask(said, shape)
+
+
+def test_functions_read_no_table_beyond_its_end() -> None:
+    """Tiles reach beyond the last row and key; the function is never asked there."""
+    tokens = 130
+    table = torch.arange(tokens)
+    seen = flex_masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))
+    is_exactly(seen, (table[:, None] + table >= 100)[None, None], Shape(1, 1, tokens, tokens, CPU))

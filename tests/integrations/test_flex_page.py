@@ -1,0 +1,52 @@
+"""docs/with_flex_attention.md: its table is what the masks and score_mods of the tests become, and its programs run.
+
+python tests/integrations/test_flex_page.py          writes the table anew
+"""
+
+import re
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+from support.door_tables import ROOT, table, write, written
+from support.flex_cases import HEADS, ITEMS, MASKS, REFUSED, SCORES, TOKENS, inputs
+from torch.nn.attention.flex_attention import create_block_mask
+
+from fusion_attention import BackendError
+from fusion_attention.integrations.flex_attention import explain
+
+PAGE = "with_flex_attention.md"
+
+
+def lines() -> str:
+    """The table of the page."""
+    q, k, *_ = inputs(0)
+    rows = []
+    for name, (mask, _) in MASKS.items():
+        said = create_block_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
+        rows.append((f"mask: {name}", f"`{explain(q, k, None, said)}`"))
+    rows += [(f"score_mod: {name}", f"`{explain(q, k, score_mod)}`") for name, (score_mod, _) in SCORES.items()]
+    for name, (score_mod, words) in REFUSED.items():
+        with pytest.raises(BackendError, match=re.escape(words)):
+            explain(q, k, score_mod)
+        rows.append((f"score_mod: {name}", "refused"))
+    return table(("what the program says", "what attention() is told"), rows)
+
+
+def test_the_table_is_what_the_tests_run() -> None:
+    assert written(PAGE) == lines(), f"python {Path(__file__).relative_to(ROOT)} writes it"
+
+
+def test_the_programs_of_the_page_run() -> None:
+    names: dict[str, object] = {}
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / PAGE).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(programs) >= 3
+    for program in programs:
+        exec(program, names)
+
+
+if __name__ == "__main__":
+    write(PAGE, lines())
