@@ -439,7 +439,28 @@ TRANSFORMERS = [
           "if not code.asks:", "if code.asks is None:", f"{MADE}::test_a_model_that_asks_no_interface_is_refused"),
 ]  # fmt: skip
 
+PAGED, KEPT = "integrations/transformers_cache.py", "integrations/test_transformers_cache.py"
+PAGES = [
+    house("padding takes pages", PAGED,
+          "self.settle(there)\n", "self.settle()\n", f"{KEPT}::test_padding_takes_no_page_and_a_window_keeps_its_own"),
+    house("a window lets go of a token too many", PAGED,
+          "slide(sequence, self.sliding_window - 1)", "slide(sequence, self.sliding_window - 2)",
+          f"{KEPT}::test_any_attention_gets_the_rows"),
+    house("beams go on where they were", PAGED,
+          "fork(self.sequences[i]) for i in order", "fork(self.sequences[i]) for i, _ in enumerate(order)",
+          f"{KEPT}::test_ways_to_generate"),
+    house("tokens that were taken back stay", PAGED,
+          "self._pages.crop(sequence, count)", "pass", f"{KEPT}::test_tokens_that_are_taken_back"),
+    house("a mask that hides more than padding is not read", PAGED,
+          "if agrees and there is None", "if there is None",
+          f"{KEPT}::test_a_mask_that_hides_more_than_before_is_obeyed"),
+    house("a page that a window touches is let go", "api/cache.py",
+          "gone = max(held - self._count(tokens), 0) // self.page_size",
+          "gone = -(-max(held - self._count(tokens), 0) // self.page_size)",
+          "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
+]  # fmt: skip
+
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX),
+    *(*TRANSFORMERS, *FLEX, *PAGES),
 )
