@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 NAME = "fusion_attention"
 # Releases of transformers, first and last, that the tests have run with.
-TESTED = ("5.23", "5.23")
+TESTED = ("5.22", "5.23")
 
 _CAUSAL = Band.causal()
 _log = logging.get_logger(__name__)
