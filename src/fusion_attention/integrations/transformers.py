@@ -150,15 +150,7 @@ def mask(
                 # Full attention, perhaps to another sequence: a module that is causal may be handed it.
                 full = keys is not None and not causal and local_size is None
                 return keys[:, None, None] if keys is not None and full else keys
-        elif (
-            # What else deviates from a causal mask comes with keys of its own, by or_masks(), or by vmap.
-            causal
-            and attention_mask is None
-            and q_length == kv_length > 1
-            and local_size != 1
-            and mask_function.__name__ == "and_mask"
-            and not others.get("use_vmap")
-        ):
+        elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
             return _packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu"))
     made: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -188,6 +180,14 @@ def _keys(
     if _hidden(padding):
         return padding
     return None if count == kv_length and _padding(padding).kind == "none" else padding
+
+
+def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
+    """Whether a causal mask without padding that is no plain one is of packed sequences.
+
+    What else deviates is joined by or_masks(), or goes through vmap; and a window of one key shows no sequences.
+    """
+    return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
