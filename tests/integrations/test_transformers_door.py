@@ -306,7 +306,7 @@ def test_training_as_users_train() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         return found
 
     first = losses()
