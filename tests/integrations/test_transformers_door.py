@@ -190,6 +190,14 @@ def test_mask_functions_of_a_models_own() -> None:
             assert near(mine, other)
 
 
+def test_windows_to_both_sides_of_a_model_that_counts_otherwise() -> None:
+    """What a module hands on is a key less on either side than its mask, but where it says so: then it is a matrix."""
+    config = made("Mistral").config
+    found = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
+    apart = (torch.arange(9)[:, None] - torch.arange(9)).abs()
+    assert torch.equal(found, (apart <= config.sliding_window)[None, None])
+
+
 def test_a_mask_that_changes_in_place_is_read_again() -> None:
     model, eager, padding = made("Llama"), made("Llama", "eager"), torch.ones(1, 1, 1, 7, dtype=torch.bool)
     for at in (6, 0, 3):
@@ -228,6 +236,18 @@ def test_a_prompt_in_parts(name: str) -> None:
             found.append(torch.cat(logits, 1))
         keep = torch.ones(2, 15, dtype=torch.bool) if mask is None else mask.bool()
         assert near(found[0][keep], found[1][keep])
+
+
+def test_a_prompt_in_an_empty_static_cache() -> None:
+    """Of a model whose masks are matrices: the keys behind its prompt are not there yet."""
+    logits = []
+    for implementation in (NAME, "eager"):
+        found = made("T5", implementation).generate(
+            tokens(2, 6), decoder_input_ids=tokens(2, 4), max_new_tokens=3, min_new_tokens=3, do_sample=False,
+            cache_implementation="static", output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        logits.append(torch.stack(found.logits))
+    assert near(*logits)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
@@ -286,7 +306,7 @@ def test_training_as_users_train() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         return found
 
     first = losses()

@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 
 NAME = "fusion_attention"
 # Releases of transformers, first and last, that the tests have run with.
-TESTED = ("5.23", "5.23")
+TESTED = ("5.22", "5.23")
 
 _CAUSAL = Band.causal()
 _log = logging.get_logger(__name__)
@@ -86,15 +86,17 @@ class _Code(NamedTuple):
     asks: bool  # calls the attention interface
     describes: bool  # hands is_causal, and packed tokens, to the attention function as flash-attn wants them
     windows: bool  # hands sliding_window to it
+    both_sides: bool  # and, without causal masks, as flash-attn counts: the row's own key included
 
 
 def _read_code(configuration: str) -> _Code:
     """Of the modeling module beside a configuration's; where there is none, masks are made in full."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
-        return _Code(asks=True, describes=False, windows=False)
+        return _Code(asks=True, describes=False, windows=False, both_sides=False)
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
-    return _Code("ALL_ATTENTION_FUNCTIONS" in text, "_supports_flash_attn = True" in text, "sliding_window=" in text)
+    says = ("ALL_ATTENTION_FUNCTIONS", "_supports_flash_attn = True", "sliding_window=", "sliding_window + 1")
+    return _Code(*(words in text for words in says))
 
 
 _code_of = functools.cache(_read_code)
@@ -119,11 +121,13 @@ def mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
     """What the attention function is told of a forward's mask; arguments as transformers' sdpa_mask().
+
+    allow_is_bidirectional_skip is None for causal masks, whose makers do not pass it.
 
     Raises:
         ValueError: the model's code does not call the attention interface.
@@ -134,24 +138,20 @@ def mask(
             f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
             f'use attn_implementation="eager" (docs/with_transformers.md says which families can be served)'
         )
+    causal = allow_is_bidirectional_skip is None
     # A chunk is a local size too, and no module is told of it.
-    window = local_size is None or (code.windows and local_size == getattr(config, "sliding_window", None))
+    window = local_size is None or (
+        local_size == getattr(config, "sliding_window", None) and code.windows and (causal or code.both_sides)
+    )
     if code.describes and window:
-        if allow_is_causal_skip or allow_is_bidirectional_skip:
-            end = q_offset + q_length if allow_is_causal_skip else kv_offset + kv_length
+        if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
+            end = q_offset + q_length if causal else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
                 keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
                 # Full attention, perhaps to another sequence: a module that is causal may be handed it.
-                full = keys is not None and not allow_is_causal_skip and local_size is None
+                full = keys is not None and not causal and local_size is None
                 return keys[:, None, None] if keys is not None and full else keys
-        elif (
-            # What else deviates from a causal mask comes with keys of its own, by or_masks(), or by vmap.
-            attention_mask is None
-            and q_length == kv_length > 1
-            and local_size != 1
-            and mask_function.__name__ == "and_mask"
-            and not others.get("use_vmap")
-        ):
+        elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
             return _packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu"))
     made: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -162,8 +162,9 @@ def mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        # sdpa is causal from the upper left corner, where a static cache is empty behind a prompt.
+        allow_is_causal_skip=allow_is_causal_skip and (q_length == kv_length or q_length == 1),
+        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
         **others,
     )
     return made
@@ -180,6 +181,14 @@ def _keys(
     if _hidden(padding):
         return padding
     return None if count == kv_length and _padding(padding).kind == "none" else padding
+
+
+def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
+    """Whether a causal mask without padding that is no plain one is of packed sequences.
+
+    What else deviates is joined by or_masks(), or goes through vmap; and a window of one key shows no sequences.
+    """
+    return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
