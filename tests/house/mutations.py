@@ -279,6 +279,16 @@ FACES = [
     house("uninstall leaves an attribute", "patches.py",
           "        delattr(owner, name)", "        pass",
           "faces/test_install.py::test_uninstall_restores_everything"),
+    house("a patch calls a removed layer", "patches.py",
+          "            if layer.on:\n", "            if True:\n",
+          "faces/test_patches.py::test_layers_end_in_any_order_beside_a_foreign_one"),
+    house("SDPA's causal mask from the other corner", "integrations/sdpa.py",
+          'Band.causal("start")', "Band.causal()", "integrations/test_sdpa.py::test_rows"),
+    house("flash-attn's causal window sees the future", "integrations/flash_attn/words.py",
+          "        right = 0\n", "        pass\n", "integrations/test_flash_attn.py::test_padded"),
+    house("a cache rotates all queries by one angle", "integrations/flash_attn/rotary.py",
+          "if each else", "if not each else",
+          "integrations/test_flash_attn_caches.py::test_rotary_of_a_cache"),
 ]  # fmt: skip
 
 FUSED_FACES = "inference/test_fused_faces.py"

@@ -6,7 +6,6 @@ The formulas are those of flash-attn's documentation, sequence by sequence; in t
 import importlib.metadata
 import importlib.util
 import inspect
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +16,12 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.door_tables import table, written
+from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.integrations import flash_attn as door
-from fusion_attention.integrations.flash_attn import bert_padding, functions, rotary, words
+from fusion_attention.integrations.flash_attn import functions, words
 from fusion_attention.testing.compare import compare
 
 PAGE = "with_flash_attn.md"
@@ -34,53 +34,6 @@ def nothing_stays() -> Iterator[None]:
     door.uninstall()
     assert importlib.util.find_spec("flash_attn") is None
     assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
-
-
-def formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out [S1, N1, Dv], lse [N1, S1]) of one sequence [S, N, D], in its dtype."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("qnd,knd->nqk", q * (softmax_scale or q.shape[-1] ** -0.5), k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    row, key = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * (row - key).abs()
-    left, right = (int(n) for n in window_size)
-    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
-    seen &= (key <= row) if causal else (key <= row + right) if right >= 0 else seen
-    seen &= (key >= row - left) if left >= 0 else seen
-    scores = scores.masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
-    return torch.einsum("nqk,knd->qnd", weights, v), scores.logsumexp(-1)
-
-
-WORDS: dict[str, dict[str, Any]] = {
-    "nothing else": {},
-    "softmax_scale": {"softmax_scale": 0.3},
-    "causal": {"causal": True},
-    "window_size": {"window_size": (3, 2)},
-    "window_size, one side": {"window_size": (2, -1)},
-    "window_size as a tensor": {"window_size": torch.tensor([1, 0])},
-    "window_size with causal": {"causal": True, "window_size": (2, 5)},
-    "softcap": {"softcap": 1.5},
-    "softcap, causal, window": {"softcap": 1.5, "causal": True, "window_size": (4, 0)},
-    "alibi_slopes [N]": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
-    "alibi_slopes [B, N], causal": {"alibi_slopes": torch.rand(3, 4), "causal": True},
-    "alibi_slopes, softcap": {"alibi_slopes": torch.rand(3, 4), "softcap": 1.5},
-    "deterministic": {"deterministic": True},
-}
-CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
 
 
 def lines() -> str:
@@ -112,11 +65,6 @@ def lines() -> str:
 
 def test_the_page_has_the_table() -> None:
     assert written(PAGE) == lines(), "python tests/support/door_tables.py writes it"
-
-
-def of_sequence(how: dict[str, Any], b: int) -> dict[str, Any]:
-    slopes = how.get("alibi_slopes")
-    return how | ({"alibi_slopes": slopes[b]} if slopes is not None and slopes.dim() == 2 else {})
 
 
 def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor, terms: int) -> None:
@@ -152,19 +100,6 @@ def test_padded(name: str, dtype: torch.dtype) -> None:
 
 
 LENGTHS = [3, 0, 7], [5, 4, 2]
-
-
-def packed_call(how: dict[str, Any], lengths: tuple[list[int], list[int]]) -> Any:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [t.split(n) for t, n in zip((q, k, v), (lengths[0], lengths[1], lengths[1]), strict=True)]
-        found = [formula(*three, **of_sequence(how, b)) for b, three in enumerate(zip(*parts, strict=True))]
-        return torch.cat([o for o, _ in found]), torch.cat([x for _, x in found], 1)
-
-    return call
-
-
-def ends(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -284,233 +219,6 @@ def test_lengths_of_another_device_are_read_once() -> None:
         words.numbers(Elsewhere())  # type: ignore[arg-type]
     assert len(words._READ) <= words._KEPT
     words._READ.clear()
-
-
-# -------------------------------------------------------------------------------------------------------------- caches
-
-
-def pages_of(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(pages, table) of a cache [B, S, N, D], its pages in any order among others."""
-    batch, count = cache.shape[0], cache.shape[1] // size
-    table = torch.randperm(2 * batch * count)[: batch * count].view(batch, count).int()
-    pages = torch.full((2 * batch * count, size, *cache.shape[2:]), math.nan, dtype=cache.dtype)
-    pages[table.long()] = cache.unflatten(1, (count, size))
-    return pages, table
-
-
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("name", [name for name in WORDS if name != "deterministic"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_caches(name: str, kind: str, rows: int) -> None:
-    """Tokens are appended where they belong, and what is there is what is seen."""
-    how, before, new = WORDS[name], [9, 0, 4], rows
-    batch_idx = torch.tensor([4, 0, 2], dtype=torch.int32) if kind == "cache_batch_idx" else None
-    pad = torch.tensor([2, 0, 3], dtype=torch.int32) if kind == "cache_leftpad" else None
-    q = torch.randn(3, rows, 4, 16)
-    fresh = [torch.randn(3, new, 2, 16) for _ in range(2)]
-    held = [torch.randn(5 if batch_idx is not None else 3, 16, 2, 16) for _ in range(2)]
-    want = [t.clone() for t in held]
-    for b, length in enumerate(before):
-        for cache, tokens in zip(want, fresh, strict=True):
-            cache[b if batch_idx is None else batch_idx[b], length : length + new] = tokens[b]
-    caches, block_table = held, None
-    if kind == "pages":
-        torch.manual_seed(1)
-        k_pages, block_table = pages_of(held[0], 4)
-        torch.manual_seed(1)
-        caches = [k_pages, pages_of(held[1], 4)[0]]
-    out, lse = door.flash_attn_with_kvcache(
-        q,
-        *caches,
-        *fresh,
-        cache_seqlens=torch.tensor(before, dtype=torch.int32),
-        cache_batch_idx=batch_idx,
-        cache_leftpad=pad,
-        block_table=block_table,
-        return_softmax_lse=True,
-        **how,
-    )
-    stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
-    same_bits(stored, want)
-
-    def call(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        found = []
-        for b, length in enumerate(before):
-            seen = slice(0 if pad is None else int(pad[b]), length + new)
-            row = b if batch_idx is None else int(batch_idx[b])
-            sides = [t[row, seen].to(dtype) for t in want]
-            found.append(formula(q[b].to(dtype), *sides, **of_sequence(how, b)))
-        return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
-
-    for what, mine, golden, plain in zip(
-        ("out", "lse"), (out, lse), call(torch.float64), call(torch.float32), strict=True
-    ):
-        compare(what, mine, golden, plain, 12)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (5, -1)}], ids=str)
-def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
-    q, k, v = (torch.randn(2, 3, n, 16) for n in (4, 2, 2))
-    caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
-    angles = torch.rand(12, 4) * 6
-    cos, sin, lengths = angles.cos(), angles.sin(), torch.tensor([5, 2], dtype=torch.int32)
-    one, other = [t.clone() for t in caches], [t.clone() for t in caches]
-    out = door.flash_attn_with_kvcache(q, *one, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how)
-    turned_k = by_complex_numbers(k, angles, lengths, interleaved)
-    turned_q = by_complex_numbers(q, angles, lengths, interleaved, each=bool(how))
-    want = door.flash_attn_with_kvcache(turned_q, *other, turned_k, v, cache_seqlens=lengths, **how)
-    for a, b in ((one[0], other[0]), (one[1], other[1]), (out, want)):
-        compare("rotated", a, b.double(), b + b.abs() * 2.0**-22, 12)
-
-
-def by_complex_numbers(x: Tensor, angles: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True) -> Tensor:
-    """A rotation written another way: pairs of elements as complex numbers, in float64."""
-    size = 2 * angles.shape[1]
-    steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.long)
-    turn = torch.polar(torch.ones((), dtype=torch.float64), angles.double())[
-        (starts[:, None] + steps).long()
-    ].unsqueeze(2)
-    part = x[..., :size].double()
-    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-    return torch.cat((turned.to(x.dtype), x[..., size:]), -1)
-
-
-@pytest.mark.parametrize("alibi", [False, True])
-def test_packed_rows_over_pages(alibi: bool) -> None:
-    held = [torch.randn(3, 8, 2, 16) for _ in range(2)]
-    torch.manual_seed(1)
-    k_pages, block_table = pages_of(held[0], 4)
-    torch.manual_seed(1)
-    v_pages, _ = pages_of(held[1], 4)
-    q, lengths = torch.randn(10, 4, 16), ([3, 0, 5], [5, 4, 8])
-    how: dict[str, Any] = {"causal": True} | ({"alibi_slopes": torch.rand(3, 4)} if alibi else {})
-    cu = ends(lengths[0]), ends(lengths[1])
-    out, lse, _ = door.flash_attn_varlen_func(
-        q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
-    )
-    sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
-    wants = [packed_call(how, lengths)(*(t.to(d) for t in (q[:8], *sides))) for d in (torch.float64, torch.float32)]
-    for name, mine, golden, plain in zip(("out", "lse"), (out[:8], lse[:, :8]), *wants, strict=True):
-        compare(name, mine, golden, plain, 8)
-    assert not out[8:].any()
-    assert (lse[:, 8:] == -math.inf).all()
-
-
-def test_caches_that_are_wrong_are_not_written() -> None:
-    q, k = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
-    cache, pages = torch.zeros(2, 8, 2, 16), torch.zeros(4, 4, 2, 16)
-    good = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    cos = torch.ones(8, 4)
-
-    def call(held: Tensor, *args: Any, **how: Any) -> Any:
-        return lambda: door.flash_attn_with_kvcache(q, held, held, *args, **how)
-
-    cases = [
-        (
-            RuntimeError,
-            "block_table: expected pages for 9 tokens, got 2 of 4 tokens",
-            call(pages, k, k, cache_seqlens=8, block_table=good),
-        ),
-        (
-            RuntimeError,
-            "block_table: expected pages from 0 to 3, got 0 to 4",
-            call(pages, k, k, cache_seqlens=5, block_table=good + torch.tensor([[0, 0], [0, 1]])),
-        ),
-        (
-            RuntimeError,
-            "block_table: expected pages from 0 to 3, got -1 to 0",
-            call(pages, k, k, cache_seqlens=3, block_table=good - torch.tensor([[0, 0], [3, 0]])),
-        ),
-        (RuntimeError, "k_cache: expected room for 9 tokens, got 8", call(cache, k, k, cache_seqlens=8)),
-        (RuntimeError, "expected rows for positions 7 to 7, got 7", call(cache, k, k, cos[:7], cos[:7], 7)),
-        (
-            ValueError,
-            "rotary_cos: expected rotary_sin, k and v beside it",
-            call(cache, rotary_cos=cos, rotary_sin=cos, cache_seqlens=3),
-        ),
-        (
-            ValueError,
-            "cos, sin: expected at most 8 columns, got 9",
-            call(cache, k, k, torch.ones(8, 9), torch.ones(8, 9), 3),
-        ),
-        (ValueError, "v: expected k and v, or neither", call(cache, k, cache_seqlens=3)),
-        (ValueError, "cache_seqlens: expected it beside k", call(cache, k, k)),
-        (
-            ValueError,
-            "cache_seqlens: expected 2 lengths of at least 0, got",
-            call(cache, k, k, cache_seqlens=torch.tensor([1])),
-        ),
-        (ValueError, "cache_seqlens: expected 2 lengths of at least 0, got", call(cache, k, k, cache_seqlens=-1)),
-        (ValueError, r"k, v: expected \[2, new, N2, D\]", call(cache, k[:1], k[:1], cache_seqlens=3)),
-        (
-            ValueError,
-            "cache_leftpad: expected it without block_table",
-            call(pages, k, k, cache_seqlens=3, cache_leftpad=good[0], block_table=good),
-        ),
-        (
-            ValueError,
-            "cache_batch_idx: expected 2 rows from 0 to 1",
-            call(cache, k, k, cache_seqlens=3, cache_batch_idx=good[1]),
-        ),
-        (
-            ValueError,
-            "cache_batch_idx: expected it without block_table",
-            call(pages, k, k, cache_seqlens=3, cache_batch_idx=good[0], block_table=good),
-        ),
-    ]
-    for error, message, run in cases:
-        with pytest.raises(error, match=message):
-            run()
-        assert not cache.any(), message
-        assert not pages.any(), message
-
-
-def test_a_whole_cache_and_a_number() -> None:
-    q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 8, 2, 16)
-    whole = door.flash_attn_with_kvcache(q, cache, cache)
-    same_bits(whole, door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
-    assert not whole.requires_grad
-    with torch.inference_mode():
-        same_bits(door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), whole)
-
-
-# ------------------------------------------------------------------------------------------------------------- padding
-
-
-def test_padding_there_and_back() -> None:
-    x = torch.randn(3, 5, 2, 4, requires_grad=True)
-    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
-    unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-    packed, places, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
-    same_bits(packed, x[(mask + unused).bool()])
-    assert (cu.tolist(), cu.dtype, longest, used.tolist()) == ([0, 3, 7, 7], torch.int32, 4, [2, 4, 0])
-    back = bert_padding.pad_input(packed, places, 3, 5)
-    same_bits(back, torch.where((mask + unused)[..., None, None].bool(), x, 0.0))
-    dx = torch.autograd.grad(back.sum(), x)[0]
-    same_bits(dx, (mask + unused)[..., None, None].expand_as(x).float())
-    rows = torch.tensor([[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-    packed, places, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, rows)
-    assert (places.tolist(), cu.tolist(), longest) == ([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 5, 9], 4)
-    assert bert_padding.index_first_axis_residual(x.flatten(0, 1), places)[1].shape == (15, 2, 4)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rotary(interleaved: bool) -> None:
-    x, angles, starts = torch.randn(2, 5, 3, 16, requires_grad=True), torch.rand(9, 6) * 6, torch.tensor([4, 1])
-    cos, sin = angles.cos(), angles.sin()
-    out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=starts)
-    want = by_complex_numbers(x.detach(), angles, starts, interleaved)
-    compare("out", out.detach(), want.double(), want + want.abs() * 2.0**-22, 2)
-    back = rotary.apply_rotary(out, cos, sin, starts, interleaved=interleaved, conjugate=True)
-    compare("and back", back.detach(), x.detach().double(), x.detach() + x.detach().abs() * 2.0**-22, 2)
-    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
-    flat = torch.cat((x.detach()[0], x.detach()[1, :3], x.detach()[1, :1]))
-    packed = rotary.apply_rotary_emb(flat, cos, sin, interleaved, True, starts, ends([5, 3]), 5)
-    assert packed is flat
-    same_bits(packed, torch.cat((out.detach()[0], out.detach()[1, :3], x.detach()[1, :1])))
 
 
 # --------------------------------------------------------------------------------------------------- compiled, played

@@ -1,0 +1,220 @@
+"""flash-attn's calls over caches, its rotary embedding and its padding, against formulas in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
+
+from fusion_attention.integrations import flash_attn as door
+from fusion_attention.integrations.flash_attn import bert_padding, rotary
+from fusion_attention.testing.compare import compare
+
+Tensor = torch.Tensor
+CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
+
+
+def pages_of(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(pages, table) of a cache [B, S, N, D], its pages in any order among others."""
+    batch, count = cache.shape[0], cache.shape[1] // size
+    table = torch.randperm(2 * batch * count)[: batch * count].view(batch, count).int()
+    pages = torch.full((2 * batch * count, size, *cache.shape[2:]), math.nan, dtype=cache.dtype)
+    pages[table.long()] = cache.unflatten(1, (count, size))
+    return pages, table
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", [name for name in WORDS if name != "deterministic"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_caches(name: str, kind: str, rows: int) -> None:
+    """Tokens are appended where they belong, and what is there is what is seen."""
+    how, before, new = WORDS[name], [9, 0, 4], rows
+    batch_idx = torch.tensor([4, 0, 2], dtype=torch.int32) if kind == "cache_batch_idx" else None
+    pad = torch.tensor([2, 0, 3], dtype=torch.int32) if kind == "cache_leftpad" else None
+    q = torch.randn(3, rows, 4, 16)
+    fresh = [torch.randn(3, new, 2, 16) for _ in range(2)]
+    held = [torch.randn(5 if batch_idx is not None else 3, 16, 2, 16) for _ in range(2)]
+    want = [t.clone() for t in held]
+    for b, length in enumerate(before):
+        for cache, tokens in zip(want, fresh, strict=True):
+            cache[b if batch_idx is None else batch_idx[b], length : length + new] = tokens[b]
+    caches, block_table = held, None
+    if kind == "pages":
+        torch.manual_seed(1)
+        k_pages, block_table = pages_of(held[0], 4)
+        torch.manual_seed(1)
+        caches = [k_pages, pages_of(held[1], 4)[0]]
+    out, lse = door.flash_attn_with_kvcache(
+        q,
+        *caches,
+        *fresh,
+        cache_seqlens=torch.tensor(before, dtype=torch.int32),
+        cache_batch_idx=batch_idx,
+        cache_leftpad=pad,
+        block_table=block_table,
+        return_softmax_lse=True,
+        **how,
+    )
+    stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
+    same_bits(stored, want)
+
+    def call(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        found = []
+        for b, length in enumerate(before):
+            seen = slice(0 if pad is None else int(pad[b]), length + new)
+            row = b if batch_idx is None else int(batch_idx[b])
+            sides = [t[row, seen].to(dtype) for t in want]
+            found.append(formula(q[b].to(dtype), *sides, **of_sequence(how, b)))
+        return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
+
+    for what, mine, golden, plain in zip(
+        ("out", "lse"), (out, lse), call(torch.float64), call(torch.float32), strict=True
+    ):
+        compare(what, mine, golden, plain, 12)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (5, -1)}], ids=str)
+def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (4, 2, 2))
+    caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
+    angles = torch.rand(12, 4) * 6
+    cos, sin, lengths = angles.cos(), angles.sin(), torch.tensor([5, 2], dtype=torch.int32)
+    one, other = [t.clone() for t in caches], [t.clone() for t in caches]
+    out = door.flash_attn_with_kvcache(q, *one, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how)
+    turned_k = by_complex_numbers(k, angles, lengths, interleaved)
+    turned_q = by_complex_numbers(q, angles, lengths, interleaved, each=bool(how))
+    want = door.flash_attn_with_kvcache(turned_q, *other, turned_k, v, cache_seqlens=lengths, **how)
+    for a, b in ((one[0], other[0]), (one[1], other[1]), (out, want)):
+        compare("rotated", a, b.double(), b + b.abs() * 2.0**-22, 12)
+
+
+def by_complex_numbers(x: Tensor, angles: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True) -> Tensor:
+    """A rotation written another way: pairs of elements as complex numbers, in float64."""
+    size = 2 * angles.shape[1]
+    steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.long)
+    turn = torch.polar(torch.ones((), dtype=torch.float64), angles.double())[
+        (starts[:, None] + steps).long()
+    ].unsqueeze(2)
+    part = x[..., :size].double()
+    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., size:]), -1)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_packed_rows_over_pages(alibi: bool) -> None:
+    held = [torch.randn(3, 8, 2, 16) for _ in range(2)]
+    torch.manual_seed(1)
+    k_pages, block_table = pages_of(held[0], 4)
+    torch.manual_seed(1)
+    v_pages, _ = pages_of(held[1], 4)
+    q, lengths = torch.randn(10, 4, 16), ([3, 0, 5], [5, 4, 8])
+    how: dict[str, Any] = {"causal": True} | ({"alibi_slopes": torch.rand(3, 4)} if alibi else {})
+    cu = ends(lengths[0]), ends(lengths[1])
+    out, lse, _ = door.flash_attn_varlen_func(
+        q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
+    )
+    sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
+    wants = [packed_call(how, lengths)(*(t.to(d) for t in (q[:8], *sides))) for d in (torch.float64, torch.float32)]
+    for name, mine, golden, plain in zip(("out", "lse"), (out[:8], lse[:, :8]), *wants, strict=True):
+        compare(name, mine, golden, plain, 8)
+    assert not out[8:].any()
+    assert (lse[:, 8:] == -math.inf).all()
+
+
+def wrong_calls() -> dict[str, tuple[type[Exception], str, bool, dict[str, Any]]]:
+    """What is wrong -> (error, its text, over pages, words of the call)."""
+    new = dict.fromkeys(("k", "v"), torch.randn(2, 1, 2, 16))
+    good = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    rows, table = torch.tensor([0, 1], dtype=torch.int32), {"block_table": good}
+
+    def turned(positions: int, columns: int) -> dict[str, Tensor]:
+        return dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(positions, columns))
+
+    above, below = good + torch.tensor([[0, 0], [0, 1]]), good - torch.tensor([[0, 0], [3, 0]])
+    lengths = "cache_seqlens: expected 2 lengths of at least 0, got"
+    pages = "block_table: expected pages"
+    short = dict.fromkeys(("k", "v"), new["k"][:1])
+    run, bad = RuntimeError, ValueError
+    return {
+        "few pages": (run, f"{pages} for 9 tokens, got 2 of 4 tokens", True, {**new, **table, "cache_seqlens": 8}),
+        "no page": (run, f"{pages} from 0 to 3, got 0 to 4", True, {**new, "block_table": above, "cache_seqlens": 5}),
+        "below 0": (run, f"{pages} from 0 to 3, got -1 to 0", True, {**new, "block_table": below, "cache_seqlens": 3}),
+        "short cache": (run, "k_cache: expected room for 9 tokens, got 8", False, {**new, "cache_seqlens": 8}),
+        "angles": (run, "positions 7 to 7, got 7", False, {**new, **turned(7, 4), "cache_seqlens": 7}),
+        "wide angles": (bad, "at most 8 columns, got 9", False, {**new, **turned(8, 9), "cache_seqlens": 3}),
+        "angles alone": (bad, "rotary_cos: expected rotary_sin, k and v", False, {**turned(8, 4), "cache_seqlens": 3}),
+        "k alone": (bad, "v: expected k and v, or neither", False, {"k": new["k"], "cache_seqlens": 3}),
+        "no lengths": (bad, "cache_seqlens: expected it beside k", False, new),
+        "one length": (bad, lengths, False, {"cache_seqlens": torch.tensor([1])}),
+        "length below 0": (bad, lengths, False, {"cache_seqlens": -1}),
+        "few new": (bad, r"k, v: expected \[2, new, N2, D\]", False, {**short, "cache_seqlens": 3}),
+        "left": (
+            bad,
+            "cache_leftpad: expected it without",
+            True,
+            {**new, **table, "cache_leftpad": rows, "cache_seqlens": 3},
+        ),
+        "rows": (bad, "expected 2 rows from 0 to 1", False, {**new, "cache_batch_idx": rows + 1, "cache_seqlens": 3}),
+        "both": (
+            bad,
+            "cache_batch_idx: expected it without",
+            True,
+            {**table, "cache_batch_idx": rows, "cache_seqlens": 3},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_caches_that_are_wrong_are_not_written(name: str) -> None:
+    error, message, over_pages, how = wrong_calls()[name]
+    held = torch.zeros(4, 4, 2, 16) if over_pages else torch.zeros(2, 8, 2, 16)
+    with pytest.raises(error, match=message):
+        door.flash_attn_with_kvcache(torch.randn(2, 1, 4, 16), held, held, **how)
+    assert not held.any()
+
+
+def test_a_whole_cache_and_a_number() -> None:
+    q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 8, 2, 16)
+    whole = door.flash_attn_with_kvcache(q, cache, cache)
+    same_bits(whole, door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
+    assert not whole.requires_grad
+    with torch.inference_mode():
+        same_bits(door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), whole)
+
+
+def test_padding_there_and_back() -> None:
+    x = torch.randn(3, 5, 2, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    packed, places, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    same_bits(packed, x[(mask + unused).bool()])
+    assert (cu.tolist(), cu.dtype, longest, used.tolist()) == ([0, 3, 7, 7], torch.int32, 4, [2, 4, 0])
+    back = bert_padding.pad_input(packed, places, 3, 5)
+    same_bits(back, torch.where((mask + unused)[..., None, None].bool(), x, 0.0))
+    dx = torch.autograd.grad(back.sum(), x)[0]
+    same_bits(dx, (mask + unused)[..., None, None].expand_as(x).float())
+    rows = torch.tensor([[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    packed, places, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, rows)
+    assert (places.tolist(), cu.tolist(), longest) == ([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 5, 9], 4)
+    assert bert_padding.index_first_axis_residual(x.flatten(0, 1), places)[1].shape == (15, 2, 4)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary(interleaved: bool) -> None:
+    x, angles, starts = torch.randn(2, 5, 3, 16, requires_grad=True), torch.rand(9, 6) * 6, torch.tensor([4, 1])
+    cos, sin = angles.cos(), angles.sin()
+    out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=starts)
+    want = by_complex_numbers(x.detach(), angles, starts, interleaved)
+    compare("out", out.detach(), want.double(), want + want.abs() * 2.0**-22, 2)
+    back = rotary.apply_rotary(out, cos, sin, starts, interleaved=interleaved, conjugate=True)
+    compare("and back", back.detach(), x.detach().double(), x.detach() + x.detach().abs() * 2.0**-22, 2)
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+    flat = torch.cat((x.detach()[0], x.detach()[1, :3], x.detach()[1, :1]))
+    packed = rotary.apply_rotary_emb(flat, cos, sin, interleaved, True, starts, ends([5, 3]), 5)
+    assert packed is flat
+    same_bits(packed, torch.cat((out.detach()[0], out.detach()[1, :3], x.detach()[1, :1])))

@@ -1,0 +1,72 @@
+"""flash-attn's attention as its documentation has it, sequence by sequence, and the words that a call may say."""
+
+import math
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out [S1, N1, Dv], lse [N1, S1]) of one sequence [S, N, D], in its dtype."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("qnd,knd->nqk", q * (softmax_scale or q.shape[-1] ** -0.5), k)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    row, key = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * (row - key).abs()
+    left, right = (int(n) for n in window_size)
+    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+    seen &= (key <= row) if causal else (key <= row + right) if right >= 0 else seen
+    seen &= (key >= row - left) if left >= 0 else seen
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+    return torch.einsum("nqk,knd->qnd", weights, v), scores.logsumexp(-1)
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "softmax_scale": {"softmax_scale": 0.3},
+    "causal": {"causal": True},
+    "window_size": {"window_size": (3, 2)},
+    "window_size, one side": {"window_size": (2, -1)},
+    "window_size as a tensor": {"window_size": torch.tensor([1, 0])},
+    "window_size with causal": {"causal": True, "window_size": (2, 5)},
+    "softcap": {"softcap": 1.5},
+    "softcap, causal, window": {"softcap": 1.5, "causal": True, "window_size": (4, 0)},
+    "alibi_slopes [N]": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
+    "alibi_slopes [B, N], causal": {"alibi_slopes": torch.rand(3, 4), "causal": True},
+    "alibi_slopes, softcap": {"alibi_slopes": torch.rand(3, 4), "softcap": 1.5},
+    "deterministic": {"deterministic": True},
+}
+
+
+def of_sequence(how: dict[str, Any], b: int) -> dict[str, Any]:
+    slopes = how.get("alibi_slopes")
+    return how | ({"alibi_slopes": slopes[b]} if slopes is not None and slopes.dim() == 2 else {})
+
+
+def packed_call(how: dict[str, Any], lengths: tuple[list[int], list[int]]) -> Any:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [t.split(n) for t, n in zip((q, k, v), (lengths[0], lengths[1], lengths[1]), strict=True)]
+        found = [formula(*three, **of_sequence(how, b)) for b, three in enumerate(zip(*parts, strict=True))]
+        return torch.cat([o for o, _ in found]), torch.cat([x for _, x in found], 1)
+
+    return call
+
+
+def ends(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
