@@ -256,7 +256,7 @@ FACES = [
           "if known is None or settled is None or settled.arrays != content:", "if known is None or settled is None:",
           "faces/test_again.py::test_lengths_that_change_in_place"),
     house("a known forward forgets gradients", "torch_ops/dense_eager.py",
-          "if laid is None or (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v)):",
+          "if laid is None or (torch.is_grad_enabled() and _any_requires_grad(q, k, v)):",
           "if laid is None:", "faces/test_again.py::test_gradients_after_calls_without"),
     house("a laid plan serves every back end", "torch_ops/eager.py",
           "bound.memo.laid.get(backend) if op.again", "next(iter(bound.memo.laid.values()), None) if op.again",
