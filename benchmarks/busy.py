@@ -43,7 +43,8 @@ def _measured(calls: int) -> Waits:
         fa.decode_attention(q, (k, v))
         taken[i] = time.perf_counter() - begun
     cpu = (time.process_time() - before) / calls * 1e6
-    return Waits(torch.get_num_threads(), *np.percentile(taken * 1e6, (50, 90, 99)), taken.mean() * 1e6, cpu)
+    p50, p90, p99 = np.percentile(taken * 1e6, (50, 90, 99))
+    return Waits(torch.get_num_threads(), p50, p90, p99, float(taken.mean()) * 1e6, cpu)
 
 
 def show(quick: bool, console: Console) -> list[Waits]:

@@ -156,7 +156,7 @@ NB_MODULE(_native, m) {
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
           "Raises ValueError when the variant is unknown or cannot run here.");
     m.def(
-        "poison_scratch", [](bool on) { fusion::poisons_leases = on; }, "on"_a,
+        "poison_scratch", [](bool on) { fusion::lease_poison = on ? 0xff : -1; }, "on"_a,
         "From now on the scratch memory of every run begins as NaN, or as it was left; a run that writes behind it "
         "aborts.\n"
         "For tests.");

@@ -16,20 +16,21 @@
 
 namespace fusion {
 
-// Tests set this: every lease then begins with NaN in all its bytes, whatever type they are read as, so that a kernel
-// which reads what it has not written cannot pass by luck; and the process ends where one writes behind its lease.
-inline std::atomic<bool> poisons_leases = false;
+// Tests set this to a byte: every lease then begins with it all over, so that a kernel which reads what it has not
+// written cannot pass by luck (0xff is NaN, whatever type it is read as); and the process ends where one writes behind
+// its lease.
+inline std::atomic<int> lease_poison = -1;
 
 class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
 public:
     explicit Lease(std::size_t bytes)
-        : asked_(bytes), guard_(poisons_leases.load(std::memory_order_relaxed) ? 4096 : 0),
+        : asked_(bytes), poison_(lease_poison.load(std::memory_order_relaxed)), guard_(poison_ < 0 ? 0 : 4096),
           buffer_(take(bytes + guard_)) {
-        if (guard_) std::memset(data(), 0xff, bytes + guard_);
+        if (guard_) std::memset(data(), poison_, bytes + guard_);
     }
     ~Lease() {
         for (std::size_t i = 0; i < guard_; ++i) {
-            if (data()[asked_ + i] != static_cast<char>(0xff)) std::abort();
+            if (data()[asked_ + i] != static_cast<char>(poison_)) std::abort();
         }
         give_back(std::move(buffer_));
     }
@@ -92,7 +93,9 @@ private:
     // for ever, and a large call among small ones finds it.
     static constexpr int most_unfit = 64;
 
-    const std::size_t asked_, guard_;
+    const std::size_t asked_;
+    const int poison_;
+    const std::size_t guard_;
     Owner buffer_;
 };
 

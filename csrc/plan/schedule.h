@@ -56,7 +56,7 @@ inline int team_by_work(int threads, double work, double work_per_thread) {
     return static_cast<int>(std::clamp(1 + work / work_per_thread, 1.0, static_cast<double>(std::max(threads, 1))));
 }
 
-// How long one thread takes for it, about: as much work as is worth a thread takes 10 us, within a factor of three.
+// How long one thread takes for it, roughly: as much work as is worth a thread counts as 10 us.
 inline std::chrono::duration<double, std::micro> time_alone(double work, double work_per_thread) {
     return std::chrono::microseconds(10) * (work / work_per_thread);
 }

@@ -418,8 +418,6 @@ NATIVE = [
          "total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);", "total += tile.sum[i][j] * all(weights[i]);"),
     core("core: the loss's gradient forgets its target", "sparse/loss.h",
          "exp2<6>(score * log2_e) * y.share - p, count - i", "exp2<6>(score * log2_e) * y.share, count - i"),
-    core("core: behind a converted key of odd width lies anything", "decode/scores.h",
-         "if (n % lanes) store(to + words - lanes, Floats{});", ""),
     core("core: a thread that came late is waited for again", "plan/team.cpp",
          "!experience.recommends_team(alone, begun)", "false"),
     core("core: what the others computed is not counted", "plan/team.cpp",
