@@ -292,28 +292,28 @@ FACES = [
 ]  # fmt: skip
 
 FUSED_FACES = "inference/test_fused_faces.py"
-FLEX_MASKS = "integrations/test_flex_masks.py"
+FLEX_MASKS = "integrations/test_masks.py"
 FLEX = [
-    house("flex: a band of most rows is taken for one of all", "integrations/flex_masks.py",
+    house("flex: a band of most rows is taken for one of all", "integrations/flex_attention/masks.py",
           "            if _is(band, edges, q_len, kv_len):", "            if band:",
           f"{FLEX_MASKS}::test_one_pair_more_or_less_is_no_band"),
-    house("flex: rows with gaps count as intervals", "integrations/flex_masks.py",
+    house("flex: rows with gaps count as intervals", "integrations/flex_attention/masks.py",
           "(empty | (end - first == found.count)).all()", "(end >= first).all()",
           f"{FLEX_MASKS}::test_block_masks", f"{FLEX_MASKS}::test_functions"),
-    house("flex: one item's mask serves all", "integrations/flex_masks.py",
-          "if sizes[axis] < size and flex_mods.depends(mod, axis, shape.device):", "if False:",
+    house("flex: one item's mask serves all", "integrations/flex_attention/masks.py",
+          "if sizes[axis] < size and mods.depends(mod, axis, shape.device):", "if False:",
           f"{FLEX_MASKS}::test_a_mask_of_one_item_whose_function_asks_for_the_item"),
-    house("flex: the function is asked in blocks that are full", "integrations/flex_masks.py",
+    house("flex: the function is asked in blocks that are full", "integrations/flex_attention/masks.py",
           "((where == 2) | (where == 1) & said", "((where == 2) & said | (where == 1) & said",
           f"{FLEX_MASKS}::test_blocks_say_what_the_function_does_not"),
-    house("flex: a mask is remembered whatever it captured", "integrations/flex_mods.py",
+    house("flex: a mask is remembered whatever it captured", "integrations/flex_attention/mods.py",
           "known is not None and known[0] == state", "known is not None",
           "integrations/test_flex_attention.py::test_a_mask_is_read_once_and_again_when_what_it_captured_changes",
           "integrations/test_flex_attention.py::test_a_score_mod_is_read_again_when_a_number_changes"),
-    house("flex: what was recognised is not compared", "integrations/flex_scores.py",
+    house("flex: what was recognised is not compared", "integrations/flex_attention/scores.py",
           "    if not bool(same.all()):", "    if False:",
           "integrations/test_flex_attention.py::test_what_looks_recognised_and_is_not_is_refused"),
-    house("flex: slopes count ahead of the row too", "integrations/flex_scores.py",
+    house("flex: slopes count ahead of the row too", "integrations/flex_attention/scores.py",
           "hidden | (distance < 0) if past else hidden", "hidden | (distance < 0)",
           "integrations/test_flex_attention.py::test_score_mods"),
 ]  # fmt: skip

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from fusion_attention import BackendError
 from fusion_attention.integrations import flex_attention as door
-from fusion_attention.integrations import flex_masks
 from fusion_attention.integrations.flex_attention import explain, flex_attention, patched
+from fusion_attention.integrations.flex_attention import masks
 from fusion_attention.testing.compare import compare
 
 Tensor = torch.Tensor
@@ -250,8 +250,8 @@ def test_nothing_to_attend_to() -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    convert = flex_masks.of_block_mask
-    monkeypatch.setattr(flex_masks, "of_block_mask", lambda *args: (calls.append(1), convert(*args))[1])
+    convert = masks.of_block_mask
+    monkeypatch.setattr(masks, "of_block_mask", lambda *args: (calls.append(1), convert(*args))[1])
     return calls
 
 

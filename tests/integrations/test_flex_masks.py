@@ -10,9 +10,9 @@ import torch
 from support.flex_cases import HEADS, ITEMS, MASKS, TOKENS, causal, formula, inputs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, or_masks
 
-from fusion_attention.integrations import flex_masks, flex_mods
-from fusion_attention.integrations.flex_attention import flex_attention
-from fusion_attention.integrations.flex_masks import Seen, Shape
+from fusion_attention.integrations.flex_attention import flex_attention, mods
+from fusion_attention.integrations.flex_attention import masks
+from fusion_attention.integrations.flex_attention.masks import Seen, Shape
 from fusion_attention.testing.compare import compare
 
 Tensor = torch.Tensor
@@ -89,7 +89,7 @@ def test_block_masks(name: str, size: Any) -> None:
         said = create_block_mask(
             mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=size, separate_full_blocks=whole
         )
-        seen = flex_masks.of_block_mask(said, SHAPE)
+        seen = masks.of_block_mask(said, SHAPE)
         is_exactly(seen, want, SHAPE)
         assert form(seen) == words
 
@@ -97,7 +97,7 @@ def test_block_masks(name: str, size: Any) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_functions(name: str) -> None:
     mask, words = MASKS[name]
-    seen = flex_masks.of_function(mask, SHAPE)
+    seen = masks.of_function(mask, SHAPE)
     is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
     assert form(seen) == words
     relative = name in ("causal", "sliding window", "symmetric window", "keys ahead")
@@ -126,7 +126,7 @@ def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
     for mask in masks:
         want = create_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
         said = create_block_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
-        for seen in (flex_masks.of_block_mask(said, shape), flex_masks.of_function(mask, shape)):
+        for seen in (masks.of_block_mask(said, shape), masks.of_function(mask, shape)):
             is_exactly(seen, want, shape)
 
 
@@ -142,7 +142,7 @@ def test_one_pair_more_or_less_is_no_band() -> None:
                 k = min(int(want[b, h, q].nonzero()[-1]) + turn % 2, TOKENS - 1)
             flipped = want.clone()
             flipped[b, head, q, k] ^= True
-            seen = flex_masks.of_function(lambda b, h, q, k, table=flipped: table[b, h, q, k], SHAPE)
+            seen = masks.of_function(lambda b, h, q, k, table=flipped: table[b, h, q, k], SHAPE)
             is_exactly(seen, flipped, SHAPE)
             if turn % 2:
                 assert form(seen) == "tiles"
@@ -156,9 +156,9 @@ def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
         return (k < prefix[b]) | (q >= k)
 
     said = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=256)
-    seen = flex_masks.of_block_mask(said, SHAPE)
+    seen = masks.of_block_mask(said, SHAPE)
     is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
-    assert not flex_mods.depends(mask, 1, CPU)
+    assert not mods.depends(mask, 1, CPU)
 
 
 def test_blocks_say_what_the_function_does_not() -> None:
@@ -172,13 +172,11 @@ def test_blocks_say_what_the_function_does_not() -> None:
     want[128:, 128:] = True
     shape = Shape(1, 1, TOKENS, TOKENS, CPU)
     blocks = {"BLOCK_SIZE": 128, "seq_lengths": (TOKENS, TOKENS)}
-    is_exactly(
-        flex_masks.of_block_mask(BlockMask.from_kv_blocks(counts, listed, **blocks), shape), want[None, None], shape
-    )
+    is_exactly(masks.of_block_mask(BlockMask.from_kv_blocks(counts, listed, **blocks), shape), want[None, None], shape)
     want &= torch.ones_like(want).tril()
     want[128:, :128] = True
     said = BlockMask.from_kv_blocks(counts, listed, some, full, mask_mod=causal, **blocks)
-    is_exactly(flex_masks.of_block_mask(said, shape), want[None, None], shape)
+    is_exactly(masks.of_block_mask(said, shape), want[None, None], shape)
 
 
 def test_sliced_masks_with_a_function_of_their_own() -> None:
@@ -204,12 +202,12 @@ def test_blocks_that_are_not_there_are_refused() -> None:
         number = torch.tensor([[counts]], dtype=torch.int32)
         said = BlockMask((TOKENS, TOKENS), number, listed[:, :, : len(counts)], *(None,) * 6)
         with pytest.raises(ValueError, match=words):
-            flex_masks.of_block_mask(said, shape)
+            masks.of_block_mask(said, shape)
 
 
 def test_functions_read_no_table_beyond_its_end() -> None:
     """Tiles reach beyond the last row and key; the function is never asked there."""
     tokens = 130
     table = torch.arange(tokens)
-    seen = flex_masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))
+    seen = masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))
     is_exactly(seen, (table[:, None] + table >= 100)[None, None], Shape(1, 1, tokens, tokens, CPU))

@@ -1,6 +1,6 @@
 """FlexAttention's function on this library: torch.nn.attention.flex_attention's words, with gradients on a CPU.
 
-Masks become bands, lengths or tiles (flex_masks.py), a score_mod a softcap, slopes or a bias (flex_scores.py); what has
+Masks become bands, lengths or tiles (`masks.py`), a score_mod a softcap, slopes or a bias (`scores.py`); what has
 no such words is refused. Nothing is computed here.
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fusion_attention.api.attention import attention
-from fusion_attention.integrations import flex_masks, flex_mods, flex_scores
-from fusion_attention.integrations.flex_masks import Seen, Shape
-from fusion_attention.integrations.flex_scores import Terms
+from fusion_attention.integrations.flex_attention import masks, mods, scores
+from fusion_attention.integrations.flex_attention.masks import Seen, Shape
+from fusion_attention.integrations.flex_attention.scores import Terms
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
 
@@ -232,19 +232,19 @@ def _understood(
             getattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
         )
         captured = (mask.mask_mod, blocks, tuple(mask.BLOCK_SIZE))
-        seen = flex_mods.remembered(mask, ("seen", shape), captured, lambda: flex_masks.of_block_mask(mask, shape))
+        seen = mods.remembered(mask, ("seen", shape), captured, lambda: masks.of_block_mask(mask, shape))
     elif mask is not None:
         seen = _of_function(mask, shape)
     if score_mod is None:
         return seen, Terms()
-    terms = flex_scores.terms(score_mod, shape, dtype, alone=mask is None, past=seen.past)
+    terms = scores.terms(score_mod, shape, dtype, alone=mask is None, past=seen.past)
     if terms.mask is not None:
         seen = _of_function(terms.mask, shape)
     return seen, terms
 
 
-def _of_function(mod: flex_mods.Mod, shape: Shape) -> Seen:
-    return flex_mods.remembered(mod, ("seen", shape), (mod,), lambda: flex_masks.of_function(mod, shape))
+def _of_function(mod: mods.Mod, shape: Shape) -> Seen:
+    return mods.remembered(mod, ("seen", shape), (mod,), lambda: masks.of_function(mod, shape))
 
 
 # ----------------------------------------------------------------------------------------------------------- calling

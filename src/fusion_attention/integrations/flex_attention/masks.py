@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusion_attention.integrations import flex_mods
+from fusion_attention.integrations.flex_attention import mods
 from fusion_attention.waist.mask import INFINITE, Band
 
 TILE = 128  # rows, and keys, of a tile
@@ -77,7 +77,7 @@ def of_block_mask(mask: Any, shape: Shape) -> Seen:
     return _seen(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
-def of_function(mod: flex_mods.Mod, shape: Shape) -> Seen:
+def of_function(mod: mods.Mod, shape: Shape) -> Seen:
     """What a function of positions says: true where a row sees a key."""
     relative = _relative(mod, shape)
     if relative is not None:
@@ -144,7 +144,7 @@ class _Rows:
     count: np.ndarray
 
 
-def _tiled(mod: flex_mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
+def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
     """All tiles of a mask; the function is evaluated only in those that blocks leave open."""
     grid = _own_items(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
@@ -174,13 +174,13 @@ def _tiled(mod: flex_mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: 
     return found
 
 
-def _own_items(mod: flex_mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
+def _own_items(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
     """The grid with an item, or head, of its own for each one that the function tells apart."""
     if not (grid == 1).any():
         return grid
     sizes = list(grid.shape)
     for axis, size in enumerate((shape.items, shape.heads)):
-        if sizes[axis] < size and flex_mods.depends(mod, axis, shape.device):
+        if sizes[axis] < size and mods.depends(mod, axis, shape.device):
             sizes[axis] = size
     return np.broadcast_to(grid, sizes)
 
@@ -208,7 +208,7 @@ def _of_whole_tiles(whole: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
 
 
 def _evaluated(
-    mod: flex_mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
+    mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
     """([n, TILE, TILE] bool: whether a row sees a key; whether there are this row and this key)."""
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
@@ -219,7 +219,7 @@ def _evaluated(
     ]
     item, head, row, key = (torch.from_numpy(a).to(shape.device) for a in (at[:, 0], at[:, 1], rows, keys))
     with torch.no_grad():
-        said = flex_mods.at_pairs(mod, item, head, row, key)
+        said = mods.at_pairs(mod, item, head, row, key)
     if said.shape != inside.shape or said.dtype != torch.bool:
         raise ValueError(
             "flex_attention: block_mask: expected a mask_mod that returns one bool for four positions, got "
@@ -382,7 +382,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 # ---------------------------------------------------------------------------------------------------------- functions
 
 
-def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
+def _relative(mod: mods.Mod, shape: Shape) -> Seen | None:
     """A function of the distance alone, if the keys that it shows make a band."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
@@ -391,7 +391,7 @@ def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
         return mod(_Unasked(), _Unasked(), row, key)
 
     with torch.no_grad():
-        said = flex_mods.by_distance(alone, zero, zero, distances)
+        said = mods.by_distance(alone, zero, zero, distances)
     if said is None or said.dtype != torch.bool or said.shape != (1, len(distances)):
         return None
     near = np.flatnonzero(said[0].cpu().numpy()) + 1 - shape.keys  # distances of keys that are seen
@@ -402,10 +402,10 @@ def _relative(mod: flex_mods.Mod, shape: Shape) -> Seen | None:
     return Seen(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
 
 
-class _Unasked(flex_mods.Position):
+class _Unasked(mods.Position):
     """A batch number or head that a relative mask must not ask for."""
 
     def __init__(self) -> None:
         super().__init__(None)
 
-    __add__ = __radd__ = __sub__ = flex_mods.Position.__getattr__
+    __add__ = __radd__ = __sub__ = mods.Position.__getattr__

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fusion_attention.contract import BackendError
-from fusion_attention.integrations import flex_mods
-from fusion_attention.integrations.flex_masks import Shape
+from fusion_attention.integrations.flex_attention import mods
+from fusion_attention.integrations.flex_attention.masks import Shape
 
 _CHUNK = 1 << 22  # pairs that are evaluated at a time: 32 MiB of positions
 _PROBES = 256
@@ -38,7 +38,7 @@ class Terms:
     bias: Tensor | None = None
     slopes: Tensor | None = None
     behind: bool = False
-    mask: flex_mods.Mod | None = None
+    mask: mods.Mod | None = None
     by_row: Tensor | None = None
 
 
@@ -270,7 +270,7 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
         past: whether a mask beside it hides all keys behind their row; what the function says of these is free.
     """
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
-    return flex_mods.remembered(
+    return mods.remembered(
         score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past), keep=_lasts
     )
 
@@ -281,13 +281,13 @@ def _lasts(found: Terms) -> bool:
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
     bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
-    structure = flex_mods.remembered(
+    structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
     )
     at, values = _own(shape, structure.own), None
     if structure.relative:
         distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
-        values = flex_mods.by_distance(bias, _pairs(at)[:, 0], _pairs(at)[:, 1], distances)
+        values = mods.by_distance(bias, _pairs(at)[:, 0], _pairs(at)[:, 1], distances)
     if values is not None:
         found = _of_distances(values.view(at.items, at.heads, -1), at, bias, alone, past, shape.heads)
     else:
@@ -315,17 +315,17 @@ def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
     with torch.no_grad():
-        own = tuple(flex_mods.depends(bias, axis, shape.device) for axis in range(4))
+        own = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
         by_row = None
         if bias.form.by_row:
-            by_row = tuple(flex_mods.depends(bias.by_row, axis, shape.device) for axis in range(4))
+            by_row = tuple(mods.depends(bias.by_row, axis, shape.device) for axis in range(4))
             if by_row[3]:
                 raise refused("a score times what differs by key", "multiply the key by it")
         if not (own[2] and own[3]):
             return _Structure(own, False, by_row)
         zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
-        return _Structure(own, flex_mods.by_distance(bias, zero, zero, zero) is not None, by_row)
+        return _Structure(own, mods.by_distance(bias, zero, zero, zero) is not None, by_row)
 
 
 def _own(shape: Shape, own: tuple[bool, ...]) -> Shape:
@@ -340,12 +340,12 @@ def _pairs(at: Shape) -> Tensor:
     return torch.cartesian_prod(*(torch.arange(n, device=at.device) for n in (at.items, at.heads)))
 
 
-def _matrix(values: flex_mods.Mod, at: Shape) -> Tensor:
+def _matrix(values: mods.Mod, at: Shape) -> Tensor:
     """The values at every pair, evaluated piece by piece."""
     rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
     piece = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
-        torch.cat([flex_mods.at_pairs(values, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
+        torch.cat([mods.at_pairs(values, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
         for b, h in zip(*_pairs(at).t()[:, :, None], strict=True)
     ]
     return torch.cat(matrices).view(at.items, at.heads, at.rows, at.keys)
@@ -402,7 +402,7 @@ def _spread(values: Tensor, at: Shape) -> Tensor:
     return windows.flip(-2)
 
 
-def _leaves(bias: _Interpreted) -> flex_mods.Mod:
+def _leaves(bias: _Interpreted) -> mods.Mod:
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
 
@@ -422,7 +422,7 @@ def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, sha
     b, h, row, key = (p.to(shape.device) for p in points)
     score = (4 * torch.randn(_PROBES, generator=random)).to(shape.device, bias.dtype)
     with torch.no_grad():
-        theirs = flex_mods.at_points(score_mod, score, b, h, row, key)
+        theirs = mods.at_points(score_mod, score, b, h, row, key)
         theirs = torch.as_tensor(theirs, device=shape.device).double().expand(_PROBES)
         s = score.double() * found.factor
         if found.by_row is not None:
@@ -431,7 +431,7 @@ def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, sha
         added = _added(found, b, h, row, key).double()
         ours = capped + added
         if found.mask is not None:
-            seen = flex_mods.at_points(found.mask, b, h, row, key).expand(_PROBES)
+            seen = mods.at_points(found.mask, b, h, row, key).expand(_PROBES)
             ours = ours.masked_fill(~seen, -torch.inf)
         slack = 64 * torch.finfo(bias.dtype).eps * (1 + capped.abs() + s.abs() + added.abs())
         same = ((ours - theirs).abs() <= slack) | (ours == theirs) | (ours.isnan() & theirs.isnan())
