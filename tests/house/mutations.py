@@ -292,7 +292,7 @@ FACES = [
 ]  # fmt: skip
 
 FUSED_FACES = "inference/test_fused_faces.py"
-FLEX_MASKS = "integrations/test_masks.py"
+FLEX_MASKS = "integrations/test_flex_masks.py"
 FLEX = [
     house("flex: a band of most rows is taken for one of all", "integrations/flex_attention/masks.py",
           "            if _is(band, edges, q_len, kv_len):", "            if band:",

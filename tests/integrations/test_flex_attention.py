@@ -14,8 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from fusion_attention import BackendError
 from fusion_attention.integrations import flex_attention as door
-from fusion_attention.integrations.flex_attention import explain, flex_attention, patched
-from fusion_attention.integrations.flex_attention import masks
+from fusion_attention.integrations.flex_attention import explain, flex_attention, masks, patched
 from fusion_attention.testing.compare import compare
 
 Tensor = torch.Tensor

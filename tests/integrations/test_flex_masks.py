@@ -10,8 +10,7 @@ import torch
 from support.flex_cases import HEADS, ITEMS, MASKS, TOKENS, causal, formula, inputs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, or_masks
 
-from fusion_attention.integrations.flex_attention import flex_attention, mods
-from fusion_attention.integrations.flex_attention import masks
+from fusion_attention.integrations.flex_attention import flex_attention, masks, mods
 from fusion_attention.integrations.flex_attention.masks import Seen, Shape
 from fusion_attention.testing.compare import compare
 
