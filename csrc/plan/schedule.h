@@ -43,7 +43,7 @@ struct Require {
 
 // No memory holds the keys of longer lists of work: refused before they are made, which would take much memory itself.
 inline void refuse_endless(std::int64_t items) {
-    if (items > std::int64_t{1} << 28) throw std::bad_alloc();
+    if (items > std::int64_t{1} << 26) throw std::bad_alloc();
 }
 
 // How many threads share `pieces` of work.

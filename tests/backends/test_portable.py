@@ -11,14 +11,14 @@ import pytest
 from fusion_attention import _native
 
 MODULE = Path(_native.__file__ or "")
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of modules")
+READER = shutil.which("readelf") or ""
+linux = pytest.mark.skipif(
+    sys.platform != "linux" or not READER, reason="asks readelf, of binutils, about a module of Linux"
+)
 
 
 def of_elf(option: str) -> str:
-    reader = shutil.which("readelf")
-    if reader is None:
-        pytest.skip("needs readelf, of binutils")
-    return subprocess.run([reader, "--wide", option, str(MODULE)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([READER, "--wide", option, str(MODULE)], capture_output=True, text=True, check=True).stdout
 
 
 @linux

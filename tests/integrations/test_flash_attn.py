@@ -9,13 +9,17 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.door_tables import table, written
+from support.door_tables import table, write, written
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 import fusion_attention as fa
@@ -64,7 +68,7 @@ def lines() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    assert written(PAGE) == lines(), "python tests/support/door_tables.py writes it"
+    assert written(PAGE) == lines(), "python tests/integrations/test_flash_attn.py writes it"
 
 
 def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor, terms: int) -> None:
@@ -361,3 +365,7 @@ def test_transformers_own_flash_attention() -> None:
         [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    write(PAGE, lines())

@@ -111,7 +111,7 @@ def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
     def lower_right(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q + keys - rows
 
-    masks: list[Mod] = [
+    functions: list[Mod] = [
         causal,
         lower_right,
         lambda b, h, q, k: (q - k < 50) & (k - q < 20),
@@ -122,7 +122,7 @@ def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
         or_masks(causal, lambda b, h, q, k: k % 50 == b),
         lambda b, h, q, k: q >= rows // 2,
     ]
-    for mask in masks:
+    for mask in functions:
         want = create_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
         said = create_block_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
         for seen in (masks.of_block_mask(said, shape), masks.of_function(mask, shape)):

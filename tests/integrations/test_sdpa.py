@@ -3,15 +3,20 @@ measures how near.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.bits import same_bits
-from support.door_tables import table, written
+from support.door_tables import table, write, written
 
 from fusion_attention import npu
 from fusion_attention.api import attention as api
@@ -124,7 +129,7 @@ def lines() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    assert written(PAGE) == lines(), "python tests/support/door_tables.py writes it"
+    assert written(PAGE) == lines(), "python tests/integrations/test_sdpa.py writes it"
 
 
 def results(function: Any, inputs: list[torch.Tensor], mask: Any, how: dict[str, Any], dout: torch.Tensor) -> list[Any]:
@@ -393,3 +398,7 @@ def test_patched_as_a_decorator(calls: list[Any]) -> None:
     program(3)
     assert len(calls) == 1
     assert F.scaled_dot_product_attention is TORCHS
+
+
+if __name__ == "__main__":
+    write(PAGE, lines())

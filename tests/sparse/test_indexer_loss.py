@@ -348,7 +348,7 @@ BAD: list[tuple[Args, str]] = [
     ({"softmax_max": torch.zeros(1, 8, 5)}, r"softmax_sum: expected axis 2 to be G=5 as in softmax_max, got 4"),
     ({"softmax_sum": torch.zeros(1, 9, 4)}, r"softmax_sum: expected axis 1 to be T1=8 as in query, got 9"),
     ({"softmax_sum": torch.zeros(1, 8, 4).double()}, "softmax_sum: expected float32, got float64"),
-    ({"key_index": torch.zeros(12, 2, 8)}, "key_index: expected axis 1 to be 1=1, got 2"),
+    ({"key_index": torch.zeros(12, 2, 8)}, "key_index: expected axis 1 to be 1, got 2"),
     ({"query_index": torch.zeros(8, 3, 8).bfloat16()}, "query_index: expected float32 as query, got bfloat16"),
     ({"query_rope": torch.zeros(8, 4, 2)}, "query_rope: expected query_rope and key_rope, or neither"),
     ({"scale_value": float("inf")}, "scale_value: expected a finite scale, got inf"),

@@ -1,15 +1,14 @@
 """The tables of docs/with_*.md: what a door's tests ran, and what came of it.
 
-python tests/support/door_tables.py          writes them anew
+python tests/integrations/test_sdpa.py          writes that of its page; test_flash_attn.py and test_flex_page.py too
 """
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- table of tests/support/door_tables.py -->\n", "<!-- end of table -->"
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,12 +27,3 @@ def write(page: str, lines: str) -> None:
     path = ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + lines + END, text, flags=re.DOTALL), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
-    import test_flash_attn
-    import test_sdpa
-
-    for door in (test_sdpa, test_flash_attn):
-        write(door.PAGE, door.lines())

@@ -149,7 +149,7 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
     grid = _own_items(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
-    found = _Rows(tiles, np.empty((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
+    found = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
     known: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     open_tiles = np.argwhere((low != 2) & (high != 0))
