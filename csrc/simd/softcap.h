@@ -27,11 +27,14 @@ FUSION_INLINE Floats tanh(Floats x) {
 // Products become scores of the problem. slopes, where not null: 1 - tanh^2, what is left of their gradient.
 __attribute__((noinline)) inline void cap_scores(const Problem &p, float *scores, std::int64_t count, float *slopes) {
     constexpr double most = 3.4e38;  // of float32: 0 times an infinity would be NaN
+    constexpr double least = 1e-30;  // below it a factor may be denormal, which counts as 0: the cap divides apart
     const double share = p.scale / p.softcap;
-    const auto factor = static_cast<float>(share > most ? most : share < -most ? -most : share);
+    const bool small = -least < share && share < least;
+    const auto factor = static_cast<float>(small ? p.scale : share > most ? most : share < -most ? -most : share);
+    const auto divisor = static_cast<float>(small ? 1 / p.softcap : 1.0);
     const auto cap = static_cast<float>(p.softcap);
     for (std::int64_t c = 0; c < count; c += lanes) {
-        const Floats part = rounded(tanh(load<Floats>(scores + c) * factor));  // the same bits, with slopes or without
+        const Floats part = rounded(tanh(load<Floats>(scores + c) * factor * divisor));  // the same bits, slopes or not
         store(scores + c, part * cap);
         if (slopes) store(slopes + c, 1.0f - part * part);
     }

@@ -293,6 +293,62 @@ def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
         as_good(flex_attention(q, k, v, cap, enable_gqa=True), q, k, v, cap, None)
 
 
+class Documents(torch.nn.Module):
+    """Holds what masks read, in every way that an object may."""
+
+    of_class = torch.arange(TOKENS) // 10
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.arange(TOKENS) // 10)
+        self.weight = torch.nn.Parameter(torch.randn(TOKENS))
+        self.slot = self.plain = torch.arange(TOKENS) // 10
+
+    @property
+    def computed(self) -> Tensor:
+        return self.plain
+
+    def by_method(self, row: Any, key: Any) -> Any:
+        return self.plain[row] == self.plain[key]
+
+
+OF_OBJECTS: dict[str, Any] = {
+    "a buffer": lambda m: (lambda b, h, row, key: m.buffer[row] == m.buffer[key], m.buffer),
+    "a plain attribute": lambda m: (lambda b, h, row, key: m.plain[row] == m.plain[key], m.plain),
+    "an attribute of its class": lambda m: (lambda b, h, row, key: m.of_class[row] == m.of_class[key], m.of_class),
+    "a slot": lambda m: (lambda b, h, row, key: m.slot[row] == m.slot[key], m.slot),
+    "a property": lambda m: (lambda b, h, row, key: m.computed[row] == m.computed[key], m.plain),
+    "a method": lambda m: (lambda b, h, row, key: m.by_method(row, key), m.plain),
+}
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_a_mask_that_reads_an_object_is_read_again(name: str) -> None:
+    function, table = OF_OBJECTS[name](Documents())
+    before = table.clone()
+    q, k, v, _ = inputs(15)
+    try:
+        for change in (0, TOKENS // 3, 7):
+            table.add_(torch.arange(TOKENS) // 4 * change)
+            as_good(flex_attention(q, k, v, None, function, enable_gqa=True), q, k, v, None, function)
+    finally:
+        table.copy_(before)
+
+
+def test_a_bias_of_a_module_is_read_again_after_a_step() -> None:
+    module = Documents()
+    q, k, v, _ = inputs(16)
+
+    def learned(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + module.weight[key]
+
+    with torch.no_grad():
+        for _ in range(2):
+            as_good(flex_attention(q, k, v, learned, enable_gqa=True), q, k, v, learned, None)
+            module.weight.add_(torch.randn(TOKENS))
+
+
 def test_masks_and_what_is_known_of_them_die_together() -> None:
     q, k, v, _ = inputs(12)
 

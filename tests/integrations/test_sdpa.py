@@ -400,5 +400,11 @@ def test_patched_as_a_decorator(calls: list[Any]) -> None:
     assert F.scaled_dot_product_attention is TORCHS
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_result_lies_as_torchs_does(transposed: bool) -> None:
+    q = torch.randn(2, 7, 4, 16).transpose(1, 2) if transposed else torch.randn(2, 4, 7, 16)
+    assert sdpa.scaled_dot_product_attention(q, q, q).stride() == TORCHS(q, q, q).stride()
+
+
 if __name__ == "__main__":
     write(PAGE, lines())

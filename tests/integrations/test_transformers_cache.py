@@ -272,3 +272,49 @@ def test_what_pages_cannot_do_is_said(models: Models) -> None:
     with pytest.raises(RuntimeError, match="a window has left behind tokens"):
         cache.crop(-1)
     assert all(layer.pool.lengths() == [4] * 3 for layer in own(cache) if layer.pool)
+
+
+def in_parts(model: Any, cache: Any, ids: Tensor, mask: Tensor, first: int) -> Tensor:
+    """Logits of the tokens behind the first ones, one forward each."""
+    with torch.no_grad():
+        model(ids[:, :first], attention_mask=mask[:, :first], past_key_values=cache)
+        parts = [
+            model(ids[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=cache).logits
+            for n in range(first, ids.shape[1])
+        ]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_counts_padding_between_turns(name: str, models: Models) -> None:
+    model, ids = models(name), torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, 6:9] = 0  # a first turn that ended earlier
+    found, want = (in_parts(model, cache, ids, mask, 9) for cache in (PagedCache(model.config), DynamicCache()))
+    model.set_attn_implementation("eager")
+    eager = in_parts(model, DynamicCache(), ids, mask, 9)
+    rounding = torch.finfo(want.dtype).eps * want.abs().max()
+    assert (found - want).abs().max() <= (want - eager).abs().max() * 10 + rounding
+
+
+def test_values_that_a_model_changes_are_the_ones_that_count() -> None:
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = DiffLlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    door.register()
+    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="fusion_attention").eval()
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    mask = torch.ones_like(ids)
+    found, want = (in_parts(model, cache, ids, mask, 8) for cache in (PagedCache(config), DynamicCache()))
+    assert (found - want).abs().max() <= 64 * torch.finfo(want.dtype).eps * want.abs().max()
+
+
+def test_generating_under_autocast(models: Models) -> None:
+    model = models("Llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.generate(**prompts(), max_new_tokens=2, eos_token_id=None, past_key_values=PagedCache(model.config))
+    assert out.shape == (3, 15)

@@ -312,3 +312,44 @@ def test_training_as_users_train() -> None:
     first = losses()
     assert first[-1] < 0.8 * first[0]
     assert losses() == first
+
+
+# -------------------------------------------------------------------------------------------- what others write to
+
+
+@torch.inference_mode()
+def test_lengths_that_change_in_place_are_read_again_in_inference_mode() -> None:
+    model, ids, ends = made("Llama"), tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    how: dict[str, Any] = {"use_cache": False, "max_length_q": 12, "max_length_k": 12}
+    model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **how)
+    ends[1] = 8
+    again = model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **how).logits
+    assert torch.equal(again, model(ids, cu_seq_lens_q=ends.clone(), cu_seq_lens_k=ends.clone(), **how).logits)
+
+
+@torch.inference_mode()
+def test_a_mask_that_changes_in_place_is_read_again_in_inference_mode() -> None:
+    model, ids, seen = made("Llama"), tokens(1, 6), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    model(ids, attention_mask=seen)
+    seen[..., 0] = False
+    seen[..., 0, 0] = True
+    assert torch.equal(model(ids, attention_mask=seen).logits, model(ids, attention_mask=seen.clone()).logits)
+
+
+@pytest.mark.parametrize("positions", [[*range(4), *range(7, 15)], [i // 2 for i in range(12)], [3] * 12])
+def test_positions_that_jump_elsewhere_than_to_0_are_of_one_sequence(positions: list[int]) -> None:
+    assert near(*both("Llama", input_ids=tokens(1, 12), position_ids=torch.tensor([positions])))
+
+
+def test_an_encoder_whose_modules_say_nothing_is_not_causal() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = transformers.ClapTextModel._from_config(transformers.ClapTextConfig(vocab_size=64, **sizes)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4)
+        found = []
+        for name in (NAME, "eager"):
+            model.set_attn_implementation(name)
+            found.append(model(tokens(2, 9) % 64)[0])
+    assert near(*found)

@@ -62,6 +62,17 @@ def test_a_capped_score_is_exact_to_two_units_of_its_last_place(variant: str) ->
     assert torch.equal(got[q.flatten().abs() == math.inf], torch.tensor([16.0, -16.0]).double())
 
 
+def test_a_cap_far_above_the_scale_leaves_scores_as_they_are() -> None:
+    """Their quotient is denormal, which the core's threads count as 0."""
+    q = torch.tensor([3.0, -2.0]).view(1, 1, 1, 2) * 1e5
+    k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).view(1, 3, 1, 2) * 1e5
+    v = torch.arange(3.0).view(1, 3, 1, 1)
+    for rows in (1, 40):  # of a decode, and not
+        many = q.expand(1, rows, 1, 2)
+        got, want = (attention(many, k, v, scale=1e-10, softcap=c, backend="cpu") for c in (1e29, 0.0))
+        torch.testing.assert_close(got, want, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
 # ----------------------------------------------------------------------------------------------------------- same bits
 
 PLAIN = Problem(4, 2, 40, 24, scale=0.2)

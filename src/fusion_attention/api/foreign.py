@@ -19,8 +19,8 @@ _WORDS = {
     "is_causal": 'band=Band.causal(align="start"): torch aligns the diagonal to the first key',
     "causal": "band=Band.causal(): the diagonal ends at the last key, as flash-attn's",
     "attn_mask": "blocked=~attn_mask (here true removes a score), or bias=attn_mask where it holds floats",
-    "attention_mask": "blocked=(attention_mask == 0)[:, None, None, :], or kv_len=attention_mask.sum(-1) where padding "
-    "comes last",
+    "attention_mask": "where 1 keeps a key: blocked=(attention_mask == 0)[:, None, None, :], or "
+    "kv_len=attention_mask.sum(-1) where padding comes last",
     "key_padding_mask": "blocked=key_padding_mask[:, None, None, :] (true removes a key in both)",
     "atten_mask": "blocked=atten_mask, or a sparse_mode, which needs no mask",
     "mask": "blocked=, where true removes a score, or band=",
@@ -33,7 +33,7 @@ _WORDS = {
     "scaling": "scale=",
     "scale_value": "scale=",
     "score_mod": f"bias=, alibi_slopes= or a sink=, where it is one; {_FLEX}",
-    "block_mask": f"band=, or blocked= where it is no interval; {_FLEX}",
+    "block_mask": f"band=, or blocked_tiles= and blocked_bits= where it is no interval; {_FLEX}",
     "kernel_options": _NEEDLESS.format("tiles follow from the problem and the machine"),
     "return_aux": "return_lse=True",
     "op": "backend=",

@@ -84,6 +84,7 @@ class _Code(NamedTuple):
     """What a family's modeling code says of itself."""
 
     asks: bool  # calls the attention interface
+    names: bool  # its modules have is_causal, or hand it on; others are taken for causal
     describes: bool  # hands is_causal, and packed tokens, to the attention function as flash-attn wants them
     windows: bool  # hands sliding_window to it
     both_sides: bool  # and, without causal masks, as flash-attn counts: the row's own key included
@@ -93,10 +94,11 @@ def _read_code(configuration: str) -> _Code:
     """Of the modeling module beside a configuration's; where there is none, masks are made in full."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
-        return _Code(asks=True, describes=False, windows=False, both_sides=False)
+        return _Code(asks=True, names=False, describes=False, windows=False, both_sides=False)
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
-    says = ("ALL_ATTENTION_FUNCTIONS", "_supports_flash_attn = True", "sliding_window=", "sliding_window + 1")
-    return _Code(*(words in text for words in says))
+    names = "is_causal" in text
+    says = (words in text for words in ("sliding_window=", "sliding_window + 1"))
+    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *says)
 
 
 _code_of = functools.cache(_read_code)
@@ -150,9 +152,9 @@ def mask(
                 keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
                 # Full attention, perhaps to another sequence: a module that is causal may be handed it.
                 full = keys is not None and not causal and local_size is None
-                return keys[:, None, None] if keys is not None and full else keys
+                return _made(keys[:, None, None] if keys is not None and full else keys)
         elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
-            return _packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu"))
+            return _made(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
     made: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -164,10 +166,17 @@ def mask(
         local_size=local_size,
         # sdpa is causal from the upper left corner, where a static cache is empty behind a prompt.
         allow_is_causal_skip=allow_is_causal_skip and (q_length == kv_length or q_length == 1),
-        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
+        allow_is_bidirectional_skip=code.names and bool(allow_is_bidirectional_skip),
         **others,
     )
-    return made
+    return _made(made)
+
+
+def _made(mask: Tensor | None) -> Tensor | None:
+    """A mask of our own, which nobody else writes to: it may be kept where no version says so."""
+    if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
+        mask._fusion_attention = {}  # type: ignore[attr-defined]
+    return mask
 
 
 def _keys(
@@ -230,8 +239,11 @@ def _read_padding(keys: Tensor) -> _Padding:
 
 def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     """What read(tensor) says, kept on the tensor until it changes: a forward hands one mask to all its layers."""
+    kept = tensor.__dict__.get("_fusion_attention")
+    if tensor.is_inference() and kept is None:
+        return read(tensor)  # which does not say when it changes; what mask() made nobody else writes to
+    kept = {} if kept is None else kept
     version = 0 if tensor.is_inference() else tensor._version
-    kept = tensor.__dict__.get("_fusion_attention", {})
     if name not in kept or kept[name][0] != version:
         kept[name] = version, read(tensor)
         tensor._fusion_attention = kept  # type: ignore[attr-defined]
@@ -257,6 +269,11 @@ def _lengths(ids: Tensor) -> Any:
         run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
         return torch.zeros_like(run).scatter_add_(0, run, torch.ones_like(run))
     return torch.unique_consecutive(apart, return_counts=True)[1].tolist()
+
+
+def _ends(ends: Tensor) -> Any:
+    """_between(); on a CPU at every call, since others may write to the memory unseen, and reading costs little."""
+    return _between(ends) if ends.device.type == "cpu" else _read(ends, "between", _between)
 
 
 def _between(ends: Tensor) -> Any:
@@ -303,7 +320,7 @@ def attend(
         words["bias"] = position_bias.to(q.dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if isinstance(key, StoredRows):
-        answered = key.layer.attend(q, attention_mask, _band(causal, sliding_window), words)
+        answered = _of_pages(q, key, value, attention_mask, _band(causal, sliding_window), words)
         if isinstance(answered, Tensor):
             return answered, None
         key, value = answered
@@ -319,15 +336,25 @@ def attend(
     if attention_mask is not None:
         q_len = kv_len = _read(attention_mask, "lengths", _lengths)
     elif cu_seq_lens_q is not None:
-        q_len = _read(cu_seq_lens_q, "between", _between)
-        kv_len = q_len if cu_seq_lens_k is None else _read(cu_seq_lens_k, "between", _between)
+        q_len = _ends(cu_seq_lens_q)
+        kv_len = q_len if cu_seq_lens_k is None else _ends(cu_seq_lens_k)
     elif causal and position_ids is not None and _may_restart(position_ids, q, k):
-        q_len = kv_len = _read(position_ids, "runs", functools.partial(_runs, batch=len(q)))
+        runs = functools.partial(_runs, batch=len(q))
+        q_len = kv_len = runs(position_ids) if q.device.type == "cpu" else _read(position_ids, "runs", runs)
     else:
         q_len = kv_len = None
     if q_len is None or len(q_len) == len(q) == 1:
         return attention(q, k, v, **words), None
     return _packed(q, k, v, q_len, kv_len, words), None
+
+
+def _of_pages(
+    q: Tensor, key: StoredRows, value: Tensor, given: Tensor | None, band: Band | None, words: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the pages of a layer, or the keys and values to compute it with."""
+    if isinstance(value, StoredRows):
+        return key.layer.attend(q, given, band, words)
+    return key.layer.rows()[0], value  # which the model made of those of its cache
 
 
 def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
@@ -337,10 +364,12 @@ def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
 
 
 def _runs(position_ids: Tensor, batch: int) -> Any:
-    """The lengths of sequences whose positions count on; None in a batch without a packed one."""
+    """The lengths of sequences whose positions count on from 0; None in a batch without a packed one."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if position_ids.is_meta or (not _hidden(position_ids) and not starts.any()):
+    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are positions of a sequence's own
+    if position_ids.is_meta or (not _hidden(position_ids) and not (starts.any() and packed)):
         return None
+    starts = starts & packed
     return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
 

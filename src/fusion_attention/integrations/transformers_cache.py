@@ -101,6 +101,7 @@ class Present:
 
     def __init__(self) -> None:
         self._real: Tensor | None = None  # bool [B, tokens] up to the last padding; None: there is none
+        self.gaps = False  # padding behind a token
         self._read: tuple[Tensor | None, int, bool, Tensor | None] = None, 0, False, None
 
     def read(self, mask: Tensor | None, before: int) -> tuple[bool, Tensor | None]:
@@ -126,7 +127,8 @@ class Present:
 
     def add(self, before: int, new: Tensor) -> None:
         """Tokens of which some are padding; every layer says it."""
-        self._real = torch.cat((self.upto(before, len(new), new.device), new), 1)
+        self._real = real = torch.cat((self.upto(before, len(new), new.device), new), 1)
+        self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
         """Other sequences, or fewer tokens."""
@@ -180,6 +182,9 @@ class PagedLayer(CacheLayerMixin):
             ValueError: rows of another batch than those before, or with a gradient, which pages do not keep.
         """
         self.settle()
+        if torch.is_autocast_enabled(key_states.device.type):  # as attention would
+            dtype = torch.get_autocast_dtype(key_states.device.type)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch = len(self.sequences)
@@ -206,9 +211,10 @@ class PagedLayer(CacheLayerMixin):
             return k, v
         self.settle(there, slide=False)
         answered: Tensor | tuple[Tensor, Tensor]
-        if agrees and there is None and words.keys() <= _DECODED and q.shape[1] == k.shape[2]:
+        apart = self.is_sliding and self.present.gaps  # a window counts padding, which is not stored
+        if agrees and there is None and not apart and words.keys() <= _DECODED and q.shape[1] == k.shape[2]:
             seen = Band.full() if band is None else band
-            answered = decode_attention(q, self._pages, sequences=self.sequences, band=seen, **words)
+            answered = decode_attention(q.to(k.dtype), self._pages, sequences=self.sequences, band=seen, **words)
         else:
             answered = self.rows()
         self._slide()

@@ -208,15 +208,17 @@ def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]
     return atoms, held
 
 
-def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
+def _atoms(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
     """names: attributes that the function around reads."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
-    if id(value) in seen:
+    # What another function reads of the same object is another question.
+    question = id(value) if isinstance(value, (Tensor, types.FunctionType)) else (id(value), names)
+    if question in seen:
         yield id(value)
         return
-    seen.add(id(value))
+    seen.add(question)
     held.append(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         yield type(value), len(value)
@@ -243,19 +245,47 @@ def _atoms(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -
             yield from _atoms(item, names, seen, held)
     elif isinstance(value, functools.partial):
         yield from _atoms((value.func, value.args, value.keywords), names, seen, held)
-    elif not isinstance(value, (types.ModuleType, types.CodeType, type)):
+    elif isinstance(value, (types.ModuleType, type)):
+        yield from _constants(value, names, seen, held)
+    elif not isinstance(value, (types.CodeType, torch.dtype, torch.device)):
         yield from _attributes(value, names, seen, held)
 
 
-def _attributes(value: Any, names: frozenset[str], seen: set[int], held: list[Any]) -> Iterator[Any]:
-    """Of an object, what its own call reads, and what the function around it names."""
+def _constants(owner: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
+    """Of a module or a class, what the function around it names and what is no code."""
+    for name in sorted(names):
+        found = inspect.getattr_static(owner, name, None)
+        if isinstance(found, (Tensor, bool, int, float, str, tuple, list, dict, set)):
+            yield from _atoms(found, names, seen, held)
+
+
+def _attributes(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
+    """Of an object, what its own call reads, and what the function around it names.
+
+    What an attribute computes when it is asked nobody knows: then nothing is remembered.
+    """
     call = inspect.getattr_static(type(value), "__call__", None)
+    if isinstance(value, torch.nn.Module):
+        call = type(value).forward
     if isinstance(call, types.FunctionType):
         yield from _atoms(call, names, seen, held)
         names = names | _names(call.__code__)
-    attributes = getattr(value, "__dict__", {})
-    for name in sorted(names & attributes.keys()):
-        yield from _atoms(attributes[name], names, seen, held)
+    tables = [getattr(value, "__dict__", {})]
+    tables += [tables[0][name] for name in ("_parameters", "_buffers", "_modules") if name in tables[0]]
+    for name in sorted(names):
+        if (id(value), name) in seen:
+            continue
+        seen.add((id(value), name))
+        table = next((table for table in tables if name in table), None)
+        found = inspect.getattr_static(type(value), name, None) if table is None else table[name]
+        if table is None and isinstance(found, types.FunctionType):  # a method, which reads its object
+            further = _names(found.__code__) - names
+            yield from _atoms(found, names, seen, held)
+            yield from _attributes(value, further, seen, held) if further else ()
+        elif table is None and hasattr(type(found), "__get__"):
+            yield object()
+        elif found is not None:
+            yield from _atoms(found, names, seen, held)
 
 
 def _cell(cell: types.CellType) -> Any:

@@ -81,7 +81,7 @@ RULES = (
     *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
     groups_of_heads("k", HEADS_FIRST),
     doubt(
-        "N1 <= max(S1, 256)",
+        "S1 == 1 or N1 <= max(S1, 256)",
         "q",
         HEADS_FIRST,
         "no more heads than rows, or 256",
