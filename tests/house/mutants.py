@@ -128,8 +128,9 @@ class Copy:
         folder, seconds = self.root / "core", 0.0
         folder.mkdir(exist_ok=True)
         csrc = self.root / "csrc"
-        # All but bind/, the way from Python.
-        sources = [*sorted(csrc.glob("*.cpp")), *sorted(csrc.glob("plan/*.cpp"))]
+        # All but bind/, the way from Python, and what the module alone is linked with.
+        sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name != "old_glibc.cpp"]
+        sources += sorted(csrc.glob("plan/*.cpp"))
         sources += sorted((self.root / "tests/native").glob("*.cpp"))
         objects = []
         for source in sources:
