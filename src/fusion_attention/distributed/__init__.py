@@ -1,0 +1,1 @@
+"""Attention on sequences that lie spread over the processes of a group."""
