@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, sparse, testcase, training
+from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, testcase, training
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss)
+FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
