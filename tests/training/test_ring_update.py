@@ -15,6 +15,7 @@ from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merg
 Tensor = torch.Tensor
 HEADS, DIM = 4, 32
 Q_LEN, KV_LEN = (5, 9), (6, 14)
+INF, NAN = float("inf"), float("nan")
 LANES = ("attention_out", "softmax_max", "softmax_sum")
 
 
@@ -77,7 +78,7 @@ class Ring:
     def merged(self, lengths: Any = None) -> tuple[Tensor, ...]:
         call: dict[str, Any] = {"input_layout": self.layout}
         if self.layout == "TND":
-            call |= {"actual_seq_qlen": lengths or ends(Q_LEN), "input_softmax_layout": self.order}
+            call |= {"actual_seq_qlen": ends(Q_LEN) if lengths is None else lengths, "input_softmax_layout": self.order}
         return npu.npu_ring_attention_update(*self.forward(0), *self.forward(1), **call)
 
 
@@ -142,8 +143,14 @@ def test_rows_without_keys() -> None:
     assert (blind[1] == -torch.finfo(torch.float32).max).all()
     same_bits(npu.npu_ring_attention_update(*first, *blind), first)
     same_bits(npu.npu_ring_attention_update(*blind, *first), first)
-    same_bits(npu.npu_ring_attention_update(*blind, *blind)[1:], blind[1:])
-    assert not npu.npu_ring_attention_update(*blind, *blind)[0].isnan().any()
+    out, max_, sum_ = npu.npu_ring_attention_update(*blind, *blind)  # means of five keys each
+    torch.testing.assert_close(out, blind[0])
+    same_bits([max_, sum_], [blind[1], 2 * blind[2]])
+    zeros = torch.zeros_like(out), blind[1], torch.full_like(sum_, torch.finfo(torch.float32).max)
+    same_bits(npu.npu_ring_attention_update(*zeros, *zeros), zeros)
+    same_bits(npu.npu_ring_attention_update(*zeros, *first), first)
+    spoilt = [torch.full_like(t, NAN) for t in first]
+    assert all(t.isnan().all() for t in npu.npu_ring_attention_update(*zeros, *spoilt))
 
 
 # ------------------------------------------------------------------------------------------------- the merge of all
@@ -151,9 +158,6 @@ def test_rows_without_keys() -> None:
 
 def part(out: float, max_: float, sum_: float) -> Partial:
     return Partial(torch.full((1, 1, 2), out), torch.full((1, 1), max_), torch.full((1, 1), sum_))
-
-
-INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(

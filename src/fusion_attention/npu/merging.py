@@ -79,7 +79,7 @@ def npu_ring_attention_update(
         )
         kept = [_by_token(t, order) for t in stats[:2]]
         merge(prev, cur)
-        seen = prev.sum > 0
+        seen = prev.sum != 0  # NaN too
         mean = prev.max == -torch.inf
         found = (
             torch.where(seen, torch.where(mean, _LOWEST, prev.max), kept[0]),
