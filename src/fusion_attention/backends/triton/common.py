@@ -127,7 +127,7 @@ def _high(word):
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
     """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
-    places, count, b, h, heads = where
+    places, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
         stream, row0, key0 = matrix_at(places, count, b, h, views.BITS)  # memory.py: what is drawn has no bits
