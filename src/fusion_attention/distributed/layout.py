@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Rows of a kernel's tile: a sequence cut at its multiples is computed tile by tile as a whole one is.
-CUT = 64
+from fusion_attention.waist.problem import CUT
+
 SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
 # Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.
 _BALANCED = ("allgather", "zigzag", "ulysses+ring")
