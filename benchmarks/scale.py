@@ -8,7 +8,6 @@ machine's gloo it is checked against what was measured (benchmarks/distributed.p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
@@ -140,9 +139,7 @@ def show(console: Console, step: Step | None = None, machine: Machine = H100) ->
         found = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
         there = {name: c for name, c in found.items() if c is not None}
         compute = step.flops / machine.flops / ranks
-        cells = [
-            "" if c is None else f"{c.seconds * 1e3:.3g} ({compute / c.seconds:.2f})" for c in found.values()
-        ]
+        cells = ["" if c is None else f"{c.seconds * 1e3:.3g} ({compute / c.seconds:.2f})" for c in found.values()]
         fastest = min(there, key=lambda name: there[name].seconds)
         report.add(str(ranks), *cells, fastest)
         rows.append({"ranks": ranks, "fastest": fastest, **{name: c.seconds for name, c in there.items()}})

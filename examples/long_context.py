@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Run:
         self.losses.append(total.item())
 
     def save(self) -> None:
-        """Writes a checkpoint beside the last one, then says that it is the last: who dies meanwhile leaves that whole."""
+        """Writes a checkpoint beside the last one, then says that it is the last: a rank that dies leaves one whole."""
         folder, step = self.given.folder, len(self.losses)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
@@ -119,6 +120,9 @@ class Run:
             draft = folder / "last.draft"
             draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.given)}))
             draft.replace(folder / "last.json")
+            for older in folder.glob("step-*"):
+                if older.name != f"step-{step}":
+                    shutil.rmtree(older)
         dist.barrier()
 
     def load(self) -> None:
@@ -132,9 +136,7 @@ class Run:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         held: dict[str, Any] = {"model": model, "optimizer": optimizer}
         dcp.load(held, checkpoint_id=self.given.folder / f"step-{last['step']}")
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
         self.losses = last["losses"]
 
 
@@ -155,10 +157,10 @@ def train(run: Run, console: Console) -> None:
     given, world = run.given, dist.get_world_size()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"{world} ranks", total=given.steps, completed=len(run.losses))
+        bar = progress.add_task("", total=given.steps, completed=len(run.losses))
         while len(run.losses) < given.steps:
             run.step()
-            progress.update(bar, completed=len(run.losses), description=f"{world} ranks, loss {run.losses[-1]:.3f}")
+            progress.update(bar, completed=len(run.losses), description=f"ranks: {world}, loss {run.losses[-1]:.3f}")
             if len(run.losses) % given.every == 0 or len(run.losses) == given.steps:
                 run.save()
 
@@ -176,6 +178,19 @@ def agrees(losses: list[float], folder: Path, console: Console) -> bool:
     return good
 
 
+def join() -> None:
+    """Joins the other ranks; alone where torchrun started nobody."""
+    store: Any
+    if "RANK" in os.environ:
+        found, rank, world = next(dist.rendezvous("env://"))
+        # The store outlives ranks that die: those that start anew must not find where the dead ones listened.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", found)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1
+    # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+
+
 def main() -> None:
     """A run of one process, or of as many as torchrun starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,16 +202,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/long_context"))
     parser.add_argument("--compare", type=Path, help="folder of another run, whose losses must be the same")
     given = parser.parse_args()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20), **alone)
-    console = Console(quiet=dist.get_rank() != 0)
+    join()
+    console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
     given.folder.mkdir(parents=True, exist_ok=True)
     run = Run(given)
     run.load()
     console.print(
         f"{given.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
-        f"{given.schedule}; begins at step {len(run.losses)}"
+        f"{given.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
     )
     start, done = time.perf_counter(), len(run.losses)
     train(run, console)
