@@ -1,6 +1,6 @@
 """Attention over sequences on several processes beside one process: rates, memory of a rank, balance, overhead.
 
-    python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
+python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Ranks:
     """Processes of a world, which wait for orders."""
 
     def __init__(self, world: int) -> None:
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        store = str(Path(tempfile.mkdtemp()) / "store")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-m", "benchmarks.distributed"]
         self._all = [
@@ -170,7 +171,7 @@ def balance(length: int = 16384) -> list[Shared]:
 
 def overhead() -> list[Shared]:
     """A world of one beside fusion_attention.attention, a tiny call; microseconds."""
-    store = os.path.join(tempfile.mkdtemp(), "store")
+    store = str(Path(tempfile.mkdtemp()) / "store")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
         q = torch.randn(1, 4, 2, 32)
