@@ -25,6 +25,7 @@ import fusion_attention as fa
 from benchmarks.memory import resident
 from benchmarks.report import Report
 from fusion_attention import Band
+from fusion_attention.distributed import attention
 from fusion_attention.distributed.layout import layout_of
 
 HEADS, DIM = 4, 128
@@ -111,7 +112,7 @@ def _rank(rank: int, world: int, store: str) -> None:
             given = {(length, schedule): _tensors(share)}
 
         def call(*tensors: torch.Tensor, length: int = length, schedule: str = schedule, **words: Any) -> Any:
-            return fa.distributed.attention(*tensors, schedule=schedule, tokens=length, **words)
+            return attention(*tensors, schedule=schedule, tokens=length, **words)
 
         dist.barrier()
         before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
@@ -177,7 +178,7 @@ def overhead() -> list[Shared]:
         q = torch.randn(1, 4, 2, 32)
         taken: dict[str, list[float]] = {"ours": [], "measure": []}
         for _ in range(200):
-            for name, call in (("ours", fa.distributed.attention), ("measure", fa.attention)):
+            for name, call in (("ours", attention), ("measure", fa.attention)):
                 begun = time.perf_counter()
                 for _ in range(50):
                     call(q, q, q)

@@ -372,8 +372,11 @@ def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, K
     """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
     p, rank = m.whole.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
-    rows, keys = ({n: _rows_of(given[n], layout, h) for n in of} for of, h in ((_ROWS, p.heads_q), (_KEYS, p.heads_kv)))
-    matrices = {n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES}
+    rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
+    keys: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_kv) for n in _KEYS}
+    matrices: dict[str, Any] = {
+        n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES
+    }
     return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
 
 
