@@ -1,6 +1,6 @@
 """Attention over sequences on several processes beside one process: rates, memory of a rank, balance, overhead.
 
-    python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
+python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import fusion_attention as fa
 from benchmarks.memory import resident
 from benchmarks.report import Report
 from fusion_attention import Band
+from fusion_attention.distributed import attention
 from fusion_attention.distributed.layout import layout_of
 
 HEADS, DIM = 4, 128
@@ -53,7 +55,7 @@ class Ranks:
     """Processes of a world, which wait for orders."""
 
     def __init__(self, world: int) -> None:
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        store = str(Path(tempfile.mkdtemp()) / "store")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-m", "benchmarks.distributed"]
         self._all = [
@@ -110,7 +112,7 @@ def _rank(rank: int, world: int, store: str) -> None:
             given = {(length, schedule): _tensors(share)}
 
         def call(*tensors: torch.Tensor, length: int = length, schedule: str = schedule, **words: Any) -> Any:
-            return fa.distributed.attention(*tensors, schedule=schedule, tokens=length, **words)
+            return attention(*tensors, schedule=schedule, tokens=length, **words)
 
         dist.barrier()
         before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
@@ -170,13 +172,13 @@ def balance(length: int = 16384) -> list[Shared]:
 
 def overhead() -> list[Shared]:
     """A world of one beside fusion_attention.attention, a tiny call; microseconds."""
-    store = os.path.join(tempfile.mkdtemp(), "store")
+    store = str(Path(tempfile.mkdtemp()) / "store")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
         q = torch.randn(1, 4, 2, 32)
         taken: dict[str, list[float]] = {"ours": [], "measure": []}
         for _ in range(200):
-            for name, call in (("ours", fa.distributed.attention), ("measure", fa.attention)):
+            for name, call in (("ours", attention), ("measure", fa.attention)):
                 begun = time.perf_counter()
                 for _ in range(50):
                     call(q, q, q)

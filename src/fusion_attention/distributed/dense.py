@@ -38,6 +38,7 @@ from fusion_attention.waist.merge import Partial
 Tensor = torch.Tensor
 _ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")
 _TENSORS = ("q", "k", "v", "q_rope", "k_rope", "bias", "blocked", "alibi_slopes", "sink")
+_UNEVEN = "every rank makes the same calls; shares of different sizes need tokens=, the size of the whole"
 _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 _UNCUT = {
     "drop_bits": "is not cut among ranks: leave it to seed and offset, which drop as in one process",
@@ -170,6 +171,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             args["q"].device,
             _fault(args, lowered, options, [side.laid.sizes[ranks.rank] for side in sides]),
             (args["seed"], args["offset"]),
+            _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
         whole = _lowered_whole(args, lowered, call)
         dbias = args["bias"] is not None and args["bias"].requires_grad
@@ -370,8 +372,11 @@ def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, K
     """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
     p, rank = m.whole.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
-    rows, keys = ({n: _rows_of(given[n], layout, h) for n in of} for of, h in ((_ROWS, p.heads_q), (_KEYS, p.heads_kv)))
-    matrices = {n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES}
+    rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
+    keys: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_kv) for n in _KEYS}
+    matrices: dict[str, Any] = {
+        n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES
+    }
     return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
 
 

@@ -207,10 +207,9 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
-        of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
+        met = _met(m, rows, source)
         if result is None or len(met):
-            part = pieces.forward(m.whole, rows, of_block, met, m.backend, partial=True)
+            part = pieces.forward(m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True)
             if result is None:
                 result = part
             else:
@@ -239,9 +238,9 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 0)
-        of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
+        met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
         g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+        del of_block  # No more than this block and the next are in memory.
         if total is None:
             total = g
         else:
@@ -261,6 +260,11 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     behind.wait()
     dk, dv, *rest = home
     return replace(total, dk=dk, dv=dv, dk_rope=rest[0] if rest else None), _sink(m, rows, saved)
+
+
+def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
+    """The pairs of this rank's rows with the keys of another."""
+    return m.pairs(("ring", source), rows.pieces, m.keys.pieces(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:
