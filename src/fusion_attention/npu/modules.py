@@ -19,6 +19,7 @@ from fusion_attention.npu import (
     fused_inference,
     indexer_loss,
     inference,
+    merging,
     process_groups,
     sparse,
     testcase,
@@ -26,7 +27,7 @@ from fusion_attention.npu import (
 )
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss)
+FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
