@@ -120,9 +120,10 @@ def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None
 
 
 def _exchanged(step: Step, rows: float, ranks: int) -> float:
-    """Bytes of the exchanges of rows against heads: q, k, v and out forward; dout and dq, dk, dv backward."""
-    row = (step.heads_q * 2 + step.heads_kv * 2) * step.dim * step.size
-    return 2 * rows * row * (ranks - 1) / ranks
+    """Bytes of the exchanges of rows against heads: q, k, v and out forward; backward q, k, v, out, dout and the
+    gradients of q, k and v; and both times two statistics of a row and head."""
+    elements = 6 * (step.heads_q + step.heads_kv) * step.dim * step.size + 2 * 8 * step.heads_q
+    return rows * elements * (ranks - 1) / ranks
 
 
 def show(console: Console, step: Step | None = None, machine: Machine = H100) -> list[dict[str, object]]:
