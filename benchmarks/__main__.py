@@ -21,11 +21,13 @@ from benchmarks import (
     chart,
     decode_rows,
     dense,
+    distributed,
     doors,
     features,
     inference,
     loss,
     memory,
+    scale,
     schedule,
     sparse,
 )
@@ -58,8 +60,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "inference": (inference.rows_of_all,),
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
-MEMORY, DECODE, BUSY, SCHEDULE = "memory", "decode", "busy", "schedule"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE)
+MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE)
 
 
 TITLE = (
@@ -103,7 +105,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
     only: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}, or all.")] = "all",
     output: Annotated[
-        Path | None, typer.Option(help="Write NAME.json, NAME.png and NAME-schedule.png besides.")
+        Path | None, typer.Option(help="Write NAME.json, NAME.png, NAME-schedule.png and NAME-scale.png besides.")
     ] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
@@ -122,6 +124,8 @@ def main(
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
     waits = busy.show(quick, console) if only in ("all", BUSY) else []
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
+    shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
+    scales = scale.show(quick, turns, console) if only in ("all", SCALE) else {}
     others = {}
     for group, (name, cost, goal) in COSTS.items():
         if only in ("all", group):
@@ -132,13 +136,16 @@ def main(
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
-        tables |= {SCHEDULE: [asdict(row) for row in scheduled]}
+        tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
+        tables |= {SCALE: scales}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         if timings:
             chart.draw(timings, output.with_suffix(".png"))
         if scheduled:
             schedule.draw(scheduled, output.with_name(f"{output.stem}-schedule.png"))
+        if scales:
+            scale.draw(scales, output.with_name(f"{output.stem}-scale.png"))
 
 
 if __name__ == "__main__":
