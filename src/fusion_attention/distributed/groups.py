@@ -37,7 +37,10 @@ _FAILURES = (RuntimeError, ValueError, OSError)  # what torch.distributed raises
 
 
 class GroupError(RuntimeError):
-    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do."""
+    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do.
+
+    Where it was raised on some ranks alone (one died, or was late), ranks no longer count alike: make the group anew.
+    """
 
 
 class Pending:
