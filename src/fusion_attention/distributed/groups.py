@@ -75,6 +75,7 @@ class Group:
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
         self._compared = itertools.count()
+        self._tried: set[str] = set()  # kinds of devices
 
     @property
     def _data(self) -> dist.ProcessGroup:
@@ -130,6 +131,9 @@ class Group:
             call.sends(device)
         if memo is None:
             call.agree(words, fault, advice)
+            if device.type not in self._tried:
+                call.try_out()
+                self._tried.add(device.type)
             self._agreed[words] = call.memo
             if len(self._agreed) > _AGREED:
                 self._agreed.popitem(last=False)
@@ -246,6 +250,16 @@ class Call:
         for rank, (_, _, found) in enumerate(heard):
             if found:
                 raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
+
+    def try_out(self) -> None:
+        """Every rank sends every other a number: what a back end lacks shows now, not in mid-training, and one that
+        wants all ranks at its first exchange has them."""
+        lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
+        for line in lines:
+            own = torch.tensor([line.rank], device=self.device)
+            heard = torch.cat(line.all_gather("trying the group out", own, [1] * line.world)).tolist()
+            if heard != list(range(line.world)):
+                raise self.error("trying the group out", f"ranks {heard} answered", "make the group anew")
 
     # ---------------------------------------------------------------------------------------------------- what passes
 
