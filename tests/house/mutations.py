@@ -6,35 +6,10 @@ the text to change fail tests/house/test_mutants.py at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mutant import Mutant, core, house
+from mutations_of_ranks import PIECES, RANKS
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old`, found exactly once in `file`, becomes `new`; every one of `tests` must then fail.
-
-    Args:
-        name: a line of what breaks, as the table in docs/testing.md says it.
-        file: below the root.
-        tests: "tests/test_x.py::test_y"; of a kernel's file "tests/kernels/..."; of csrc "make test-core".
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-def house(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
-    """A mutation of the package."""
-    return Mutant(name, f"src/fusion_attention/{file}", old, new, tuple(f"tests/{test}" for test in tests))
-
-
-def core(name: str, file: str, old: str, new: str) -> Mutant:
-    """A mutation of the native core, which its own test without Python judges."""
-    return Mutant(name, f"csrc/{file}", old, new, ("make test-core",))
-
+__all__ = ["MUTANTS", "Mutant"]
 
 FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
 GOLDEN = "training/test_golden.py::test_against_autograd"
@@ -469,26 +444,7 @@ PAGES = [
           "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 
-PARTS, CUTS = "distributed/test_pieces.py::test_pieces_have_the_bits_of_the_whole", "distributed/test_pieces.py"
-MERGED = "training/test_ring_update.py"
-PIECES = [
-    house("a part's tiles begin where the part does", "waist/tiles.py",
-          "ahead = first_row % size", "ahead = 0 * first_row", PARTS),
-    house("a part's kernel is chosen by its own length", "backends/cpu/decode.py",
-          "q_len, kv_len = extents.chosen_by", "q_len, kv_len = extents.q_len, extents.kv_len", PARTS),
-    house("dropout of golden's parts counts from their own first key", "waist/problem.py",
-          "slice(key, key + int(self.kv_len[b]))", "slice(0, int(self.kv_len[b]))",
-          f"{CUTS}::test_golden_knows_parts"),
-    house("a pair whose first rows see nothing is left out", "distributed/pieces.py",
-          "np.minimum(e.q_len, e.kv_len - e.lo) - 1", "np.minimum(e.q_len, e.kv_len) - 1", PARTS),
-    house("a mean weighs beside a row with keys", "waist/merge.py",
-          "more.out.masked_fill((theirs == 0)[..., None], 0.0)", "more.out", f"{MERGED}::test_what_is_merged"),
-    house("packed statistics of a ring are always token by token", "npu/merging.py",
-          'input_softmax_layout != "TND"', 'input_softmax_layout == "BSH"',
-          f"{MERGED}::test_two_steps_are_the_whole"),
-]  # fmt: skip
-
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS),
 )

@@ -118,8 +118,13 @@ def attention(
     Source: this library.
 
     Example:
-        >>> share = lambda x: shard(x, None, "zigzag", 4096)
-        >>> out = attention(share(q), share(k), share(v), band=Band.causal())  # doctest: +SKIP
+        >>> import fusion_attention, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun's
+        >>> q = torch.randn(1, 4096, 4, 64)
+        >>> share = fusion_attention.distributed.shard(q, None, "zigzag", 4096)
+        >>> attention(share, share, share, tokens=4096, band=Band.causal()).shape
+        torch.Size([1, 4096, 4, 64])
+        >>> dist.destroy_process_group()
     """
     for word in foreign.keys() & _UNCUT.keys():
         raise TypeError(f"fusion_attention: distributed.attention: {word}: {_UNCUT[word]}")
