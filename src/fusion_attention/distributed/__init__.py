@@ -1,0 +1,38 @@
+"""Attention over sequences that lie on several ranks of torch.distributed.
+
+Nothing is loaded before it is used; a name is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_attention.distributed.dense import attention
+    from fusion_attention.distributed.groups import GroupError
+    from fusion_attention.distributed.layout import positions, shard, unshard
+
+__all__ = ["GroupError", "attention", "positions", "shard", "unshard"]
+_HOMES = {
+    "GroupError": "groups",
+    "attention": "dense",
+    "positions": "layout",
+    "shard": "layout",
+    "unshard": "layout",
+}
+
+
+def _load(name: str) -> Any:
+    if name in _HOMES:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # A name that is not shown above is an error for checkers.
+    __getattr__ = _load
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

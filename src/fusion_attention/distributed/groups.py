@@ -1,0 +1,327 @@
+"""Ranks that compute one call together: what passes between them, in which order, and what is said when it fails.
+
+All that passes goes from one rank to another, as bytes, under a tag that names the call, so that two calls never take
+each other's data. Sums are made here, in the order of ranks. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
+
+from fusion_attention.memory import empty
+
+Tensor = torch.Tensor
+AnyGroup = dist.ProcessGroup | DeviceMesh | None
+# Signatures that a group remembers to have agreed upon.
+_AGREED = 1024
+# The devices whose memory a back end of torch.distributed sends; one that is not named here may send any.
+_SENDS = {"gloo": ("cpu",), "nccl": ("cuda",), "mpi": ("cpu",)}
+_NOT_ALL = (
+    "a rank died, raised an error of its own (see its output), made another call, or is later than the group's timeout"
+)
+_COMPARING = "comparing the call with the other ranks'"
+_FAILURES = (RuntimeError, ValueError, OSError)  # what torch.distributed raises
+
+
+class GroupError(RuntimeError):
+    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do."""
+
+
+class Pending:
+    """What was posted and has not arrived yet; holds the memory meanwhile."""
+
+    def __init__(self, call: Call, step: str, works: list[Any], kept: list[Tensor]) -> None:
+        self._call, self._step, self._works, self._kept = call, step, works, kept
+
+    def wait(self) -> None:
+        """Returns when all has been sent and received."""
+        with self._call.told(self._step):
+            for work in self._works:
+                work.wait()
+        self._works, self._kept = [], []
+
+
+class Group:
+    """The ranks of a process group, or of a mesh of one or two dimensions.
+
+    Attributes:
+        rank, world: this process's place, and how many there are.
+        axes: of a mesh of two dimensions, the groups along each; else empty.
+        name: as errors call it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
+        self.axes: tuple[Group, ...] = ()
+        data, ranks = self._of_mesh(group) if isinstance(group, DeviceMesh) else _members(group)
+        self._weak = weakref.ref(data)  # The table of groups must not keep what it is asked by.
+        self.ranks = tuple(ranks)
+        self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self.calls = itertools.count()
+        self._agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
+        self._compared = itertools.count()
+
+    @property
+    def _data(self) -> dist.ProcessGroup:
+        found = self._weak()
+        if found is None:
+            raise GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
+        return found
+
+    def _of_mesh(self, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int]]:
+        if mesh.ndim > 2:
+            raise GroupError(
+                f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
+                'a part of it: mesh["name"])'
+            )
+        if dist.get_rank() not in mesh.mesh.flatten().tolist():
+            raise _stranger()
+        if mesh.ndim == 2:
+            self.axes = tuple(group_of(mesh.get_group(axis)) for axis in (0, 1))
+        return mesh.get_group(0), mesh.mesh.flatten().tolist()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ranks along each dimension."""
+        return tuple(axis.world for axis in self.axes) or (self.world,)
+
+    def call(self, function: str, said: Mapping[str, Any], device: torch.device, fault: str = "") -> Call:
+        """One call of the group; every rank makes it, with the same words.
+
+        Args:
+            function: as the user called it.
+            said: what must be the same on every rank: lengths, dtypes, options. The first call that says it compares.
+            device: where its tensors lie.
+            fault: what is wrong with this rank's part of it; every rank then raises.
+
+        Raises:
+            GroupError: on every rank, where ranks say different things or one has a fault.
+        """
+        words = tuple((name, str(value)) for name, value in said.items())
+        call = Call(self, function, str(said.get("schedule", "")), words, next(self.calls))
+        if self.world > 1:
+            call.sends(device)
+        if fault or words not in self._agreed:
+            call.agree(words, fault)
+            self._agreed[words] = None
+            if len(self._agreed) > _AGREED:
+                self._agreed.popitem(last=False)
+        return call
+
+    def compare(self, text: str) -> list[str]:
+        """What every rank says, in the order of ranks. It passes through the store of the group, where it never meets
+        data, and where it can be seen who says nothing."""
+        if self.axes:
+            rows, columns = self.axes
+            return [text for part in rows.compare("\n".join(columns.compare(text))) for text in part.split("\n")]
+        store, number = _get_process_group_store(self._data), next(self._compared)
+        keys = [f"fusion_attention/{number}/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], text)
+        try:
+            store.wait(keys, _timeout(self._data))
+        except _FAILURES as error:
+            silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"nothing came from rank {', '.join(silent)}") from error
+        # All have said this, so all have heard the one before the last.
+        store.delete_key(f"fusion_attention/{number - 2}/{self.rank}")
+        return [store.get(key).decode() for key in keys]
+
+    def backend(self, device: torch.device) -> str:
+        """The back end of torch.distributed that serves a device; empty: none does."""
+        said = dist.get_backend_config(self._data)
+        served = dict(part.split(":") for part in said.split(",") if ":" in part)
+        return served.get(device.type, "" if served else said)
+
+    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> list[Any]:
+        """Posts bytes to and from ranks of this group."""
+        operations = [
+            dist.P2POp(what, tensor, self.ranks[rank], self._data, tag)
+            for what, part in ((dist.irecv, receives), (dist.isend, sends))
+            for rank, tensor in part
+        ]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+class Call:
+    """One call of a group, and all that passes in it. Steps are named by whoever takes them, for errors."""
+
+    def __init__(
+        self, group: Group, function: str, schedule: str, words: tuple[tuple[str, str], ...], number: int
+    ) -> None:
+        self.group, self.rank, self.world = group, group.rank, group.world
+        self.function, self.schedule = function, schedule
+        self._key = zlib.crc32(repr((function, words, number)).encode())
+        self._steps = itertools.count()
+
+    def along(self, axis: int) -> Call:
+        """The same call among the ranks along one dimension of a mesh."""
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__)
+        call.group = self.group.axes[axis]
+        call.rank, call.world = call.group.rank, call.group.world
+        return call
+
+    def error(self, step: str, what: str, advice: str) -> GroupError:
+        """A GroupError in this call's words."""
+        schedule = f", schedule {self.schedule}" if self.schedule else ""
+        return GroupError(
+            f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
+            f"{what} ({advice})"
+        )
+
+    @contextmanager
+    def told(self, step: str) -> Iterator[None]:
+        """What torch.distributed raises within, as a GroupError."""
+        try:
+            yield
+        except GroupError:
+            raise
+        except _FAILURES as error:
+            raise self.error(step, str(error).split("\n", 1)[0], _NOT_ALL) from error
+
+    def sends(self, device: torch.device) -> None:
+        """Raises where no rank could be sent what lies on a device."""
+        for group in self.group.axes or (self.group,):
+            backend = group.backend(device)
+            if not backend or device.type not in _SENDS.get(backend, (device.type,)):
+                what = f"its back end {backend or dist.get_backend(group._data)!r} cannot send tensors on {device.type}"
+                advice = 'init_process_group("cpu:gloo,cuda:nccl"), or move the tensors'
+                raise self.error("before the first step", what, advice)
+
+    def agree(self, words: tuple[tuple[str, str], ...], fault: str) -> None:
+        """Compares what the ranks say of a call; raises on every rank where they differ or one has a fault."""
+        said = json.dumps((self.function, words, fault))
+        with self.told(_COMPARING):
+            texts = self.group.compare(said) if self.world > 1 else [said]
+        heard = [json.loads(text) for text in texts]
+        for rank, (_, _, found) in enumerate(heard):
+            if found:
+                raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
+        for rank, (function, said, _) in enumerate(heard):
+            if [function, said] != heard[0][:2]:
+                first, other = _differing(("function", heard[0][0]), heard[0][1], ("function", function), said)
+                raise self.error(
+                    _COMPARING,
+                    f"rank 0 calls with {first}, rank {rank} with {other}",
+                    "every rank makes the same calls, in the same order",
+                )
+
+    # ---------------------------------------------------------------------------------------------------- what passes
+
+    def exchange(
+        self, step: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Pending:
+        """Posts tensors to and from ranks (rank, tensor); what is received is contiguous. Tensors without elements do
+        not pass. Every rank takes the same number of steps, those with nothing to pass too."""
+        tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
+        out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
+        into = [(rank, _bytes(t)) for rank, t in receives if t.numel()]
+        with self.told(step):
+            works = self.group.post(out, into, tag)
+        return Pending(self, step, works, [t for _, t in (*out, *into)])
+
+    def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """A tensor to every rank, and one of a known shape and the same dtype from each, in the order of ranks; this
+        rank's own is the one that it sends."""
+        like = sends[self.rank]
+        found = [
+            like if rank == self.rank else empty(like, tuple(shape), like.dtype) for rank, shape in enumerate(shapes)
+        ]
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        self.exchange(step, [(r, sends[r]) for r in others], [(r, found[r]) for r in others]).wait()
+        return found
+
+    def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors of all ranks, in their order; sizes: of the first axis of each."""
+        return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
+
+    def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of what all ranks have for this one, in the order of ranks: the same bits in every run."""
+        return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
+
+    def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in their order, on every rank: the same bits everywhere."""
+        return _summed(self.to_each(step, [tensor] * self.world, [tensor.shape] * self.world))
+
+
+def group_of(group: AnyGroup) -> Group:
+    """The ranks of a process group or mesh, known from its first call on; None: all ranks.
+
+    Raises:
+        GroupError: torch.distributed is not initialised, this process is not a member, or it is no group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise GroupError(
+            "fusion_attention: distributed: expected a process group, got none: torch.distributed is not initialised "
+            '(call torch.distributed.init_process_group("gloo"), under torchrun)'
+        )
+    group = dist.group.WORLD if group is None else group
+    found = _GROUPS.get(group) if isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None
+    if found is not None:
+        return found
+    if (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _stranger()
+    if not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise GroupError(
+            f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__} "
+            "(make one with torch.distributed.new_group() or init_device_mesh())"
+        )
+    made = _GROUPS[group] = Group(group)
+    return made
+
+
+# What is known of a group lives as long as the group: torch hands the same object to every call.
+_GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+
+
+def _members(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, list[int]]:
+    return group, dist.get_process_group_ranks(group)
+
+
+def _stranger() -> GroupError:
+    return GroupError(
+        f"fusion_attention: distributed: expected a group of this process, got one without rank {dist.get_rank()} "
+        "(ranks that are no members do not call)"
+    )
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a group waits."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if (found := getattr(options, "_timeout", None)) is not None:
+            return timedelta(seconds=found.total_seconds())
+    return default_pg_timeout
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, in a dtype that every back end sends."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _summed(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _differing(*calls: Any) -> tuple[str, str]:
+    """What two calls say differently, as two texts."""
+    one, other = ({calls[i][0]: calls[i][1], **dict(calls[i + 1])} for i in (0, 2))
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    return tuple(", ".join(f"{name}={call.get(name)}" for name in names) for call in (one, other))  # type: ignore[return-value]

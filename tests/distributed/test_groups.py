@@ -1,0 +1,178 @@
+"""What passes between ranks, and what is said when it cannot: groups.py alone, without attention."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.worlds import Failed, Worlds
+
+from fusion_attention.distributed.groups import GroupError, group_of
+
+CPU = torch.device("cpu")
+WORLDS = (1, 2, 3, 4)
+
+
+def values(group: Any) -> dict[str, Any]:
+    """Every way to pass something, with sizes of their own on every rank."""
+    ranks = group_of(group)
+    call = ranks.call("values", {"schedule": "ring", "length": 7}, CPU)
+    mine = torch.arange(ranks.rank * 2.0).reshape(ranks.rank, 2) + 100 * ranks.rank
+    gathered = call.all_gather("gathering", mine, list(range(ranks.world)))
+    parts = [torch.full((3,), 1.0 / (1 + ranks.rank + r), dtype=torch.bfloat16) for r in range(ranks.world)]
+    right, left = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+    into = torch.full((2,), -1, dtype=torch.int64)
+    if ranks.world > 1:
+        call.exchange("passing", [(right, torch.tensor([ranks.rank, 5]))], [(left, into)]).wait()
+    summed = call.sum_to_each("summing", [part.float() for part in parts])
+    return {
+        "gathered": torch.cat(gathered),
+        "into": into,
+        "summed": summed,
+        "all": call.sum_to_all("summing", torch.tensor([1.0 + ranks.rank])),
+        "shape": ranks.shape,
+    }
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_passes_arrives(worlds: Worlds, world: int) -> None:
+    for rank, found in enumerate(worlds.run(world, values)):
+        wanted = torch.cat([torch.arange(r * 2.0).reshape(r, 2) + 100 * r for r in range(world)])
+        assert torch.equal(found["gathered"], wanted)
+        assert found["into"].tolist() == ([(rank - 1) % world, 5] if world > 1 else [-1, -1])
+        summed = torch.zeros(3)
+        for other in range(world):
+            summed += torch.full((3,), 1.0 / (1 + rank + other), dtype=torch.bfloat16).float()
+        assert torch.equal(found["summed"], summed)
+        assert found["all"].item() == world * (world + 1) / 2
+        assert found["shape"] == (world,)
+
+
+def different(group: Any, name: str) -> str:
+    ranks = group_of(group)
+    said = {"schedule": "ring", "length": 7, name: "odd" if ranks.rank == 1 else "even"}
+    try:
+        ranks.call("values", said, CPU)
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_say_different_things_all_raise(worlds: Worlds, world: int) -> None:
+    for rank, text in enumerate(worlds.run(world, different, "dtype")):
+        assert f"distributed.values: rank {rank} of {world}, schedule ring" in text
+        assert "rank 0 calls with dtype=even, rank 1 with dtype=odd" in text
+
+
+def faulty(group: Any) -> str:
+    ranks = group_of(group)
+    try:
+        ranks.call("values", {"length": 8}, CPU, fault="q has 3 rows, not 4" if ranks.rank == 1 else "")
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def test_the_fault_of_one_rank_is_an_error_on_all(worlds: Worlds) -> None:
+    for text in worlds.run(3, faulty):
+        assert "on rank 1 q has 3 rows, not 4" in text
+
+
+def of_two_calls(group: Any) -> str:
+    """Both calls were agreed upon; then rank 0 makes one and rank 1 the other."""
+    ranks = group_of(group)
+    calls = [ranks.call("values", {"which": which}, CPU) for which in (0, 1)]
+    assert len(calls) == 2
+    call = ranks.call("values", {"which": ranks.rank}, CPU)
+    try:
+        call.all_gather("gathering", torch.tensor([1.0 + ranks.rank]), [1, 1])
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def dying(group: Any) -> str:
+    ranks = group_of(group)
+    call = ranks.call("values", {"length": 9}, CPU)
+    call.all_gather("gathering", torch.tensor([1.0]), [1] * ranks.world)
+    if ranks.rank == 1:
+        os._exit(9)
+    begun = time.monotonic()
+    try:
+        call.all_gather("gathering again", torch.tensor([1.0]), [1] * ranks.world)
+    except GroupError as error:
+        assert time.monotonic() - begun < 10
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_faults_end_within_the_timeout() -> None:
+    """Calls that differ though each is known, and a rank that dies: an error on every other rank, in its time."""
+    pool = Worlds(3, timeout=4.0)
+    try:
+        for rank, text in enumerate(pool.run(2, of_two_calls)):
+            assert f"rank {rank} of 2, gathering: " in text
+        pool.end()
+        found = pool.run(3, dying, kill=[1])
+        for rank in (0, 2):
+            assert f"distributed.values: rank {rank} of 3, gathering again: " in found[rank]
+            assert "a rank died" in found[rank]
+    finally:
+        pool.end()
+
+
+def not_of_it(group: Any) -> str:
+    """A group that this process is no member of, seen from rank 1."""
+    alone = dist.new_group([0])
+    try:
+        group_of(alone)
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def test_strangers_are_told(worlds: Worlds) -> None:
+    assert "expected a group of this process" in worlds.run(4, not_of_it)[1]
+
+
+def on_a_gpu(group: Any) -> str:
+    try:
+        group_of(group).call("values", {}, torch.device("cuda"))
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def test_a_device_that_the_back_end_cannot_send(worlds: Worlds) -> None:
+    for text in worlds.run(2, on_a_gpu):
+        assert "its back end 'gloo' cannot send tensors on cuda" in text
+
+
+def test_without_torch_distributed_the_error_says_what_to_do() -> None:
+    with pytest.raises(GroupError, match="init_process_group"):
+        group_of(None)
+
+
+def of_another_kind(group: Any) -> str:
+    try:
+        group_of(3)  # type: ignore[arg-type]
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_group(worlds: Worlds) -> None:
+    assert "expected a ProcessGroup, a DeviceMesh or None, got int" in worlds.run(1, of_another_kind)[0]
+
+
+def wrong(group: Any) -> None:
+    raise ValueError("on purpose")
+
+
+def test_the_pool_tells_what_a_rank_raised(worlds: Worlds) -> None:
+    with pytest.raises(Failed, match="on purpose"):
+        worlds.run(1, wrong)

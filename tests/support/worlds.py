@@ -1,0 +1,155 @@
+"""Worlds of several processes on gloo, which stay and serve many cases: starting a process takes seconds.
+
+    def case(group, factor): return factor * dist.get_rank(group)     # a function of a module, run on every rank
+    def test_it(worlds): assert worlds.run(3, case, 2) == [0, 2, 4]
+
+One pool of processes serves worlds of every size: those of n ranks are a group of the first n.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+LARGEST = 4
+SECONDS = 60.0  # a case, on a busy machine
+TIMEOUT = 20.0  # of the process groups
+
+
+class Failed(Exception):
+    """What a rank raised, as text."""
+
+
+class Worlds:
+    """A pool of processes, begun when it is first used, and anew when a case has broken it."""
+
+    def __init__(self, largest: int = LARGEST, timeout: float = TIMEOUT) -> None:
+        self.largest, self.timeout = largest, timeout
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ends: list[Connection] = []
+
+    def run(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
+        """What case(group, *args) returns on each rank of a world; raises Failed where one raises.
+
+        kill: ranks that are expected to die; None stands for what they return. The pool is then begun anew.
+        """
+        results = self.outcomes(world, case, *args, kill=kill)
+        failed = [f"rank {rank}:\n{found}" for rank, found in enumerate(results) if isinstance(found, Failed)]
+        if failed:
+            self.end()  # Nobody knows what still waits there.
+            raise Failed("\n".join(failed))
+        return results
+
+    def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
+        """run(), with a Failed in the place of what a rank that raises would return."""
+        if not self._processes:
+            self._begin()
+        try:
+            for end in self._ends[:world]:
+                end.send_bytes(pickle.dumps((world, case, args)))
+            until = time.monotonic() + SECONDS + self.timeout
+            return [self._result(rank, until, rank in kill) for rank in range(world)]
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            if kill:
+                self.end()
+
+    def _result(self, rank: int, until: float, dies: bool) -> Any:
+        end, process = self._ends[rank], self._processes[rank]
+        while not end.poll(0.05 if dies else 1):
+            if process.poll() is not None and not end.poll():
+                if dies:
+                    return None
+                raise AssertionError(f"rank {rank} died: exit code {process.returncode}")
+            assert time.monotonic() < until, f"rank {rank} hangs"
+        try:
+            return pickle.loads(end.recv_bytes())
+        except EOFError:
+            if dies:
+                return None
+            raise
+
+    def _begin(self) -> None:
+        folder = tempfile.mkdtemp()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with Listener(family="AF_UNIX") as listener:
+            for rank in range(self.largest):
+                words = [str(listener.address), f"{folder}/store", rank, self.largest, self.timeout]
+                command = [sys.executable, str(Path(__file__)), *map(str, words)]
+                self._processes.append(subprocess.Popen(command, env=environment))
+            ends = [listener.accept() for _ in self._processes]
+        self._ends = [end for _, end in sorted(((end.recv(), end) for end in ends), key=lambda pair: int(pair[0]))]
+
+    def end(self) -> None:
+        """Ends the processes; the next case begins others."""
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes, self._ends = [], []
+
+
+def member(address: str, store: str, rank: int, largest: int, timeout: float) -> None:
+    """A process of the pool: runs cases until its pipe is closed."""
+    with Client(address, family="AF_UNIX") as end:
+        end.send(rank)
+        groups = _initialised(store, rank, largest, timeout)
+        while True:
+            try:
+                world, case, args = pickle.loads(end.recv_bytes())
+            except EOFError:
+                os._exit(0)  # No farewell: others may be gone.
+            end.send_bytes(pickle.dumps(_outcome(case, groups[world], args)))
+
+
+def _outcome(case: Callable[..., Any], group: Any, args: tuple[Any, ...]) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    try:
+        return case(group, *args)
+    except BaseException as error:
+        return Failed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def _initialised(store: str, rank: int, largest: int, timeout: float) -> dict[int, Any]:
+    """The groups by their size; memory for results holds NaN, as in every test."""
+    import torch
+    import torch.distributed as dist
+
+    from fusion_attention import _native, memory
+
+    torch.set_num_threads(1)
+    _native.poison_scratch(True)
+    ready = memory._ready
+
+    def poisoned(fresh: torch.Tensor) -> torch.Tensor:
+        return ready(fresh).fill_(torch.nan if fresh.is_floating_point() else -99)
+
+    memory._ready = poisoned
+    wait = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=largest, timeout=wait)
+    sizes = range(1, largest)
+    return {n: dist.new_group(range(n), timeout=wait) for n in sizes} | {largest: dist.group.WORLD}
+
+
+if __name__ == "__main__":
+    # Cases and what they return name this module as their test does, not __main__.
+    from support import worlds
+
+    own, at, number, count, seconds = sys.argv[1:]
+    worlds.member(own, at, int(number), int(count), float(seconds))
