@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_attention.distributed.dense import attention
     from fusion_attention.distributed.groups import GroupError
-    from fusion_attention.distributed.layout import positions, shard, unshard
+    from fusion_attention.distributed.sharding import positions, shard, unshard
 
 __all__ = ["GroupError", "attention", "positions", "shard", "unshard"]
 _HOMES = {
     "GroupError": "groups",
     "attention": "dense",
-    "positions": "layout",
-    "shard": "layout",
-    "unshard": "layout",
+    "positions": "sharding",
+    "shard": "sharding",
+    "unshard": "sharding",
 }
 
 

@@ -314,10 +314,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
+    """In float32, or float64; rounded once."""
+    first = parts[0]
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
-    return total
+    return total.to(first.dtype)
 
 
 def _differing(*calls: Any) -> tuple[str, str]:

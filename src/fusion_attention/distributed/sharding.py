@@ -1,124 +1,192 @@
-"""Which tokens lie on which rank, in which order: a pure function of schedule, lengths and the shape of the world.
+"""shard(), unshard(), positions(): the only way from whole sequences to the share of a rank, and back.
 
-Cuts lie on multiples of CUT tokens, counted from each sequence's start. Refuses to know tensors and groups.
+Refuses to know what is computed on them.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+import torch
 
-# Rows of a kernel's tile: a sequence cut at its multiples is computed tile by tile as a whole one is.
-CUT = 64
-SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
-# Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.
-_BALANCED = ("allgather", "zigzag", "ulysses+ring")
+from fusion_attention.distributed.groups import AnyGroup, Call, Group, GroupError, group_of
+from fusion_attention.distributed.layout import SCHEDULES, Layout, layout_of
+from fusion_attention.memory import empty
 
-
-class Piece(NamedTuple):
-    """Neighbouring tokens of one sequence: from `first`, before `end`."""
-
-    sequence: int
-    first: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.first
+Tensor = torch.Tensor
+Lengths = int | Sequence[int] | Tensor
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the tokens of sequences lie on ranks.
+def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
+    """This rank's share of whole tokens.
 
-    Attributes:
-        lengths: tokens of each sequence.
-        ranks: the pieces of each rank, in the order in which they lie there; none is empty.
+    Every rank has the whole tensor, and nothing passes; the gradient is gathered, so that every rank has it whole.
+
+    Args:
+        x: whole tokens along `dim`.
+        group: the ranks; None: all.
+        schedule: as of attention(): schedules lay tokens out differently.
+        lengths: of padded sequences their one length S; of packed ones the tokens of each.
+        dim: the axis of tokens.
+
+    Returns:
+        A copy of the share, in the order in which attention() expects it.
+
+    Raises:
+        GroupError: no group, or one that the schedule does not go with.
+        ValueError: an unknown schedule, or lengths that do not add up to the axis.
+
+    Example:
+        >>> local = shard(tokens, group, "zigzag", tokens.shape[1])  # doctest: +SKIP
     """
-
-    lengths: tuple[int, ...]
-    ranks: tuple[tuple[Piece, ...], ...]
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        return tuple(sum(piece.end - piece.first for piece in pieces) for pieces in self.ranks)
-
-    def whole(self, rank: int) -> np.ndarray:
-        """Where the tokens of a rank stand among the tokens of all sequences, end to end: int64, in local order."""
-        starts = np.cumsum((0, *self.lengths))
-        parts = [np.arange(p.first, p.end) + starts[p.sequence] for p in self.ranks[rank]]
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
-
-    def positions(self, rank: int) -> np.ndarray:
-        """Where the tokens of a rank stand within their sequences: int64, in local order."""
-        parts = [np.arange(p.first, p.end) for p in self.ranks[rank]]
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+    ranks, laid = laid_out("shard", group, schedule, lengths)
+    _fits("shard", x, dim, sum(laid.lengths), "the lengths add up to")
+    return _Shard.apply(x, ranks, schedule, laid, dim % x.dim())
 
 
-@functools.lru_cache(maxsize=256)
-def layout(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """The layout of sequences on a world of a shape: (ranks,), or (ring, ulysses) of "ulysses+ring"."""
-    ring = shape[0]
-    chunks = 2 * ring if schedule in _BALANCED else ring
-    shares = _Shares(ring)
-    # Long sequences first: what they leave uneven short ones fill up.
-    for b in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
-        if lengths[b] >= chunks * CUT:
-            for at, (first, end) in enumerate(_chunks(lengths[b], chunks)):
-                shares.add(min(at, 2 * ring - 1 - at) if chunks > ring else at, Piece(b, first, end))
-        else:
-            shares.place(b, lengths[b])
-    ranks = [_joined(pieces) for pieces in shares.pieces]
-    if len(shape) == 2:
-        ranks = [part for pieces in ranks for part in _divided(pieces, shape[1])]
-    return Layout(lengths, tuple(ranks))
+def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
+    """Whole tokens on every rank, from the shares of all; shard() the other way.
+
+    Args, Raises: as shard(); x is this rank's share.
+
+    Returns:
+        All tokens along `dim`, in the order of their sequences. The gradient of a share is the sum over ranks.
+    """
+    ranks, laid = laid_out("unshard", group, schedule, lengths)
+    _fits("unshard", x, dim, laid.sizes[ranks.rank], f"rank {ranks.rank} has")
+    return _Unshard.apply(x, ranks, schedule, laid, dim % x.dim())
 
 
-def _chunks(length: int, count: int) -> list[tuple[int, int]]:
-    """(first, end) of `count` parts of a sequence, which differ by CUT tokens at most."""
-    tiles = -(-length // CUT)
-    edges = [min(tiles * at // count * CUT, length) for at in range(count + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
+    """Where this rank's tokens stand within their sequences: int64, in local order; for rope.
+
+    Args, Raises: as shard().
+    """
+    ranks, laid = laid_out("positions", group, schedule, lengths)
+    return torch.from_numpy(laid.positions(ranks.rank))
 
 
-class _Shares:
-    """What each rank has been given so far."""
-
-    def __init__(self, ranks: int) -> None:
-        self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-        self.tokens, self.pairs = [0] * ranks, [0] * ranks
-
-    def add(self, rank: int, piece: Piece) -> None:
-        if piece.end > piece.first:
-            self.pieces[rank].append(piece)
-            self.tokens[rank] += piece.end - piece.first
-            self.pairs[rank] += (piece.end * (piece.end + 1) - piece.first * (piece.first + 1)) // 2
-
-    def place(self, b: int, length: int) -> None:
-        """A short sequence: in one piece where that leaves memory balanced, else in several neighbouring ones."""
-        self.add(min(range(len(self.tokens)), key=lambda rank: (self.tokens[rank], self.pairs[rank], rank)), Piece(b, 0, length))
+def laid_out(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
+    """A group, and how a schedule lays sequences out on it."""
+    ranks = group_of(group)
+    return ranks, layout_of(schedule, _whole_lengths(function, lengths), shape_of(function, ranks, schedule))
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Pieces in order; neighbours are one."""
-    found: list[Piece] = []
-    for piece in sorted(pieces):
-        if found and found[-1].sequence == piece.sequence and found[-1].end == piece.first:
-            found[-1] = found[-1]._replace(end=piece.end)
-        else:
-            found.append(piece)
-    return tuple(found)
+def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
+    """The shape of a group, if a schedule goes with it."""
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"fusion_attention: distributed.{function}: schedule: expected one of {', '.join(SCHEDULES)}, "
+            f"got {schedule!r}"
+        )
+    shape = ranks.shape
+    if (len(shape) == 2) != (schedule == "ulysses+ring"):
+        advice = (
+            'init_device_mesh("cpu", (ring, ulysses))' if len(shape) == 1 else 'mesh["name"] is one dimension of it'
+        )
+        raise GroupError(
+            f"fusion_attention: distributed.{function}: group: expected {wanted} dimension(s) for schedule "
+            f"{schedule!r}, got {len(shape)} ({advice})"
+        )
+    return shape
 
 
-def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
-    """The tokens of one share in their order, divided among ranks at cuts of their sequences."""
-    tiles = [
-        Piece(p.sequence, first, min((first // CUT + 1) * CUT, p.end))
-        for p in pieces
-        for first in (p.first, *range((p.first // CUT + 1) * CUT, p.end, CUT))
+def _whole_lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
+    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    found = (given,) if isinstance(given, int) else given
+    try:
+        whole = tuple(int(n) for n in found)
+        if all(n >= 0 and n == m for n, m in zip(whole, found, strict=True)):
+            return whole
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"fusion_attention: distributed.{function}: lengths: expected tokens of each sequence, or one number, got "
+        f"{lengths!r} (lengths, not cumulative ends)"
+    )
+
+
+def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
+        raise ValueError(
+            f"fusion_attention: distributed.{function}: x: expected {why} {tokens} tokens along dim {dim}, got shape "
+            f"{list(x.shape)} (every rank says the lengths of the whole sequences)"
+        )
+
+
+def _share(x: Tensor, laid: Layout, rank: int, dim: int) -> Tensor:
+    return x.index_select(dim, torch.from_numpy(laid.whole(rank)).to(x.device))
+
+
+def _call(function: str, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Call:
+    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    said = {"schedule": schedule, "lengths": laid.lengths, "dim": dim, "rest": rest, "dtype": x.dtype}
+    return ranks.call(function, said, x.device)
+
+
+def _gathered(x: Tensor, call: Call, laid: Layout, dim: int) -> Tensor:
+    """Whole tokens from shares: along both dimensions of a mesh, the neighbours' first."""
+    rows = x.movedim(dim, 0).contiguous()
+    if call.world == 1:
+        parts = [rows]
+    elif call.group.axes:
+        columns = call.group.shape[1]
+        row = call.rank // columns * columns
+        parts = call.along(1).all_gather("gathering tokens", rows, laid.sizes[row : row + columns])
+        sizes = [sum(laid.sizes[at : at + columns]) for at in range(0, call.world, columns)]
+        parts = call.along(0).all_gather("gathering tokens", torch.cat(parts), sizes)
+    else:
+        parts = call.all_gather("gathering tokens", rows, laid.sizes)
+    whole = empty(x, (sum(laid.sizes), *rows.shape[1:]))
+    places = torch.cat([torch.from_numpy(laid.whole(rank)) for rank in range(len(laid.ranks))]).to(x.device)
+    whole[places] = torch.cat(parts)
+    return whole.movedim(0, dim).contiguous()
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Tensor:
+        ctx.said = ranks, schedule, laid, dim
+        return _share(x, laid, ranks.rank, dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        ranks, schedule, laid, dim = ctx.said
+        call = _call("shard, backward", upstream, ranks, schedule, laid, dim)
+        return _gathered(upstream, call, laid, dim), None, None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Tensor:
+        ctx.said = ranks, schedule, laid, dim
+        return _gathered(x, _call("unshard", x, ranks, schedule, laid, dim), laid, dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        ranks, schedule, laid, dim = ctx.said
+        call = _call("unshard, backward", upstream, ranks, schedule, laid, dim)
+        parts = [_share(upstream, laid, rank, dim).contiguous() for rank in range(ranks.world)]
+        return _summed_shares(call, parts), None, None, None, None
+
+
+def _summed_shares(call: Call, parts: list[Tensor]) -> Tensor:
+    """This rank's part, summed over ranks: along a row of a mesh, then along its column."""
+    if call.world == 1:
+        return parts[0]
+    if not call.group.axes:
+        return _sum_to_each(call, parts)
+    columns = call.group.shape[1]
+    across = [
+        torch.cat([parts[row * columns + column].flatten() for row in range(len(parts) // columns)])
+        for column in range(columns)
     ]
-    edges = [len(tiles) * at // parts for at in range(parts + 1)]
-    return [_joined(tiles[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    summed = _sum_to_each(call.along(1), across)
+    mine = [parts[row * columns + call.rank % columns] for row in range(len(parts) // columns)]
+    split = summed.split([part.numel() for part in mine])
+    return _sum_to_each(call.along(0), [s.view(part.shape) for s, part in zip(split, mine, strict=True)])
+
+
+def _sum_to_each(call: Call, parts: list[Tensor]) -> Tensor:
+    return call.sum_to_each("summing gradients of tokens", parts)

@@ -1,0 +1,138 @@
+"""Which tokens lie on which rank, in which order: a pure function of schedule, lengths and the shape of the world.
+
+Cuts lie on multiples of CUT tokens, counted from each sequence's start. Refuses to know tensors and groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# Rows of a kernel's tile: a sequence cut at its multiples is computed tile by tile as a whole one is.
+CUT = 64
+SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
+# Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.
+_BALANCED = ("allgather", "zigzag", "ulysses+ring")
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one sequence: from `first`, before `end`."""
+
+    sequence: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of sequences lie on ranks.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        ranks: the pieces of each rank, in the order in which they lie there; none is empty.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: tuple[tuple[Piece, ...], ...]
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(piece.end - piece.first for piece in pieces) for pieces in self.ranks)
+
+    def whole(self, rank: int) -> np.ndarray:
+        """Where the tokens of a rank stand among the tokens of all sequences, end to end: int64, in local order."""
+        starts = np.cumsum((0, *self.lengths))
+        parts = [np.arange(p.first, p.end) + starts[p.sequence] for p in self.ranks[rank]]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Where the tokens of a rank stand within their sequences: int64, in local order."""
+        parts = [np.arange(p.first, p.end) for p in self.ranks[rank]]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
+    """The layout of sequences on a world of a shape: (ranks,), or (ring, ulysses) of "ulysses+ring"."""
+    shares = _Shares(lengths, shape[0])
+    chunks = (2 if schedule in _BALANCED else 1) * shape[0]
+    # Long sequences first: what they leave uneven shorter ones fill up.
+    for b in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
+        if lengths[b] >= chunks * CUT:
+            shares.cut(b, chunks)
+        else:
+            shares.place(b)
+    ranks = [_joined(pieces) for pieces in shares.pieces]
+    if len(shape) == 2:
+        ranks = [part for pieces in ranks for part in _divided(pieces, shape[1])]
+    return Layout(lengths, tuple(ranks))
+
+
+class _Shares:
+    """What each rank has been given so far."""
+
+    def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
+        self.lengths = lengths
+        self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+        self.tokens, self.pairs = [0] * ranks, [0] * ranks
+        self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+
+    def load(self, rank: int) -> int:
+        """What a rank has most of, memory or causal pairs, as a share of the whole; in integers, so that every rank
+        finds the same."""
+        return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
+
+    def cut(self, b: int, chunks: int) -> None:
+        """A long sequence: a chunk of it to every rank, or an early and a late one."""
+        ranks = len(self.pieces)
+        owners = [*range(ranks), *reversed(range(ranks))][:chunks]
+        tiles = -(-self.lengths[b] // CUT)
+        sizes = [tiles // chunks] * chunks
+        # One tile more for those that have least.
+        for at in sorted(range(chunks), key=lambda at: (at >= ranks, self.load(owners[at]), at))[: tiles % chunks]:
+            sizes[at] += 1
+        self._give(b, sizes, owners)
+
+    def place(self, b: int) -> None:
+        """A short sequence: to one rank where it is no more than a rank's share of all, else in parts of that size."""
+        length, ranks = self.lengths[b], len(self.pieces)
+        tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
+        parts = min(tiles, parts)
+        idle = sorted(range(ranks), key=lambda rank: (self.load(rank), rank))
+        self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
+
+    def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
+        first = 0
+        for size, rank in zip(sizes, owners, strict=False):
+            end = min(first + size * CUT, self.lengths[b])
+            self.tokens[rank] += end - first
+            self.pairs[rank] += (end * (end + 1) - first * (first + 1)) // 2
+            self.pieces[rank].append(Piece(b, first, end))
+            first = end
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Pieces in order; neighbours are one."""
+    found: list[Piece] = []
+    for piece in sorted(pieces):
+        if found and found[-1].sequence == piece.sequence and found[-1].end == piece.first:
+            found[-1] = found[-1]._replace(end=piece.end)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
+    """The tokens of one share in their order, divided among ranks at cuts of their sequences."""
+    tiles = [
+        Piece(p.sequence, first, min((first // CUT + 1) * CUT, p.end))
+        for p in pieces
+        for first in (p.first, *range((p.first // CUT + 1) * CUT, p.end, CUT))
+    ]
+    edges = [len(tiles) * at // parts for at in range(parts + 1)]
+    return [_joined(tiles[a:b]) for a, b in itertools.pairwise(edges)]

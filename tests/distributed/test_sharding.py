@@ -1,0 +1,179 @@
+"""How sequences lie on ranks (a pure function), and shard(), unshard(), positions() on worlds of one to four."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.worlds import Worlds
+
+from fusion_attention.distributed import GroupError, positions, shard, unshard
+from fusion_attention.distributed.groups import group_of
+from fusion_attention.distributed.layout import CUT, SCHEDULES, layout_of
+
+ONE = SCHEDULES[:4]  # on one dimension
+LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
+
+
+def pairs(laid: Any) -> list[int]:
+    """Causal pairs of a row and a key on each rank."""
+    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in pieces) for pieces in laid.ranks]
+
+
+@given(LENGTHS, st.sampled_from(ONE), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_every_token_lies_on_one_rank_and_cuts_on_tiles(lengths: list[int], schedule: str, world: int) -> None:
+    laid = layout_of(schedule, tuple(lengths), (world,))
+    check(laid, lengths, world)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_a_mesh_divides_the_shares_of_its_ring(lengths: list[int], ring: int, columns: int) -> None:
+    laid = layout_of("ulysses+ring", tuple(lengths), (ring, columns))
+    check(laid, lengths, ring * columns)
+    line = layout_of("zigzag", tuple(lengths), (ring,))
+    for row in range(ring):
+        held = [token for at in range(columns) for token in laid.whole(row * columns + at).tolist()]
+        assert held == line.whole(row).tolist()
+
+
+def check(laid: Any, lengths: list[int], world: int) -> None:
+    assert len(laid.ranks) == world
+    held = sorted(token for rank in range(world) for token in laid.whole(rank).tolist())
+    assert held == list(range(sum(lengths)))
+    for rank, pieces in enumerate(laid.ranks):
+        assert list(pieces) == sorted(pieces)
+        assert laid.sizes[rank] == sum(end - first for _, first, end in pieces)
+        for b, first, end in pieces:
+            assert first < end
+            assert first % CUT == 0
+            assert end % CUT == 0 or end == lengths[b]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16])
+@pytest.mark.parametrize("schedule", ["zigzag", "allgather"])
+def test_causal_bands_load_all_ranks_alike(schedule: str, world: int) -> None:
+    laid = layout_of(schedule, (256 * CUT,), (world,))
+    counted = pairs(laid)
+    assert max(counted) * world <= 1.05 * sum(counted)
+    assert max(laid.sizes) == min(laid.sizes)
+
+
+def test_contiguous_shares_of_a_causal_band_are_not_alike() -> None:
+    counted = pairs(layout_of("ring", (256 * CUT,), (8,)))
+    assert max(counted) * 8 > 1.8 * sum(counted)
+
+
+def test_packed_sequences_stay_balanced() -> None:
+    """Many short ones, a few long ones, none a multiple of anything: memory and pairs."""
+    lengths = (*(37 + 91 * (at * at % 23) for at in range(60)), 5000, 9000, 77)
+    laid = layout_of("zigzag", lengths, (4,))
+    assert max(laid.sizes) * 4 <= 1.05 * sum(laid.sizes)
+    assert max(pairs(laid)) * 4 <= 1.05 * sum(pairs(laid))
+
+
+def test_a_sequence_shorter_than_the_world_leaves_ranks_without_rows() -> None:
+    laid = layout_of("zigzag", (3,), (4,))
+    assert sorted(laid.sizes) == [0, 0, 0, 3]
+
+
+def test_a_short_padded_batch_is_spread_all_the_same() -> None:
+    assert sorted(layout_of("zigzag", (5 * CUT,), (4,)).sizes) == [CUT, CUT, CUT, 2 * CUT]
+
+
+# --------------------------------------------------------------------------------------------------------- on worlds
+
+
+def there_and_back(group: Any, schedule: str, lengths: Any, dim: int) -> dict[str, Any]:
+    tokens = lengths if isinstance(lengths, int) else sum(lengths)
+    x = torch.arange(3.0 * tokens).reshape(3, tokens).movedim(1, dim).requires_grad_()
+    share = shard(x, group, schedule, lengths, dim)
+    back = unshard(share, group, schedule, lengths, dim)
+    rank = group_of(group).rank
+    (back * (rank + 1.0)).sum().backward()
+    assert x.grad is not None
+    return {
+        "same": torch.equal(back, x),
+        "tokens": share.shape[dim],
+        "grad": x.grad.unique().tolist(),
+        "positions": positions(group, schedule, lengths),
+        "values": share.detach().movedim(dim, 1)[0] % tokens if tokens else share.detach().flatten(),
+    }
+
+
+def mesh_of(group: Any, ring: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (ring, group_of(group).world // ring))
+
+
+def on_a_mesh(group: Any, lengths: Any, ring: int) -> dict[str, Any]:
+    return there_and_back(mesh_of(group, ring), "ulysses+ring", lengths, 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "lengths", "dim"),
+    [
+        ("zigzag", 9 * CUT + 5, 1),
+        ("ring", [5, 0, 4 * CUT + 1, 70], 0),
+        ("allgather", [17 * CUT], -1),
+        ("ulysses", 0, 1),
+    ],
+)
+def test_there_and_back(worlds: Worlds, world: int, schedule: str, lengths: Any, dim: int) -> None:
+    judge(worlds.run(world, there_and_back, schedule, lengths, dim), lengths)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_there_and_back_on_a_mesh(worlds: Worlds, ring: int) -> None:
+    judge(worlds.run(4, on_a_mesh, [6 * CUT + 1, 17, 70 * CUT], ring), [6 * CUT + 1, 17, 70 * CUT])
+
+
+def judge(results: list[dict[str, Any]], lengths: Any) -> None:
+    each = [lengths] if isinstance(lengths, int) else lengths
+    within = torch.cat([torch.arange(n) for n in each])
+    for found in results:
+        assert found["same"]
+        # Every rank's loss meets every token: the sum over ranks.
+        assert found["grad"] == ([sum(range(1, len(results) + 1))] if sum(each) else [])
+        assert found["positions"].tolist() == within[found["values"].long()].tolist()
+    assert sum(found["tokens"] for found in results) == sum(each)
+
+
+def hostile(group: Any) -> list[str]:
+    """What each wrong call says."""
+    x = torch.zeros(2, 8)
+    said = []
+    for call in (
+        lambda: shard(x, group, "zagzig", 8),
+        lambda: shard(x, group, "zigzag", 9),
+        lambda: shard(x, group, "zigzag", 8, 2),
+        lambda: shard(x, group, "zigzag", [4, -4, 8]),
+        lambda: shard(x, group, "zigzag", 8.5),  # type: ignore[arg-type]
+        lambda: unshard(x, group, "zigzag", 9),
+        lambda: shard(x, group, "ulysses+ring", 8),
+        lambda: shard(x, mesh_of(group, 2), "zigzag", 8),
+    ):
+        with pytest.raises((ValueError, GroupError)) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_wrong_calls_say_what_is_wrong(worlds: Worlds) -> None:
+    wanted = (
+        "shard: schedule: expected one of allgather, ring",
+        "shard: x: expected the lengths add up to 9 tokens along dim 1, got shape [2, 8]",
+        "along dim 2, got shape [2, 8]",
+        "lengths: expected tokens of each sequence, or one number, got [4, -4, 8]",
+        "got 8.5",
+        "unshard: x: expected rank ",
+        "group: expected 2 dimension(s) for schedule 'ulysses+ring', got 1",
+        "group: expected 1 dimension(s) for schedule 'zigzag', got 2",
+    )
+    for said in worlds.run(4, hostile):
+        for text, part in zip(said, wanted, strict=True):
+            assert part in text
