@@ -328,7 +328,9 @@ class PagedKVCache:
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
         mine = [page % self._ranks == self._rank for page, _, _ in runs]
         rows = [np.arange(end - run[2], end) for end, run, own in zip(ends, runs, mine, strict=True) if own]
-        found = [(page // self._ranks, first, count) for (page, first, count), own in zip(runs, mine, strict=True) if own]
+        found = [
+            (page // self._ranks, first, count) for (page, first, count), own in zip(runs, mine, strict=True) if own
+        ]
         return found, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:

@@ -134,7 +134,9 @@ def _refuse(args: Mapping[str, Any], cache: Any, lengths: Sequence[int], sequenc
     q = args["q"]
     if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != len(lengths):
         got = show(q) if sequences is None else f"{show(q)} for {show(sequences)}"
-        failures.append(Failure(_OP, "q", f"4 axes, a row for each of {len(lengths)} sequences", got, "sequences=[...]"))
+        failures.append(
+            Failure(_OP, "q", f"4 axes, a row for each of {len(lengths)} sequences", got, "sequences=[...]")
+        )
     slots = max((-(-n // cache.page_size) for n in lengths), default=0) * cache.page_size
     for name in ("blocked", "bias"):
         tensor = args[name]
@@ -177,7 +179,9 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     made["block_table"] = table = _table(args["block_table"], gone // size)
     slots = table.shape[1] * size
     partial = there & ((first > 0) | (end < kv_len[:, None]))
-    place = _global_slots(kept, slots, size, q.device) if args["blocked"] is not None or args["bias"] is not None else None
+    place = (
+        _global_slots(kept, slots, size, q.device) if args["blocked"] is not None or args["bias"] is not None else None
+    )
     for name in ("blocked", "bias"):
         made[name] = _columns(args[name], place)
     if partial.any():
@@ -216,9 +220,9 @@ def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.d
     return torch.from_numpy((found[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
 
 
-def _columns(tensor: Tensor | None, place: Tensor | None) -> Tensor | None:
+def _columns(tensor: Tensor, place: Tensor) -> Tensor:
     """The columns of a mask or bias that are this rank's keys."""
-    if tensor is None or tensor.shape[-1] == 1 or place is None:
+    if tensor.shape[-1] == 1:
         return tensor
     whole = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     whole = whole.expand(len(place), *whole.shape[1:])

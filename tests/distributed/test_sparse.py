@@ -1,0 +1,207 @@
+"""Sparse attention, the indexer and its loss over several ranks beside one process: bits where they are promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.bits import same_bits
+from support.worlds import Worlds
+
+import fusion_attention as fa
+import fusion_attention.distributed as far
+from fusion_attention.testing import compare
+from fusion_attention.testing.cases import Named
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case(Named):
+    """Lengths of whole sequences, padded to `padded` tokens or (0) packed, and what a call says of them."""
+
+    q_len: tuple[int, ...] = (330,)
+    kv_len: tuple[int, ...] = ()
+    padded: int = 0
+    dtype: str = "float32"
+    schedule: str = "zigzag"
+    heads_kv: int = 1
+    rope: bool = False
+    values: bool = True
+    sink: bool = False
+    block: int = 1
+    causal: bool = True
+    top_k: int = 24
+    seed: int = 0
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return self.kv_len or self.q_len
+
+    def tokens(self, side: str) -> int | tuple[int, ...]:
+        lengths = self.q_len if side == "q" else self.keys
+        return self.padded + (side == "kv") * 70 * bool(self.kv_len) if self.padded else lengths
+
+    def shape(self, side: str) -> tuple[int, ...]:
+        tokens = self.tokens(side)
+        return (len(self.q_len), tokens) if isinstance(tokens, int) else (sum(tokens),)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        lengths = {"q_len": list(self.q_len), "kv_len": list(self.keys)}
+        return {"layout": "BSND" if self.padded else "TND", **lengths, "causal": self.causal}
+
+
+CASES = [
+    Case(),
+    Case(schedule="ring", rope=True, sink=True, heads_kv=2),
+    Case(dtype="bfloat16", values=False, rope=True),
+    Case(dtype="float16", q_len=(70, 0, 200, 3, 129), schedule="allgather", sink=True),
+    Case(q_len=(100, 30), kv_len=(180, 30), causal=False, schedule="ulysses"),
+    Case(q_len=(300, 211), padded=320, heads_kv=2, rope=True),
+    Case(q_len=(129, 200), kv_len=(190, 270), padded=200, block=48, top_k=4, dtype="bfloat16", rope=True, sink=True),
+    Case(q_len=(40,), schedule="ring"),  # ranks without rows
+]
+
+
+def whole(case: Case, wide: bool = False) -> dict[str, Tensor | None]:
+    """All tensors of one process; wide: the same numbers in float64."""
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+
+    def draw(side: str, *inner: int, to: torch.dtype = dtype) -> Tensor:
+        drawn = torch.randn(*case.shape(side), *inner, generator=generator).to(to)
+        return drawn.double() if wide else drawn
+
+    found: dict[str, Tensor | None] = {
+        "q": draw("q", 4, 16),
+        "k": draw("kv", case.heads_kv, 16),
+        "v": draw("kv", case.heads_kv, 8) if case.values else None,
+        "q_rope": draw("q", 4, 8) if case.rope else None,
+        "k_rope": draw("kv", case.heads_kv, 8) if case.rope else None,
+        "index_q": draw("q", 3, 16),
+        "index_k": draw("kv", 1, 16),
+        "weights": draw("q", 3, to=torch.float32),
+        "dout": draw("q", 4, 8 if case.values else 16),
+        "dvalues": draw("q", 1, case.top_k),
+    }
+    sink = torch.randn(4, generator=generator) if case.sink else None
+    found["sink"] = sink.double() if wide and sink is not None else sink
+    if case.block > 1:  # The loss is that of all keys, with the lse of a dense attention.
+        rest = {name: found[name] for name in ("q_rope", "k_rope", "sink")}
+        lengths = {name: case.how[name] for name in ("layout", "q_len", "kv_len")}
+        band = fa.Band.causal() if case.causal else fa.Band.full()
+        _, found["lse"] = fa.attention(
+            found["q"], found["k"], found["k"], **rest, **lengths, band=band, return_lse=True,
+            backend="golden" if wide else "auto",
+        )  # type: ignore[call-overload]  # fmt: skip
+    return found
+
+
+ROWS = ("q", "q_rope", "index_q", "weights", "dout", "dvalues", "indices", "lists", "lse")
+
+
+def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dict[str, Tensor]:
+    """All results and gradients of the three functions, over one process, or (how: group) over ranks."""
+    library: Any = far if "group" in how else fa
+    how = {**case.how, **how}
+    trained = {
+        name: t.detach().clone().requires_grad_()
+        for name, t in given.items()
+        if isinstance(t, Tensor) and name not in ("dout", "dvalues", "lse")
+    }
+    t = {**given, **trained}
+    indices, values = library.lightning_indexer(t["index_q"], t["index_k"], t["weights"], case.top_k, **how)
+    values.backward(t["dvalues"])
+    found = {"indices": indices, "values": values.detach()}
+    found |= {f"indexer's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+    for name in ("index_q", "index_k", "weights"):
+        t[name].grad = None
+    ropes = {"q_rope": t["q_rope"], "k_rope": t["k_rope"], "sink": t["sink"]}
+    out, lse = library.sparse_attention(
+        t["q"], t["k"], t["v"], lists, **ropes, block=case.block, return_lse=True, **how
+    )
+    out.backward(t["dout"])
+    found |= {"out": out.detach(), "lse": lse.detach()}
+    for name in ("q", "k", "v", "q_rope", "k_rope", "sink"):
+        if t[name] is not None:
+            found[f"d{name}"] = t[name].grad
+    own = lists if case.block == 1 else None
+    if case.heads_kv > 1 and own is not None:
+        own = own[..., :1, :]
+    ropes = {name: None if value is None else value.detach() for name, value in ropes.items()}
+    loss = library.indexer_loss(
+        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), t["index_q"], t["index_k"], t["weights"], own,
+        **ropes, **how,
+    )  # fmt: skip
+    (loss * 0.5).backward()
+    found["loss"] = loss.detach()
+    return found | {f"loss's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+
+
+def lists_of(case: Case) -> Tensor:
+    """What rows select: the indexer's choice, or every block once, in some order."""
+    given = whole(case)
+    if case.block == 1:
+        found, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
+    else:
+        blocks = -(-min(case.keys) // case.block)
+        found = torch.stack([torch.randperm(blocks)[:4] for _ in range(case.shape("q")[0] * max(case.padded, 1))])
+        found = found.int().view(*case.shape("q"), 1, -1)
+    return found.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
+
+
+# Sums over ranks, in another order than one process's.
+SUMMED = ("indexer's index_k", "dk", "dv", "dk_rope", "dsink", "loss", "loss's index_k")
+
+
+def axis_of(case: Case, name: str) -> int:
+    """Where tokens are."""
+    return 0 if not case.padded else 2 if name == "lse" else 1
+
+
+def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """This rank's part of results of one process."""
+    found = {}
+    for name, t in tensors.items():
+        side = "kv" if name in ("indexer's index_k", "loss's index_k", "dk", "dv", "dk_rope") else "q"
+        whole = name in ("dsink", "loss")
+        found[name] = t if whole else far.shard(t, group, case.schedule, case.tokens(side), axis_of(case, name))
+    return found
+
+
+def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
+    given, lists = whole(case), lists_of(case)
+    want = results(case, given, lists)
+    local = {
+        name: t if t is None or name == "sink" else far.shard(
+            t, group, case.schedule, case.tokens("q" if name in ROWS else "kv"), axis_of(case, name)
+        )
+        for name, t in given.items()
+    }  # fmt: skip
+    own = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
+    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
+    got = results(case, local, own, **how)
+    share = shares(case, want, group)
+    assert got.keys() == share.keys()
+    for name, tensor in share.items():
+        if deterministic or name not in SUMMED:
+            same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank(group)}: {name}")
+    if not deterministic:
+        golden = shares(case, results(case, whole(case, True), lists, backend="golden"), group)
+        for name in set(SUMMED) & set(got):
+            compare(f"{case.id}: {name}", got[name], golden[name].double(), share[name], max(case.q_len))
+    return {name: got[name] for name in ("dsink", "loss") if name in got}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int, deterministic: bool) -> None:
+    first, *others = worlds.run(world, compared, case, deterministic)
+    for other in others:
+        same_bits(other, first, "another rank's")
