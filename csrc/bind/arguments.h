@@ -137,9 +137,9 @@ inline int choice(nb::handle value, const char *name, int count) {
 }
 
 // The fields of the Python Problem in order, dtype, bias and dropout as numbers, the threshold of drawn dropout,
-// the softcap, and has_blocked_tiles.
+// the softcap, has_blocked_tiles and wide_results.
 inline fusion::Problem problem_of(const nb::tuple &t) {
-    if (t.size() != 16) refuse("a problem has 16 fields");
+    if (t.size() != 17) refuse("a problem has 17 fields");
     fusion::Problem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -157,11 +157,13 @@ inline fusion::Problem problem_of(const nb::tuple &t) {
     p.keep_below = item<std::int64_t>(t, 13);
     p.softcap = item<double>(t, 14);
     p.has_blocked_tiles = item<bool>(t, 15);
+    p.wide_results = item<bool>(t, 16);
     return p;
 }
 
-inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
-    if (extents.size() != 6) refuse("extents are six arrays");
+// Sequences, or parts of longer ones: then three arrays more. heads: of queries, by which dropout counts streams.
+inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std::int64_t heads = 0) {
+    if (extents.size() != 6 && extents.size() != 9) refuse("extents are six arrays, or nine");
     const std::size_t count = length_of(extents[0]);
     const Longs q_len(extents[0], "q_len", count), kv_len(extents[1], "kv_len", count), lo(extents[2], "lo", count),
         hi(extents[3], "hi", count), prefix(extents[4], "prefix", count), shift(extents[5], "shift", count);
@@ -169,6 +171,16 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents) {
     for (std::size_t b = 0; b < count; ++b) {
         sequences[b] = {q_len.data()[b], kv_len.data()[b], lo.data()[b],
                         hi.data()[b],    prefix.data()[b], shift.data()[b]};
+        sequences[b].stream = static_cast<std::int64_t>(b) * heads;
+    }
+    if (extents.size() == 6) return sequences;
+    const Longs first_row(extents[6], "first_row", count), first_key(extents[7], "first_key", count),
+        stream(extents[8], "stream", count);
+    for (std::size_t b = 0; b < count; ++b) {
+        fusion::Sequence &seq = sequences[b];
+        seq.first_row = first_row.data()[b], seq.first_key = first_key.data()[b], seq.stream = stream.data()[b];
+        if (seq.first_key % 8)
+            refuse("first_key: a draw of dropout serves eight keys, and this is no multiple of them");
     }
     return sequences;
 }

@@ -42,7 +42,8 @@ private:
 
 void construct(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
                const nb::object &variant) {
-    new (self) fusion::BackwardPlan(variant_named(variant), problem_of(problem), sequences_of(extents));
+    const fusion::Problem p = problem_of(problem);
+    new (self) fusion::BackwardPlan(variant_named(variant), p, sequences_of(extents, p.heads_q));
 }
 
 std::int64_t run(const fusion::BackwardPlan &self, int threads, const nb::tuple &operands, const nb::tuple &gradients) {

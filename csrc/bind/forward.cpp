@@ -12,7 +12,8 @@ namespace {
 void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
                const nb::object &variant) {
     if (tiles.size() != 5) refuse("tiles are five arrays");
-    std::vector<fusion::Sequence> sequences = sequences_of(extents);
+    const fusion::Problem p = problem_of(problem);
+    std::vector<fusion::Sequence> sequences = sequences_of(extents, p.heads_q);
     const std::size_t tile_count = length_of(tiles[0]);
     const Longs seq(tiles[0], "seq", tile_count), row0(tiles[1], "row0", tile_count),
         row1(tiles[2], "row1", tile_count), begin(tiles[3], "begin", tile_count), end(tiles[4], "end", tile_count);
@@ -20,7 +21,7 @@ void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tu
     for (std::size_t i = 0; i < tile_count; ++i) {
         list[i] = {seq.data()[i], row0.data()[i], row1.data()[i], begin.data()[i], end.data()[i]};
     }
-    new (self) fusion::ForwardPlan(variant_named(variant), problem_of(problem), std::move(sequences), std::move(list));
+    new (self) fusion::ForwardPlan(variant_named(variant), p, std::move(sequences), std::move(list));
 }
 
 std::int64_t run(const fusion::ForwardPlan &self, int threads, const nb::tuple &operands) {

@@ -28,6 +28,7 @@ struct Problem {
     bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
     double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay
     bool has_blocked_tiles = false;
+    bool wide_results = false;  // out, or the gradients of rows and keys, are float32: somebody adds them up
 };
 
 // Rows of neighbouring elements: (sequence b, head h, token t) starts at element
@@ -76,9 +77,10 @@ struct Gradients {
     bool owns_dbias = false;
 };
 
-// Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)).
+// Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)). Of a part of a longer sequence: where its
+// first row and key stand there, as dropout counts them, and the stream that dropout draws of for head 0.
 struct Sequence {
-    std::int64_t q_len, kv_len, lo, hi, prefix, shift;
+    std::int64_t q_len, kv_len, lo, hi, prefix, shift, first_row = 0, first_key = 0, stream = 0;
 };
 
 struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)

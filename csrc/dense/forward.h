@@ -271,10 +271,10 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
 }
 
-// Divides, and writes out and statistics; returns how many rows are empty.
-template <class Format, class T> std::int64_t store_rows(const Work<Format> &w) {
+// Divides, and writes out, in its dtype, and statistics; returns how many rows are empty.
+template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, dim = w.p.dim_v;
-    T *out = row_of<T>(w.o.out, w.tile.seq, w.head, w.tile.row0);
+    Out *out = row_of<Out>(w.o.out, w.tile.seq, w.head, w.tile.row0);
     float *max = w.o.max.base ? row_of<float>(w.o.max, w.tile.seq, w.head, w.tile.row0) : nullptr;
     float *total = max ? row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0) : nullptr;
     const std::int64_t out_stride = w.o.out.stride_token, max_stride = w.o.max.stride_token,
@@ -359,7 +359,7 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
             });
         }
     }
-    return store_rows<Format, T>(w);
+    return w.p.wide_results ? store_rows<Format, float>(w) : store_rows<Format, T>(w);
 }
 
 }  // namespace

@@ -332,7 +332,7 @@ template <class T> void store_row(T *to, const float *from, std::int64_t n, floa
     if (d < n) store_floats(to + d, load<Floats>(from + d) * factor, n - d);
 }
 
-template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
+template <class Format, class Out> void store_dq_as(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
     const Sizes<Format> sizes(p);
     const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
@@ -340,11 +340,15 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
     for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
         const float *dq = part.dq + (row - tile.row0) * sizes.columns;
-        store_row(row_of<T>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
+        store_row(row_of<Out>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
         if (!p.dim_rope) continue;
-        store_row(row_of<T>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope,
+        store_row(row_of<Out>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope,
                   scale, job.streamed);
     }
+}
+
+template <class Format, class T> void store_dq(const Job &job, const RowTile &tile) {
+    job.problem->wide_results ? store_dq_as<Format, float>(job, tile) : store_dq_as<Format, T>(job, tile);
 }
 
 // Of two elements to a word, two columns become words before those are laid across; false where there are no such
@@ -408,19 +412,23 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
     }
 }
 
-template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
+template <class Format, class Out> void store_dk_dv_as(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Sizes<Format> sizes(p);
     const KeyPart<Format> part(p, sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));
-    store_keys<Format, T>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
+    store_keys<Format, Out>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
         const float *rope = part.dk + sizes.main_columns * panel;
-        store_keys<Format, T>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
+        store_keys<Format, Out>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<Format, T>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v,
-                          static_cast<float>(1.0 / p.keep_prob), job.streamed);
+    store_keys<Format, Out>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v,
+                            static_cast<float>(1.0 / p.keep_prob), job.streamed);
+}
+
+template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {
+    job.problem->wide_results ? store_dk_dv_as<Format, float>(job, tile) : store_dk_dv_as<Format, T>(job, tile);
 }
 
 }  // namespace

@@ -174,10 +174,10 @@ inline void mark_seen(std::uint8_t *bits, const BitBlock &b, const Problem &p, c
 // Which probabilities dropout keeps.
 inline void mark_kept(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
     const Philox philox(p, o);
-    const auto stream = static_cast<std::uint32_t>(b.seq * p.heads_q + b.head);
+    const auto stream = static_cast<std::uint32_t>(seq.stream + b.head);
     for (std::int64_t row = b.row; row < b.row + b.rows; ++row, bits += b.stride) {
         if (p.dropout == Dropout::philox) {
-            philox.draw(bits, stream, row, b.first, b.count);
+            philox.draw(bits, stream, seq.first_row + row, seq.first_key + b.first, b.count);
         } else {
             copy_keep_bits(bits, o.drop_bits, seq, b.seq, b.head, row, b.first, b.count);
         }

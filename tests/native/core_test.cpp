@@ -135,7 +135,8 @@ Call make(const Case &from, Dtype dtype) {
                  45875};
     c.problem.softcap = from.softcap;
     for (const auto &[q_len, kv_len] : from.lengths) {
-        c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2});
+        const auto stream = static_cast<Long>(c.sequences.size()) * c.problem.heads_q;
+        c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2, 0, 0, stream});
     }
     std::mt19937 random(17);
     const std::vector<Long> rows = lengths_of(from, false), keys = lengths_of(from, true);

@@ -26,7 +26,7 @@ from fusion_attention.memory import empty
 Tensor = torch.Tensor
 AnyGroup = dist.ProcessGroup | DeviceMesh | None
 # Signatures that a group remembers to have agreed upon.
-_AGREED = 1024
+_AGREED = 256
 # The devices whose memory a back end of torch.distributed sends; one that is not named here may send any.
 _SENDS = {"gloo": ("cpu",), "nccl": ("cuda",), "mpi": ("cpu",)}
 _NOT_ALL = (
@@ -70,7 +70,7 @@ class Group:
         self.ranks = tuple(ranks)
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.calls = itertools.count()
-        self._agreed: OrderedDict[tuple[tuple[str, str], ...], None] = OrderedDict()
+        self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
         self._compared = itertools.count()
 
     @property
@@ -97,27 +97,34 @@ class Group:
         """Ranks along each dimension."""
         return tuple(axis.world for axis in self.axes) or (self.world,)
 
-    def call(self, function: str, said: Mapping[str, Any], device: torch.device, fault: str = "") -> Call:
+    def call(
+        self, function: str, said: Mapping[str, Any], device: torch.device, fault: str = "", varies: object = None
+    ) -> Call:
         """One call of the group; every rank makes it, with the same words.
 
         Args:
             function: as the user called it.
             said: what must be the same on every rank: lengths, dtypes, options. The first call that says it compares.
             device: where its tensors lie.
-            fault: what is wrong with this rank's part of it; every rank then raises.
+            fault: what is wrong with this rank's part of it; at the first call of a signature every rank then raises.
+            varies: what is the same on every rank, and another thing at every call: ranks with others wait in vain.
 
         Raises:
             GroupError: on every rank, where ranks say different things or one has a fault.
         """
         words = tuple((name, str(value)) for name, value in said.items())
-        call = Call(self, function, str(said.get("schedule", "")), words, next(self.calls))
+        memo = self._agreed.get(words)
+        call = Call(self, function, str(said.get("schedule", "")), device, memo or {})
+        call.begin(repr((words, varies, next(self.calls))))
         if self.world > 1:
             call.sends(device)
-        if fault or words not in self._agreed:
+        if memo is None:
             call.agree(words, fault)
-            self._agreed[words] = None
+            self._agreed[words] = call.memo
             if len(self._agreed) > _AGREED:
                 self._agreed.popitem(last=False)
+        elif fault:
+            raise call.error("before the first step", fault, "the other ranks wait for this one")
         return call
 
     def compare(self, text: str) -> list[str]:
@@ -155,15 +162,22 @@ class Group:
 
 
 class Call:
-    """One call of a group, and all that passes in it. Steps are named by whoever takes them, for errors."""
+    """One call of a group, and all that passes in it. Steps are named by whoever takes them, for errors.
+
+    Attributes:
+        memo: what all calls that say the same may share.
+    """
 
     def __init__(
-        self, group: Group, function: str, schedule: str, words: tuple[tuple[str, str], ...], number: int
+        self, group: Group, function: str, schedule: str, device: torch.device, memo: dict[str, Any]
     ) -> None:
         self.group, self.rank, self.world = group, group.rank, group.world
-        self.function, self.schedule = function, schedule
-        self._key = zlib.crc32(repr((function, words, number)).encode())
-        self._steps = itertools.count()
+        self.function, self.schedule, self.device, self.memo = function, schedule, device, memo
+        self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
+
+    def begin(self, text: str, key: int = 0) -> None:
+        """Names the call: what passes in calls of another text never meets what passes in this one."""
+        self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
         """The same call among the ranks along one dimension of a mesh."""
@@ -232,20 +246,39 @@ class Call:
             works = self.group.post(out, into, tag)
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
+    def derivative(self) -> Call:
+        """The call of its gradients: of one forward call there may be several, one after another."""
+        call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.memo)
+        call.begin(str(next(self._derivatives)), self._key)
+        return call
+
     def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """A tensor to every rank, and one of a known shape and the same dtype from each, in the order of ranks; this
         rank's own is the one that it sends."""
-        like = sends[self.rank]
+        return self.all_to_each(step, [(sends, shapes)])[0]
+
+    def all_to_each(
+        self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
+    ) -> list[list[Tensor]]:
+        """to_each() of several tensors in one step."""
+        own, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         found = [
-            like if rank == self.rank else empty(like, tuple(shape), like.dtype) for rank, shape in enumerate(shapes)
+            [sends[own] if rank == own else empty(sends[own], tuple(shape)) for rank, shape in enumerate(shapes)]
+            for sends, shapes in passing
         ]
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        self.exchange(step, [(r, sends[r]) for r in others], [(r, found[r]) for r in others]).wait()
+        out = [(rank, sends[rank]) for sends, _ in passing for rank in others]
+        self.exchange(step, out, [(rank, parts[rank]) for parts in found for rank in others]).wait()
         return found
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """The tensors of all ranks, in their order; sizes: of the first axis of each."""
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
+
+    def of_first(self, step: str, value: int) -> int:
+        """What rank 0 says, on every rank."""
+        if self.group.axes:
+            return self.along(1).of_first(step, self.along(0).of_first(step, value))
+        return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
         """The sum of what all ranks have for this one, in the order of ranks: the same bits in every run."""
@@ -253,6 +286,9 @@ class Call:
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
         """The sum over ranks, in their order, on every rank: the same bits everywhere."""
+        if self.group.axes:
+            row = self.along(1).sum_to_all(step, tensor)
+            return self.along(0).sum_to_all(step, row)
         return _summed(self.to_each(step, [tensor] * self.world, [tensor.shape] * self.world))
 
 

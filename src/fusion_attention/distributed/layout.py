@@ -5,15 +5,17 @@ Cuts lie on multiples of CUT tokens, counted from each sequence's start. Refuses
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-# Rows of a kernel's tile: a sequence cut at its multiples is computed tile by tile as a whole one is.
-CUT = 64
+from fusion_attention.waist.problem import CUT
+
 SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
 # Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.
 _BALANCED = ("allgather", "zigzag", "ulysses+ring")
@@ -59,6 +61,9 @@ class Layout:
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
     """The layout of sequences on a world of a shape: (ranks,), or (ring, ulysses) of "ulysses+ring"."""
+    if schedule == "ulysses":  # heads are what ranks divide: each needs no more than an equal part of the tokens
+        ranks = _divided(tuple(Piece(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
+        return Layout(lengths, tuple(ranks))
     shares = _Shares(lengths, shape[0])
     chunks = (2 if schedule in _BALANCED else 1) * shape[0]
     # Long sequences first: what they leave uneven shorter ones fill up.
@@ -116,10 +121,10 @@ class _Shares:
             first = end
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Pieces in order; neighbours are one."""
+def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Pieces in order, those of no token left out; neighbours are one."""
     found: list[Piece] = []
-    for piece in sorted(pieces):
+    for piece in sorted(piece for piece in pieces if piece.end > piece.first):
         if found and found[-1].sequence == piece.sequence and found[-1].end == piece.first:
             found[-1] = found[-1]._replace(end=piece.end)
         else:
@@ -134,5 +139,6 @@ def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
         for p in pieces
         for first in (p.first, *range((p.first // CUT + 1) * CUT, p.end, CUT))
     ]
-    edges = [len(tiles) * at // parts for at in range(parts + 1)]
-    return [_joined(tiles[a:b]) for a, b in itertools.pairwise(edges)]
+    begins = list(itertools.accumulate((t.end - t.first for t in tiles), initial=0))
+    edges = [bisect.bisect_left(begins, -(-begins[-1] * at // parts)) for at in range(parts)]
+    return [_joined(tiles[a:b]) for a, b in itertools.pairwise((*edges, len(tiles)))]

@@ -82,9 +82,9 @@ def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
         )
     shape = ranks.shape
     if (len(shape) == 2) != (schedule == "ulysses+ring"):
-        advice = (
-            'init_device_mesh("cpu", (ring, ulysses))' if len(shape) == 1 else 'mesh["name"] is one dimension of it'
-        )
+        wanted, advice = 1, 'mesh["name"] is one dimension of it'
+        if len(shape) == 1:
+            wanted, advice = 2, 'init_device_mesh("cpu", (ring, ulysses))'
         raise GroupError(
             f"fusion_attention: distributed.{function}: group: expected {wanted} dimension(s) for schedule "
             f"{schedule!r}, got {len(shape)} ({advice})"

@@ -15,6 +15,9 @@ import torch
 from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
+# Tokens at multiples of which a sequence may be cut into parts that together have the whole's bits.
+CUT = 64
+PART_ROWS = ("first_row", "first_key", "stream", "q_len", "kv_len")
 
 
 class _Typed:
@@ -75,6 +78,8 @@ class Problem(_Typed):
             block that its band leaves, once for every time that the block is listed.
         softcap: what the scaled product comes near to and never exceeds, whatever its size; 0: none. A product of -inf
             becomes -softcap, so its key is seen.
+        wide_results: what a run writes in rows of dtype (out; the gradients of rows and keys) is float32: somebody adds
+            up partial results. The saved out that a backward reads is rows of dtype all the same.
     """
 
     heads_q: int
@@ -104,6 +109,7 @@ class Problem(_Typed):
     select_block: int = 1
     softcap: float = 0.0
     has_blocked_tiles: bool = False
+    wide_results: bool = False
 
     @property
     def group(self) -> int:
@@ -121,11 +127,33 @@ class Problem(_Typed):
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """Of sequences that are parts of longer ones, computed elsewhere or at another time: where they stand there.
+
+    Host int64 arrays, one number per sequence. Bands, shifts and lengths of Extents count from a part's own first row
+    and key; what a whole sequence decides is decided by these: which pairs dropout takes, which kernel computes and
+    where it cuts rows. So parts whose first row and first key are multiples of CUT have the whole's bits.
+
+    Args:
+        first_row, first_key: what a part's row 0 and key 0 are in the whole sequence; keys at a multiple of 8.
+        stream: of dropout, for the part's head 0: in a whole batch, sequence * heads_q.
+        q_len, kv_len: of the whole sequence.
+    """
+
+    first_row: np.ndarray
+    first_key: np.ndarray
+    stream: np.ndarray
+    q_len: np.ndarray
+    kv_len: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Extents:
     """Lengths and bands per sequence: host int64 arrays, all of one length.
 
     Row i of sequence b sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix goes only with
-    lo = -INFINITE. shift is the distance origin of computed biases: |j - i + shift|.
+    lo = -INFINITE. shift is the distance origin of computed biases: |j - i + shift|. part: None where sequences are
+    whole; parts have no bias tables, no drop bits and no blocked tiles.
     """
 
     q_len: np.ndarray
@@ -134,6 +162,7 @@ class Extents:
     hi: np.ndarray
     prefix: np.ndarray
     shift: np.ndarray
+    part: Part | None = None
 
     def __len__(self) -> int:
         return len(self.q_len)
@@ -141,7 +170,11 @@ class Extents:
     @functools.cached_property
     def key(self) -> bytes:
         """What a cache of plans compares."""
-        return b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
+        own = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
+        if self.part is None:
+            return own
+        # Four bytes more: no batch of whole sequences has a key of that length.
+        return b"part" + own + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
 
     @functools.cached_property
     def memo(self) -> dict[Any, Any]:
@@ -163,6 +196,17 @@ class Extents:
     def kv_start(self) -> np.ndarray:
         """Packed: the first key token of each sequence."""
         return np.cumsum(self.kv_len) - self.kv_len
+
+    @property
+    def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:
+        """(q_len, kv_len) of the whole sequences, which decide what computes them."""
+        return (self.q_len, self.kv_len) if self.part is None else (self.part.q_len, self.part.kv_len)
+
+    def drawn(self, b: int, heads: int) -> tuple[int, slice, slice]:
+        """(stream, rows, keys) that dropout draws for: of head 0 of sequence b, counted in the whole sequence."""
+        p = self.part
+        stream, row, key = (b * heads, 0, 0) if p is None else (int(a[b]) for a in (p.stream, p.first_row, p.first_key))
+        return stream, slice(row, row + int(self.q_len[b])), slice(key, key + int(self.kv_len[b]))
 
     def row_interval(self, b: int, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none."""

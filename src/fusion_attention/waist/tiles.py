@@ -56,12 +56,27 @@ def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
     return (hi > lo) | (prefix > 0)
 
 
+def _cut_parts(extents: Extents, first_row: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(seq, first, end) of pieces between multiples of `size` of the whole sequence; the first may begin before row 0,
+    where the whole one's piece does."""
+    ahead = first_row % size
+    seq, first, end = _cut(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
+    return seq, first - ahead[seq], end - ahead[seq]
+
+
 def by_query(extents: Extents, size: int) -> Tiles:
-    """Tiles of `size` query rows, every row listed (a tile that sees no key has begin = end: its rows are empty)."""
-    seq, row0, row1 = _cut(extents.q_len, size)
+    """Tiles of `size` query rows, every row listed (a tile that sees no key has begin = end: its rows are empty).
+
+    Parts are cut where their whole sequence is, and begin with the keys that the whole tile begins with.
+    """
+    if extents.part is None:
+        seq, row0, row1 = _cut(extents.q_len, size)
+    else:
+        seq, row0, row1 = _cut_parts(extents, extents.part.first_row, size)
     lo, hi, prefix, kv_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.kv_len))
     last = row1 - 1
     begin = np.clip(row0 + lo, 0, kv_len)
+    row0 = np.maximum(row0, 0)
     full_begin = np.clip(last + lo, 0, kv_len)
     full_end = np.clip(np.maximum(row0 + hi, prefix), 0, kv_len)
     end = np.where(_sees(lo, hi, prefix), np.clip(np.maximum(last + hi, prefix), 0, kv_len), begin)

@@ -53,17 +53,18 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """[sequences] bool: whose rows the decode computes; by the problem and a sequence's own lengths alone."""
+    """[sequences] bool: whose rows the decode computes; by the problem and a (whole) sequence's own lengths alone."""
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
-    rows = extents.q_len * problem.group
+    q_len, kv_len = extents.chosen_by
+    rows = q_len * problem.group
     if needed(problem):
-        few: np.ndarray = (rows <= _ROWS_OF_CACHE) | (extents.q_len <= _TOKENS_OF_CACHE)
+        few: np.ndarray = (rows <= _ROWS_OF_CACHE) | (q_len <= _TOKENS_OF_CACHE)
         return few
-    if problem.dropout != "none" or problem.dim_rope or problem.has_blocked_tiles:
+    if problem.dropout != "none" or problem.dim_rope or problem.has_blocked_tiles or problem.wide_results:
         return np.zeros(len(extents), bool)
-    few = rows <= np.where(extents.q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
-    few &= (extents.kv_len > _FEW_KEYS) | (extents.q_len <= _FEWER_TOKENS)
+    few = rows <= np.where(q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
+    few &= (kv_len > _FEW_KEYS) | (q_len <= _FEWER_TOKENS)
     few[rows == 0] = few[rows > 0].all()  # where the others go
     return few
 

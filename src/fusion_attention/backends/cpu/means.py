@@ -25,7 +25,7 @@ _ROWS = _KEYS = 256
 def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
     """Overwrites out and sum of the empty rows that problem.empty_rows wants as means."""
     heads = problem.heads_q
-    for b, rows in _tiles(extents):
+    for b, tile, rows in _tiles(extents):
         empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
         if problem.empty_rows == "mean_in_band":
             first, end = extents.row_interval(b, np.arange(rows.start, rows.stop))
@@ -33,10 +33,11 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         if not empty.any():
             continue
         kv_len = int(extents.kv_len[b])
-        mean = torch.zeros(heads, rows.stop - rows.start, problem.dim_v, dtype=torch.float32)
+        mean = torch.zeros(heads, tile.stop - tile.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
             v = stored.meant(stored.values(problem, operands, b, keys), operands.dequant_v, b, keys)
-            mean += _kept_sum(_kept(problem, operands, b, rows, keys), v.repeat_interleave(problem.group, 0))
+            mean += _kept_sum(_kept(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0))
+        mean = mean[:, rows.start - tile.start : rows.stop - tile.start]
         if problem.has_weight_scale and operands.weight_scale is not None:
             mean *= operands.weight_scale.round().clamp(-128, 127)
         mean = stored.rounded(problem, operands, mean / (kv_len * problem.keep_prob))
@@ -50,9 +51,10 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
     """Adds to every key's dv what the rows in mean form give it, all together: what is stored is rounded once more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
-        kv_len = int(extents.kv_len[b])
+        kv_len, whole = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
+        first = 0 if extents.part is None else int(extents.part.first_key[b])
         given = None
-        for _, rows in tiles:
+        for _, _, rows in tiles:
             stats = operands.stats.max, operands.stats.sum
             peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in stats)
             mean = (peak == -math.inf) & (total > 0)
@@ -62,8 +64,9 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
             share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
             if given is None:
                 given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
-            for keys in _steps(kv_len, _KEYS):
-                by_head = _kept_sum(_kept(p, operands, b, rows, keys).mT, share)
+            for tile, keys in _cut(first, kv_len, whole, _KEYS):
+                by_head = _kept_sum(_kept(p, extents, operands, b, rows, tile).mT, share)
+                by_head = by_head[:, keys.start - tile.start : keys.stop - tile.start]
                 given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
         if given is not None:
             assert grads.dv is not None  # a problem with means has a v of its own
@@ -75,13 +78,24 @@ def _steps(length: int, size: int) -> Iterator[slice]:
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
-def _tiles(extents: Extents) -> Iterator[tuple[int, slice]]:
+def _cut(first: int, length: int, whole: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """(tile, own): the tiles of a whole sequence that a part of it meets, counted from the part's first token, and
+    what of each is its own. Products are of whole tiles: torch's bits depend on their size."""
+    for start in range(first // size * size, first + length, size):
+        tile = slice(start - first, min(start + size, whole) - first)
+        yield tile, slice(max(tile.start, 0), min(tile.stop, length))
+
+
+def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
+    """(sequence, tile, rows): as _cut(), of all sequences with keys."""
+    whole = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
-        for rows in _steps(int(extents.q_len[b]), _ROWS):
-            yield b, rows
+        first = 0 if extents.part is None else int(extents.part.first_row[b])
+        for tile, rows in _cut(first, int(extents.q_len[b]), int(whole[b]), _ROWS):
+            yield b, tile, rows
 
 
-def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
+def _kept(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
     """[heads_q, rows, keys] bool: the pairs that dropout keeps."""
     p = problem
     if p.dropout == "none":
@@ -89,7 +103,8 @@ def _kept(problem: Problem, operands: Operands, b: int, rows: slice, keys: slice
     if p.dropout == "bits":
         assert operands.drop_bits is not None
         return keep_from_bits(operands.drop_bits, b, p.heads_q, rows, keys)
-    stream = b * p.heads_q
+    stream, *first = extents.drawn(b, p.heads_q)
+    rows, keys = (slice(a.start + at.start, a.start + at.stop) for a, at in zip(first, (rows, keys), strict=True))
     return keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
 
 

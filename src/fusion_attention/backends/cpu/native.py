@@ -17,7 +17,7 @@ from fusion_attention.memory import empty
 from fusion_attention.waist import dropout
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
 from fusion_attention.waist.mask import TILE
-from fusion_attention.waist.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem
+from fusion_attention.waist.problem import EXTENT_ROWS, PART_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.waist.tiles import by_query
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -55,19 +55,21 @@ def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> _nat
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
     """Writes the gradients, or adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
     p, g, dtype = problem, grads, problem.torch_dtype
+    wide = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     if g.dbias is not None and not g.owns_dbias and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (
-        *(rows_of(view, dtype) for view in (g.dout, g.dq, g.dk, g.dv)),
-        rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
-        rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
+        rows_of(g.dout, dtype),
+        *(rows_of(view, wide) for view in (g.dq, g.dk, g.dv)),
+        rows_of(g.dq_rope, wide) if p.dim_rope and g.dq_rope else None,
+        rows_of(g.dk_rope, wide) if p.dim_rope and g.dk_rope else None,
         matrix_of(g.dbias, DTYPES[g.dbias.keep.dtype]) if p.bias in ("matrix", "table") and g.dbias else None,
         dsink.data_ptr() if p.has_sink else 0,
         g.owns_dbias,
     )
     with Floats() as floats:
-        means = plan.run(torch.get_num_threads(), _operands(p, operands, floats), gradients)
+        means = plan.run(torch.get_num_threads(), _operands(p, operands, floats, dtype), gradients)
     if g.dsink is not None:
         g.dsink.copy_(dsink)
     return means
@@ -96,11 +98,13 @@ class Floats:
 def problem_of(p: Problem) -> tuple[Any, ...]:
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
-    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops, p.softcap, p.has_blocked_tiles
+    more = p.softcap, p.has_blocked_tiles, p.wide_results
+    return p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, *kinds, *drops, *more
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    return tuple(getattr(extents, name) for name in EXTENT_ROWS)
+    own = tuple(getattr(extents, name) for name in EXTENT_ROWS)
+    return own if extents.part is None else (*own, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
 
 
 @dataclass(eq=False)
@@ -124,13 +128,15 @@ def told(
     return found
 
 
-def _operands(p: Problem, o: Operands, floats: Floats) -> tuple[Any, ...]:
+def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
+    """What the core reads and writes; out: the dtype of o.out, which a backward reads as it was saved."""
     dtype = p.torch_dtype
+    out = out or (torch.float32 if p.wide_results else dtype)
     return (
         rows_of(o.q, dtype),
         rows_of(o.k, dtype),
         rows_of(o.v, dtype),
-        rows_of(o.out, dtype),
+        rows_of(o.out, out),
         rows_of(o.stats.max, torch.float32),
         rows_of(o.stats.sum, torch.float32),
         rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,

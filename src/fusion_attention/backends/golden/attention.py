@@ -96,15 +96,16 @@ def _keep(
 ) -> tuple[torch.Tensor, float]:
     """(keep, keep_factor) of sequence b."""
     heads = problem.heads_q
-    rows, keys = slice(0, int(extents.q_len[b])), slice(0, int(extents.kv_len[b]))
+    lengths = int(extents.q_len[b]), int(extents.kv_len[b])
     if problem.dropout == "none":
-        return torch.ones(heads, rows.stop, keys.stop, dtype=torch.bool, device=device), 1.0
+        return torch.ones(heads, *lengths, dtype=torch.bool, device=device), 1.0
     if problem.dropout == "bits":
         assert operands.drop_bits is not None
-        keep = keep_from_bits(operands.drop_bits, b, heads, rows, keys)
+        keep = keep_from_bits(operands.drop_bits, b, heads, slice(0, lengths[0]), slice(0, lengths[1]))
     else:
         seed, offset = operands.seed, operands.offset
-        keep = keep_from_philox(seed, offset, problem.keep_prob, b * heads, heads, rows, keys)
+        stream, rows, keys = extents.drawn(b, heads)
+        keep = keep_from_philox(seed, offset, problem.keep_prob, stream, heads, rows, keys)
     return keep.to(device), 1.0 / problem.keep_prob
 
 

@@ -1,0 +1,294 @@
+"""How rows and keys that lie on several ranks meet: gathered keys, keys that go round, or heads that change places.
+
+Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; pieces.py computes.
+Refuses to know layouts, and how a call was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.distributed import pieces
+from fusion_attention.distributed.groups import Call, Pending
+from fusion_attention.distributed.layout import Layout, Piece
+from fusion_attention.distributed.pieces import Gradients, Keys, Pairs, Pieces, Rows, Saved, Whole
+from fusion_attention.memory import empty
+from fusion_attention.waist.merge import Partial, join_sink, merge
+
+Tensor = torch.Tensor
+Results = tuple[Gradients, Tensor | None]  # and what the sink gets
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """How the tokens of rows, or of keys, lie on the ranks of a line.
+
+    Args:
+        laid: the pieces of each rank, along the axis of tokens.
+        lengths: tokens of each sequence that count.
+        packed: sequences lie one behind another; else each item of a batch is one, and all are cut alike.
+    """
+
+    laid: Layout
+    lengths: np.ndarray
+    packed: bool
+
+    def pieces(self, rank: int) -> Pieces:
+        """The pieces of a rank, as they lie in its tensors."""
+        return _pieces(self.laid.ranks[rank], self.lengths, self.packed)
+
+    def all(self) -> Pieces:
+        """All sequences, each in one piece, as they lie in gathered tensors."""
+        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.laid.lengths) if n)
+        return _pieces(whole, self.lengths, self.packed)
+
+    def joined(self, columns: int) -> Side:
+        """The same where neighbouring ranks, so many of them, are one."""
+        ranks = self.laid.ranks
+        parts = (sum(ranks[at : at + columns], ()) for at in range(0, len(ranks), columns))
+        return replace(self, laid=Layout(self.laid.lengths, tuple(parts)))
+
+
+def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool) -> Pieces:
+    b, first, end = np.array(held, np.int64).reshape(-1, 3).T
+    start = np.cumsum(end - first) - (end - first)
+    if packed:
+        return Pieces(b, first, end - first, np.zeros_like(b), start)
+    item = np.repeat(np.arange(len(lengths)), len(first))
+    first, end, start = (np.tile(a, len(lengths)) for a in (first, end, start))
+    count = np.minimum(end, lengths[item]) - first
+    some = count > 0
+    return Pieces(item[some], first[some], count[some], item[some], start[some])
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """What every schedule needs to know.
+
+    Args:
+        whole: the whole call.
+        call: among whom.
+        rows, keys: how they lie on its ranks.
+        deterministic: of gathered keys: their gradients have the bits of one process.
+        dbias: the bias wants a gradient.
+    """
+
+    whole: Whole
+    call: Call
+    rows: Side
+    keys: Side
+    backend: str = "auto"
+    deterministic: bool = False
+    dbias: bool = False
+
+    def pairs(self, name: Any, rows: Pieces, keys: Pieces) -> Pairs:
+        """The pairs of two sets of pieces, which all calls of a signature share under a name."""
+        found: Pairs | None = self.call.memo.get(name)
+        if found is None:
+            found = self.call.memo[name] = pieces.pairs(self.whole, rows, keys)
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ gathered keys
+
+
+def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
+    """Every rank gathers all keys: its rows meet theirs in ascending order, as in one process."""
+    everything = _gather_keys(m, keys)
+    met = m.pairs("gathered", rows.pieces, everything.pieces)
+    return pieces.forward(m.whole, rows, everything, met, m.backend)
+
+
+def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
+    """Gradients of keys are summed over ranks, in the order of ranks; or computed by who has the keys, from all rows."""
+    everything = _gather_keys(m, keys)
+    met = m.pairs("gathered", rows.pieces, everything.pieces)
+    g = pieces.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
+    names = ("dk", "dv", "dk_rope")
+    if not m.deterministic:
+        found = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
+        return replace(g, **dict(zip(names, found, strict=True))), _sink(m, rows, saved)
+    g = replace(g, dk=None, dv=None, dk_rope=None)
+    all_rows, all_saved = _gather_rows(m, rows, saved)
+    met = m.pairs("owned", all_rows.pieces, keys.pieces)
+    own = pieces.backward(m.whole, all_rows, all_saved, keys, met, m.backend, partial=True)
+    dsink = None
+    if m.whole.sink is not None:
+        dsink = pieces.sink_gradient(m.whole, all_rows, all_saved, m.backend)
+    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), dsink
+
+
+def _gather_keys(m: Meeting, keys: Keys) -> Keys:
+    k, v, k_rope = _gather(m.call, "gathering keys", m.keys.laid, (keys.k, keys.v, keys.k_rope))
+    assert k is not None
+    assert v is not None
+    return Keys(m.keys.all(), k, v, k_rope)
+
+
+def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
+    """All rows with what a backward reads of them; matrices lie with their rows first meanwhile."""
+    matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
+    given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
+    q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.laid, given)
+    bias = rows.bias if bias is None else bias.movedim(1, -2)
+    blocked = rows.blocked if blocked is None else blocked.movedim(1, -2)
+    return Rows(m.rows.all(), q, q_rope, bias, blocked), Saved(*of_saved)  # type: ignore[arg-type]
+
+
+def _gather(call: Call, step: str, laid: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Whole tokens of tensors [batch, tokens, ...] of which every rank has its share."""
+    given = [t.contiguous() for t in tensors if t is not None]
+    parts = call.all_to_each(
+        step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in laid.sizes]) for t in given]
+    )
+    found = iter([_placed(laid, shares) for shares in parts])
+    return [None if t is None else next(found) for t in tensors]
+
+
+def _placed(laid: Layout, shares: Sequence[Tensor]) -> Tensor:
+    """Shares [batch, tokens, ...] of all ranks as whole tokens."""
+    like = shares[0]
+    whole = empty(like, (like.shape[0], sum(laid.sizes), *like.shape[2:]))
+    starts = np.cumsum((0, *laid.lengths)).tolist()
+    for held, share in zip(laid.ranks, shares, strict=True):
+        at = 0
+        for b, first, end in held:
+            whole[:, starts[b] + first : starts[b] + end] = share[:, at : (at := at + end - first)]
+    return whole
+
+
+def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's share of whole tokens, summed over ranks in their order."""
+    laid, call = m.keys.laid, m.call
+    starts = np.cumsum((0, *laid.lengths)).tolist()
+
+    def share(t: Tensor, rank: int) -> Tensor:
+        parts = [t[:, starts[b] + first : starts[b] + end] for b, first, end in laid.ranks[rank]]
+        return torch.cat(parts, 1) if parts else t[:, :0].contiguous()
+
+    given = [t for t in tensors if t is not None]
+    sends = [[share(t, rank) for rank in range(call.world)] for t in given]
+    passing = [(parts, [parts[call.rank].shape] * call.world) for parts in sends]
+    found = iter(_added(parts) for parts in call.all_to_each(step, passing))
+    return [None if t is None else next(found) for t in tensors]
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
+    """What the sink gets of all rows of the line, summed in the order of ranks."""
+    if m.whole.sink is None:
+        return None
+    return m.call.sum_to_all("summing the sink's gradient", pieces.sink_gradient(m.whole, rows, saved, m.backend))
+
+
+# -------------------------------------------------------------------------------------------------- keys that go round
+
+
+def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
+    """Keys go round: a rank computes with its own first, then with those of the rank before it, and so on, and merges
+    in this order. While it computes, the next keys arrive."""
+    call = m.call
+    if call.world == 1:
+        return pieces.forward(m.whole, rows, keys, m.pairs("own", rows.pieces, keys.pieces), m.backend)
+    block, result = _block(keys), None
+    for step in range(call.world):
+        source = (call.rank - step) % call.world
+        coming, pending = _next_block(m, step, block)
+        of_block = Keys(m.keys.pieces(source), *block)
+        met = m.pairs(("ring", source), rows.pieces, of_block.pieces)
+        if result is None or len(met):
+            part = pieces.forward(m.whole, rows, of_block, met, m.backend, partial=True)
+            if result is None:
+                result = part
+            else:
+                merge(result, part)
+        if pending is not None:
+            pending.wait()
+        block = coming
+    assert result is not None
+    if m.whole.sink is not None:
+        join_sink(result, m.whole.sink)
+    return result._replace(out=result.out.to(rows.q.dtype))
+
+
+def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
+    """Keys go round again, and behind them their gradients, to which every rank adds: float32 until they are home."""
+    call = m.call
+    if call.world == 1:
+        met = m.pairs("own", rows.pieces, keys.pieces)
+        g = pieces.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
+        return g, _sink(m, rows, saved)
+    block, total, added = _block(keys), None, []
+    for step in range(call.world):
+        source = (call.rank - step) % call.world
+        coming, pending = _next_block(m, step, block)
+        carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 0)
+        of_block = Keys(m.keys.pieces(source), *block)
+        met = m.pairs(("ring", source), rows.pieces, of_block.pieces)
+        g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+        if total is None:
+            total = g
+        else:
+            _add(total, g)
+        own = [t for t in (g.dk, g.dv, g.dk_rope) if t is not None]
+        if behind is not None:
+            behind.wait()
+            for ours, theirs in zip(own, carried, strict=True):
+                torch.add(theirs, ours, out=ours)
+        added = own
+        if pending is not None:
+            pending.wait()
+        block = coming
+    home, behind = _pass_on(m, "gradients of keys come home", added, _block(keys), True)
+    assert behind is not None
+    assert total is not None
+    behind.wait()
+    dk, dv, *rest = home
+    return replace(total, dk=dk, dv=dv, dk_rope=rest[0] if rest else None), _sink(m, rows, saved)
+
+
+def _block(keys: Keys) -> list[Tensor]:
+    return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
+
+
+def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending | None]:
+    """Hands a block on, and takes the next one."""
+    call = m.call
+    if step == call.world - 1:
+        return [], None
+    source = (call.rank - step - 1) % call.world
+    tokens = m.keys.laid.sizes[source]
+    coming = [empty(t, (t.shape[0], tokens, *t.shape[2:])) for t in block]
+    right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
+    what = f"step {step + 1}: keys of rank {source}"
+    return coming, call.exchange(what, [(right, t) for t in block], [(left, t) for t in coming])
+
+
+def _pass_on(
+    m: Meeting, what: str, added: list[Tensor], block: list[Tensor], some: bool
+) -> tuple[list[Tensor], Pending | None]:
+    """Hands gradients of keys on behind the keys, and takes those of a block."""
+    if not some:
+        return [], None
+    call = m.call
+    carried = [empty(t, t.shape, torch.float32) for t in block]
+    right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
+    return carried, call.exchange(what, [(right, t) for t in added], [(left, t) for t in carried])
+
+
+def _add(total: Gradients, more: Gradients) -> None:
+    for name in ("dq", "dq_rope", "dbias"):
+        ours, theirs = getattr(total, name), getattr(more, name)
+        if ours is not None:
+            ours += theirs
