@@ -269,14 +269,14 @@ class PagedKVCache:
         intact("PagedKVCache", ("k", "v", *own), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
-        runs, own = self._extend(sequences, k.shape[1]), None
+        runs, kept = self._extend(sequences, k.shape[1]), None
         if self._ranks > 1:
-            runs, own = self._of_rank(runs)
+            runs, kept = self._of_rank(runs)
         places = _places(runs, self._pools[0].device) if len(runs) > _FEW else None
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
-            rows = rows if own is None else rows[own]
+            rows = rows if kept is None else rows[kept]
             if scales is not None:
                 rows, scale = _quantise(rows, self.stored)
                 _store(scales, scale, runs, places)

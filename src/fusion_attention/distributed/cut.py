@@ -24,7 +24,7 @@ from fusion_attention.distributed.sharding import shape_of
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents
 
 Tensor = torch.Tensor
 Given = Mapping[str, Tensor | None]
@@ -40,17 +40,17 @@ class Placed(Extents):
     kv_start: np.ndarray = None  # type: ignore[assignment]
 
 
-class Part(NamedTuple):
-    """Neighbouring rows of one sequence on this rank.
+class Stretch(NamedTuple):
+    """Neighbouring tokens of one sequence on this rank.
 
     Args:
-        sequence: whose rows; first: the first of them there; count: how many.
-        at: the first of them among this rank's rows.
+        sequence: whose; first: the first of them there; tokens: how many.
+        at: the first of them among this rank's tokens.
     """
 
     sequence: int
     first: int
-    count: int
+    tokens: int
     at: int
 
 
@@ -59,7 +59,7 @@ class Side:
 
     Attributes:
         lengths: tokens of every sequence that count; starts: where it begins in the whole.
-        parts: of this rank, in their order, without what no sequence counts.
+        stretches: of this rank, in their order, without tokens that no sequence counts.
         tokens: of this rank; whole: of all.
     """
 
@@ -69,14 +69,14 @@ class Side:
         self.tokens, self.whole = batch * laid.sizes[rank], batch * sum(laid.lengths)
         starts = np.arange(batch) * sum(laid.lengths) if padded else np.cumsum((0, *laid.lengths))[:-1]
         self.starts = starts.astype(np.int64)
-        self.parts: list[Part] = []
+        self.stretches: list[Stretch] = []
         for b in range(batch):
             at = b * laid.sizes[rank]
             for piece in laid.ranks[rank]:
                 sequence = b if padded else piece.sequence
                 count = min(piece.end, int(lengths[sequence])) - piece.first
                 if count > 0:
-                    self.parts.append(Part(sequence, piece.first, count, at))
+                    self.stretches.append(Stretch(sequence, piece.first, count, at))
                 at += piece.end - piece.first
 
     def flat(self, tensor: Tensor) -> Tensor:
@@ -117,38 +117,39 @@ class Cut:
         self.whole, self.call, self.q, self.kv, self.backend = whole, call, q, kv, backend
 
     @functools.cached_property
-    def rounds(self) -> list[list[Part]]:
-        """This rank's rows, so that no two parts of a round meet the same keys: whoever writes them is alone."""
-        found: list[list[Part]] = []
+    def rounds(self) -> list[list[Stretch]]:
+        """This rank's rows, so that no two stretches of a round meet the same keys: whoever writes them is alone."""
+        found: list[list[Stretch]] = []
         met: list[int] = [0] * len(self.q.lengths)
-        for part in self.q.parts:
-            if met[part.sequence] == len(found):
+        for own in self.q.stretches:
+            if met[own.sequence] == len(found):
                 found.append([])
-            found[met[part.sequence]].append(part)
-            met[part.sequence] += 1
+            found[met[own.sequence]].append(own)
+            met[own.sequence] += 1
         return found or [[]]
 
-    def extents(self, parts: Sequence[Part]) -> Placed:
+    def extents(self, stretches: Sequence[Stretch]) -> Placed:
         """Lengths and bands of rows of this rank, against all keys of their sequences."""
         e: Extents = self.whole.extents
-        b, first, count, at = np.array(parts, np.int64).reshape(-1, 4).T
-        # A part's row 0 is its sequence's row `first`.
+        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
+        # A stretch's row 0 is its sequence's row `first`.
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] + first, edge[b]) for edge in (e.lo, e.hi))
-        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, at, self.kv.starts[b])
+        places = {"q_start": at, "kv_start": self.kv.starts[b]}
+        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **places)
 
-    def rows(self, tensors: Given, parts: Sequence[Part]) -> Any:
+    def rows(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
         """The call over some of this rank's rows.
 
         Args:
             tensors: flat rows of this rank, and flat keys of all.
         """
-        return self._on(tensors, self.extents(parts))
+        return self._on(tensors, self.extents(stretches))
 
     def everything(self, tensors: Given) -> Any:
         """The call over all rows; tensors: all of them, flat."""
         e: Extents = self.whole.extents
-        edges = (getattr(e, name) for name in ("q_len", "kv_len", "lo", "hi", "prefix", "shift"))
-        return self._on(tensors, Placed(*edges, self.q.starts, self.kv.starts))
+        edges = {name: getattr(e, name) for name in EXTENT_ROWS}
+        return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
 
     def _on(self, tensors: Given, extents: Placed) -> Any:
         changes: dict[str, Any] = {"layout": PACKED, "extents": extents, "tensors": tensors}
@@ -187,7 +188,7 @@ class Sums:
         self._keys: dict[str, Tensor] = {}
         self._like: dict[str, torch.dtype] = {}
 
-    def add(self, parts: Sequence[Part], found: Mapping[str, Tensor]) -> None:
+    def add(self, stretches: Sequence[Stretch], found: Mapping[str, Tensor]) -> None:
         """The gradients of one round."""
         for name, tensor in found.items():
             if name not in self._names:
@@ -197,8 +198,8 @@ class Sums:
             elif name not in self.rows:
                 self.rows[name] = tensor
             else:
-                for part in parts:
-                    own = slice(part.at, part.at + part.count)
+                for one in stretches:
+                    own = slice(one.at, one.at + one.tokens)
                     self.rows[name][own] = tensor[own]
 
     def scaled(self, factor: Tensor) -> Sums:
@@ -249,52 +250,61 @@ def cut_of(
         GroupError: ranks make different calls, or one's share is not what its layout says.
     """
     ranks = group_of(group)
-    shape = shape_of(function, ranks, schedule)
-    layout = args["layout"]
-    padded = layout != PACKED
-    device = args[rows[0]].device
-    words = {"schedule": schedule, **{name: _word(value) for name, value in args.items()}, **said}
-    for name in (*rows, *keys):
-        if (tensor := args.get(name)) is not None and isinstance(tensor, torch.Tensor):
-            axis = _axis(name, layout)
-            words[name] = (*tensor.shape[:axis], "tokens", *tensor.shape[axis + 1 :], tensor.dtype)
-    sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
-    counts = []
-    for names, size, lengths in ((rows, sizes[0], "actual_seq_qlen"), (keys, sizes[1], "actual_seq_kvlen")):
-        if not padded:
-            given = args[lengths] if args[lengths] is not None else args["actual_seq_qlen"]
-            counts.append(int(np.asarray(given, np.int64).sum()) if given is not None else 0)
-        else:
-            local = args[names[0]].shape[1] if args[names[0]].dim() > 1 else 0
-            counts.append(ranks.world * local if size is None else size)
-    words["tokens"] = counts
-    fault, broken = "", None
-    whole: Any = None
+    shape, padded = shape_of(function, ranks, schedule), args["layout"] != PACKED
+    counts = _counts(args, (rows[0], keys[0]), tokens, ranks.world)
+    whole, sides, fault, broken = None, [], "", None
     try:
         assert op.lower is not None
-        whole = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)), layout)))
+        whole = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)))))
     except ContractError as error:
         fault, broken = str(error), error
-    sides = []
-    for names, count, lengths in ((rows, counts[0], "q_len"), (keys, counts[1], "kv_len")):
+    for name, count, lengths in ((rows[0], counts[0], "q_len"), (keys[0], counts[1], "kv_len")):
         if whole is None:
             break
         used = getattr(whole.extents, lengths)
         laid = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
         sides.append(Side(laid, used, padded, ranks.rank))
-        have, want = args[names[0]].shape[int(padded)], laid.sizes[ranks.rank]
+        have, want = args[name].shape[int(padded)], laid.sizes[ranks.rank]
         if have != want:
-            shown = op.by_name[names[0]].shown
             fault = (
-                f"{shown} has {have} tokens, not the {want} that its layout gives it: shard() the whole with the same "
+                f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
+                "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
             )
-            fault += "schedule and lengths, and say tokens= where they are not the same on every rank"
+    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, **said}
     try:
-        call = ranks.call(function, words, device, fault)
+        call = ranks.call(function, words, args[rows[0]].device, fault)
     finally:
         if broken is not None:
             raise broken
     return Cut(whole, call, sides[0], sides[1], backend)
+
+
+def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
+    """Tokens of the whole along queries and along keys, as far as a call says them."""
+    sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    found = []
+    for name, size, lengths in zip(names, sizes, ("actual_seq_qlen", "actual_seq_kvlen"), strict=True):
+        if args["layout"] == PACKED:
+            given = args["actual_seq_qlen"] if args[lengths] is None else args[lengths]
+            found.append(0 if given is None else int(np.asarray(given, np.int64).sum()))
+        else:
+            local = args[name].shape[1] if args[name].dim() > 1 else 0
+            found.append(ranks * local if size is None else size)
+    return found
+
+
+def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
+    """What a call says, without what lies in tensors and how many tokens a rank has."""
+    found: dict[str, Any] = {}
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
+            found[name] = value.tolist()
+        elif isinstance(value, torch.Tensor):
+            axis = _axis(name, args["layout"]) if name in along else value.dim()
+            found[name] = (*value.shape[:axis], *value.shape[axis + 1 :], value.dtype)
+        else:
+            found[name] = list(value) if isinstance(value, np.ndarray) else value
+    return found
 
 
 def _axis(name: str, layout: str) -> int:
@@ -302,21 +312,14 @@ def _axis(name: str, layout: str) -> int:
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 
-def _word(value: Any) -> Any:
-    """What a call says with an argument, without what lies in a tensor."""
-    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)):
-        return value.tolist() if value.ndim == 1 else (tuple(value.shape), value.dtype)  # the first are lengths
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _whole(args: Mapping[str, Any], counts: Mapping[Sequence[str], int], layout: str) -> dict[str, Any]:
+def _whole(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
     """The arguments of the whole call, whose tensors have no memory."""
     found = dict(args)
     for names, count in counts.items():
         for name in names:
             tensor = args.get(name)
             if isinstance(tensor, torch.Tensor):
-                axis = _axis(name, layout)
+                axis = _axis(name, args["layout"])
                 sizes = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
                 found[name] = torch.zeros(sizes, dtype=tensor.dtype, device="meta")
     for name, value in found.items():

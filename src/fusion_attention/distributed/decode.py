@@ -17,6 +17,7 @@ from fusion_attention.distributed.groups import Call
 from fusion_attention.ops.inference import own as record
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.waist.mask import Band
+from fusion_attention.waist.merge import Partial, join_sink, merge
 
 Tensor = torch.Tensor
 _OP = "distributed.decode_attention"
@@ -104,24 +105,29 @@ def attend(
     pages = cache.own_pages(sequences)
     local = _local({**args, **of_cache, "q": q}, pages, lengths, cache.page_size)
     found = dispatch.results(record.RECORD, local, backend, whole=True, reads=False)
-    out, lse = found["out"], found["max"] + found["sum"].log()
+    own = [found["max"].transpose(1, 2), found["sum"].transpose(1, 2), _heads_last(found["out"], layout)]
     if own_heads:
-        outs, lses = out.chunk(ranks, at_head), lse.chunk(ranks, 1)
-        sends = [torch.cat((_bytes(m), _bytes(o), mark)) for o, m in zip(outs, lses, strict=True)]
+        shares = zip(*(t.chunk(ranks, 2) for t in own), strict=True)
+        own, sends = [t.chunk(ranks, 2)[0] for t in own], [torch.cat((*map(_bytes, t), mark)) for t in shares]
         parts = call.to_each("exchanging heads", sends, [send.shape for send in sends])
-        out, lse = outs[0], lses[0]
     else:
-        send = torch.cat((_bytes(lse), _bytes(out), mark))
+        send = torch.cat((*map(_bytes, own), mark))
         parts = call.all_gather("gathering results", send, [len(send)] * ranks)
     _same(call, parts, mark)
-    cut = [part.split((lse.nbytes, out.nbytes, len(mark))) for part in parts]
-    lses = [part[0].view(lse.dtype).view(lse.shape) for part in cut]
-    outs = [part[1].view(out.dtype).view(out.shape) for part in cut]
-    sink = args["sink"]
-    if sink is not None and own_heads:
-        sink = sink.chunk(ranks)[call.rank]
-    merged, lse = _merged(outs, lses, sink, layout)
-    return (merged, lse) if return_lse else merged
+    sizes = [*(t.nbytes for t in own), len(mark)]
+    merged: Partial | None = None
+    for part in parts:
+        max_, sum_, out = (b.view(t.dtype).view(t.shape) for b, t in zip(part.split(sizes), own, strict=False))
+        more = Partial(out.float(), max_.float(), sum_.float())
+        if merged is None:
+            merged = more
+        else:
+            merge(merged, more)
+    assert merged is not None
+    if (sink := args["sink"]) is not None:
+        join_sink(merged, sink.chunk(ranks)[call.rank] if own_heads else sink)
+    out = _heads_last(merged.out.to(q.dtype), layout).contiguous()
+    return (out, (merged.max + merged.sum.log()).transpose(1, 2).contiguous()) if return_lse else out
 
 
 def _refuse(args: Mapping[str, Any], cache: Any, lengths: Sequence[int], sequences: Sequence[int] | None) -> None:
@@ -179,11 +185,9 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     made["block_table"] = table = _table(args["block_table"], gone // size)
     slots = table.shape[1] * size
     partial = there & ((first > 0) | (end < kv_len[:, None]))
-    place = (
-        _global_slots(kept, slots, size, q.device) if args["blocked"] is not None or args["bias"] is not None else None
-    )
     for name in ("blocked", "bias"):
-        made[name] = _columns(args[name], place)
+        if (tensor := args[name]) is not None:
+            made[name] = _columns(tensor, _global_slots(kept, slots, size, q.device))
     if partial.any():
         key = torch.arange(slots, device=q.device)
         low, high = (torch.from_numpy(edge).to(q.device)[..., None] for edge in (first, end))
@@ -253,22 +257,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _merged(outs: list[Tensor], lses: list[Tensor], sink: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
-    """out and lse of all ranks' parts, and of a sink, which brings no value."""
-    parts = lses if sink is None else [sink.to(lses[0]).reshape(1, -1, 1).expand_as(lses[0]), *lses]
-    top = torch.stack(parts).amax(0)
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = [(lse - top).exp() for lse in parts]
-    total = torch.zeros_like(top)
-    for weight in weights:
-        total += weight
-    mixed = torch.zeros_like(outs[0], dtype=top.dtype)
-    for out, weight in zip(outs, weights[-len(outs) :], strict=True):
-        mixed += out * _beside(weight, layout)
-    mixed /= _beside(total.masked_fill(total == 0, 1), layout)
-    return mixed.to(outs[0].dtype), top + total.log()
-
-
-def _beside(stats: Tensor, layout: str) -> Tensor:
-    """[B, N1, S1] as a factor on rows."""
-    return (stats.transpose(1, 2) if layout == "BSND" else stats)[..., None]
+def _heads_last(rows: Tensor, layout: str) -> Tensor:
+    """[B, S1, N1, Dv] from rows in a layout, or the other way round."""
+    return rows if layout == "BSND" else rows.transpose(1, 2)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+
+from fusion_attention.distributed.cut import Cut, Stretch
 
 Tensor = torch.Tensor
 # Rows whose lists are looked through together.
 _ROWS = 1024
 
 
-def found_bad(indices: Tensor, parts: Sequence[Any], kv_len: np.ndarray, block: int) -> str:
+def found_bad(indices: Tensor, stretches: Sequence[Stretch], kv_len: np.ndarray, block: int) -> str:
     """The first entry of flat rows that is neither -1 nor a block of its sequence, and where it stands; or nothing."""
-    for b, first, count, at in parts:
+    for b, first, count, at in stretches:
         own, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not own.numel():
             continue
@@ -27,7 +28,7 @@ def found_bad(indices: Tensor, parts: Sequence[Any], kv_len: np.ndarray, block: 
     return ""
 
 
-def owned(cut: Any, indices: Tensor | None, block: int, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def owned(cut: Cut, indices: Tensor | None, block: int, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """All rows' lists with the entries alone of blocks in which this rank has keys, in their order.
 
     Args:
@@ -44,9 +45,9 @@ def owned(cut: Any, indices: Tensor | None, block: int, beside: Tensor | None = 
     slot = torch.arange(count, device=indices.device)
     for b, start in enumerate(cut.q.starts.tolist()):
         blocks = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool)
-        for part in cut.kv.parts:
-            if part.sequence == b:
-                blocks[part.first // block : (part.first + part.count - 1) // block + 1] = True
+        for one in cut.kv.stretches:
+            if one.sequence == b:
+                blocks[one.first // block : (one.first + one.tokens - 1) // block + 1] = True
         own = torch.from_numpy(blocks).to(indices.device)
         for first in range(0, int(e.q_len[b]), _ROWS):
             row = np.arange(first, min(first + _ROWS, int(e.q_len[b])))

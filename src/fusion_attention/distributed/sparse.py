@@ -259,7 +259,7 @@ def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence
 def _check_lists(function: str, cut: Cut, flat: Mapping[str, Tensor | None], block: int) -> None:
     """Raises where an entry of this rank's lists is no block: kernels read where it says."""
     indices = flat["sparse_indices"]
-    if indices is not None and (got := found_bad(indices, cut.q.parts, cut.whole.extents.kv_len, block)):
+    if indices is not None and (got := found_bad(indices, cut.q.stretches, cut.whole.extents.kv_len, block)):
         text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
         raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
 
@@ -286,7 +286,7 @@ class _Indexer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = _of_indexer(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.parts))
+        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.stretches))
         indices, values = (found[name] for name in indexer.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(indices, *tensors)
@@ -313,8 +313,8 @@ def _indexer_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
 ) -> dict[str, Tensor]:
     whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"))
-    for parts in cut.rounds:
-        sums.add(parts, cut.run(indexer.IndexerBackward(cut.rows(whole, parts), dvalues, indices)))
+    for own in cut.rounds:
+        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices)))
     found = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
     if not deterministic:
         return found | {"key": sums.keys()["dkey"]}
@@ -333,7 +333,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = _of_attention(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.parts).whole())
+        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.stretches).whole())
         results = tuple(found[name] for name in sparse.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(*results, *tensors)
@@ -364,11 +364,11 @@ def _attention_gradients(
 ) -> dict[str, Tensor]:
     whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"))
     dsinks: Tensor | None = None
-    for parts in cut.rounds:
-        found = cut.run(sparse.SparseBackward(cut.rows(whole, parts), dout, *saved))
-        own = found.pop("dsinks", None)
-        dsinks = own if dsinks is None or own is None else dsinks + own
-        sums.add(parts, found)
+    for own in cut.rounds:
+        found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved))
+        more = found.pop("dsinks", None)
+        dsinks = more if dsinks is None or more is None else dsinks + more
+        sums.add(own, found)
     made = dict(sums.rows)
     if not deterministic:
         made |= sums.keys()
@@ -411,15 +411,15 @@ class _Loss(torch.autograd.Function):
         if deterministic:
             rows = cut.all_rows({name: given[name] for name in _LOSS_Q})
             found = cut.run(cut.everything(whole | rows))
-            own = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
-            ctx.made = {name: side.own(found[name]) for name, side in own.items()}
+            sides = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
+            ctx.made = {name: side.own(found[name]) for name, side in sides.items()}
             return found["loss"]
         ctx.sums = Sums(cut, ("dquery_index", "dweights"))
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
-        for parts in cut.rounds:
-            found = cut.run(cut.rows(whole, parts))
+        for own in cut.rounds:
+            found = cut.run(cut.rows(whole, own))
             total += found.pop("loss")
-            ctx.sums.add(parts, found)
+            ctx.sums.add(own, found)
         return cut.call.sum_to_all("summing the loss", total)
 
     @staticmethod
