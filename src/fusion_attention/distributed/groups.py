@@ -168,9 +168,7 @@ class Call:
         memo: what all calls that say the same may share.
     """
 
-    def __init__(
-        self, group: Group, function: str, schedule: str, device: torch.device, memo: dict[str, Any]
-    ) -> None:
+    def __init__(self, group: Group, function: str, schedule: str, device: torch.device, memo: dict[str, Any]) -> None:
         self.group, self.rank, self.world = group, group.rank, group.world
         self.function, self.schedule, self.device, self.memo = function, schedule, device, memo
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
@@ -194,6 +192,13 @@ class Call:
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
             f"{what} ({advice})"
         )
+
+    def alone(self) -> Call:
+        """The same call by this rank by itself."""
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__)
+        call.rank, call.world = 0, 1
+        return call
 
     @contextmanager
     def told(self, step: str) -> Iterator[None]:
@@ -286,7 +291,7 @@ class Call:
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
         """The sum over ranks, in their order, on every rank: the same bits everywhere."""
-        if self.group.axes:
+        if self.group.axes and self.world > 1:
             row = self.along(1).sum_to_all(step, tensor)
             return self.along(0).sum_to_all(step, row)
         return _summed(self.to_each(step, [tensor] * self.world, [tensor.shape] * self.world))
@@ -307,9 +312,9 @@ def group_of(group: AnyGroup) -> Group:
     found = _GROUPS.get(group) if isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None
     if found is not None:
         return found
-    if (
+    if group == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-    ) or group is dist.GroupMember.NON_GROUP_MEMBER:
+    ):
         raise _stranger()
     if not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         raise GroupError(

@@ -44,8 +44,8 @@ class Side:
 
     def all(self) -> Pieces:
         """All sequences, each in one piece, as they lie in gathered tensors."""
-        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.laid.lengths) if n)
-        return _pieces(whole, self.lengths, self.packed)
+        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.laid.lengths))
+        return _pieces(whole, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
@@ -54,7 +54,7 @@ class Side:
         return replace(self, laid=Layout(self.laid.lengths, tuple(parts)))
 
 
-def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool) -> Pieces:
+def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Pieces:
     b, first, end = np.array(held, np.int64).reshape(-1, 3).T
     start = np.cumsum(end - first) - (end - first)
     if packed:
@@ -62,7 +62,7 @@ def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool) -> Piece
     item = np.repeat(np.arange(len(lengths)), len(first))
     first, end, start = (np.tile(a, len(lengths)) for a in (first, end, start))
     count = np.minimum(end, lengths[item]) - first
-    some = count > 0
+    some = (count > 0) | empty
     return Pieces(item[some], first[some], count[some], item[some], start[some])
 
 
@@ -86,11 +86,11 @@ class Meeting:
     deterministic: bool = False
     dbias: bool = False
 
-    def pairs(self, name: Any, rows: Pieces, keys: Pieces) -> Pairs:
+    def pairs(self, name: Any, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
         """The pairs of two sets of pieces, which all calls of a signature share under a name."""
         found: Pairs | None = self.call.memo.get(name)
         if found is None:
-            found = self.call.memo[name] = pieces.pairs(self.whole, rows, keys)
+            found = self.call.memo[name] = pieces.pairs(self.whole, rows, keys, partial=partial)
         return found
 
 
@@ -105,7 +105,7 @@ def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
 
 
 def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Gradients of keys are summed over ranks, in the order of ranks; or computed by who has the keys, from all rows."""
+    """Gradients of keys are summed in the order of ranks; or computed by who has the keys, from all rows."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.pieces, everything.pieces)
     g = pieces.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -137,7 +137,7 @@ def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.laid, given)
     bias = rows.bias if bias is None else bias.movedim(1, -2)
     blocked = rows.blocked if blocked is None else blocked.movedim(1, -2)
-    return Rows(m.rows.all(), q, q_rope, bias, blocked), Saved(*of_saved)  # type: ignore[arg-type]
+    return Rows(m.rows.all(), q, q_rope, bias, blocked), Saved(*of_saved)
 
 
 def _gather(call: Call, step: str, laid: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -206,7 +206,7 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces)
+        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
         if result is None or len(met):
             part = pieces.forward(m.whole, rows, of_block, met, m.backend, partial=True)
             if result is None:
@@ -218,7 +218,8 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         block = coming
     assert result is not None
     if m.whole.sink is not None:
-        join_sink(result, m.whole.sink)
+        for b, start, count in zip(rows.pieces.batch, rows.pieces.start, rows.pieces.count, strict=True):
+            join_sink(Partial(*(t[b, start : start + count] for t in result)), m.whole.sink)
     return result._replace(out=result.out.to(rows.q.dtype))
 
 
@@ -229,13 +230,14 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         met = m.pairs("own", rows.pieces, keys.pieces)
         g = pieces.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
-    block, total, added = _block(keys), None, []
+    block, total = _block(keys), None
+    added: list[Tensor] = []
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 0)
         of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces)
+        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
         g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
         if total is None:
             total = g

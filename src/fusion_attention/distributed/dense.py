@@ -1,0 +1,427 @@
+"""attention(): attention over sequences that lie on several ranks; every rank makes the call, with its own share.
+
+The whole call is checked and lowered as one of fusion_attention.attention, on every rank, without memory; its record's
+rules, messages and defaults are therefore these. Refuses to know how ranks meet (schedules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.api.attention import EmptyRows, Layout, Lengths
+from fusion_attention.api.attention import attention as of_one_process
+from fusion_attention.api.attention import forward as forward_of_one_process
+from fusion_attention.api.foreign import refuse
+from fusion_attention.backends import BackendName
+from fusion_attention.contract import bind, intact
+from fusion_attention.distributed import schedules
+from fusion_attention.distributed.groups import AnyGroup, Call, Group, group_of
+from fusion_attention.distributed.heads import Heads, indivisible
+from fusion_attention.distributed.layout import layout_of
+from fusion_attention.distributed.pieces import Keys, Rows, Saved, Whole
+from fusion_attention.distributed.schedules import Meeting, Side
+from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.ops.shared.layouts import LAYOUTS, wide
+from fusion_attention.ops.training import own as record
+from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.settings import chosen
+from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.refusals import constants, once
+from fusion_attention.waist.dropout import draw_seed
+from fusion_attention.waist.mask import UNLIMITED, Band
+from fusion_attention.waist.merge import Partial
+
+Tensor = torch.Tensor
+_ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")
+_TENSORS = ("q", "k", "v", "q_rope", "k_rope", "bias", "blocked", "alibi_slopes", "sink")
+_CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
+_UNCUT = {
+    "drop_bits": "is not cut among ranks: leave it to seed and offset, which drop as in one process",
+    "blocked_tiles": "is not cut among ranks: pass this rank's rows of the mask as blocked",
+    "blocked_bits": "is not cut among ranks: pass this rank's rows of the mask as blocked",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: AnyGroup = None,
+    schedule: str = "zigzag",
+    tokens: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
+    layout: Layout = "BSND",
+    heads: int = 0,
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    band: Band | None = None,
+    sparse_mode: int | None = None,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    blocked: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    alibi_start: Sequence[int] | None = None,
+    sink: Tensor | None = None,
+    keep_prob: float = 1.0,
+    seed: int | None = None,
+    offset: int = 0,
+    empty_rows: EmptyRows = "zero",
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    backend: BackendName = "auto",
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """fusion_attention.attention over sequences that lie on the ranks of a group, each with the share of shard().
+
+        out = attention(q, k, v)        of all ranks' rows and keys, this rank's rows
+
+    Every rank makes the call, with the same options. Differentiable in q, k, v, q_rope, k_rope, bias and sink; the
+    gradients of a sink, and of a bias that all rows share, are those of all ranks.
+
+    Args:
+        q: this rank's query rows, [B, S1 share, N1, D] in layout BSND.
+        k, v: this rank's keys and values, [B, S2 share, N2, D or Dv].
+        group: a ProcessGroup, a DeviceMesh of one dimension, or of two (ring, ulysses); None: all ranks.
+        schedule: "zigzag" (keys go round; loads causal bands evenly), "ring" (the same, contiguous shares),
+            "allgather" (every rank gathers all keys; results and dq have the bits of one process), "ulysses" (heads
+            change places; N1 a multiple of the ranks), "ulysses+ring" (both, on a mesh of two dimensions).
+        tokens: padded layouts: tokens of the whole tensors, S or (S1, S2); None: the world times this rank's.
+        deterministic: with "allgather": gradients of keys have the bits of one process too, at the cost of a second
+            pass; otherwise partial sums of the ranks are added, the same bits in every run.
+        q_len, kv_len: tokens of the whole sequences. Packed: needed.
+        q_rope, k_rope: this rank's shares.
+        blocked, bias: padded layouts: this rank's rows x all keys, [B, N1, S1 share, S2]; size 1 broadcasts.
+        alibi_slopes, sink: the same on every rank.
+        seed: of drawn dropout, which drops as in one process; None: rank 0 draws one.
+        layout, heads, scale, band, sparse_mode, pre_tokens, next_tokens, alibi_start, keep_prob, offset, empty_rows,
+            softcap, return_lse, backend: as there, of the whole call.
+        foreign: words of other libraries: an error that gives ours.
+
+    Returns:
+        out of this rank's rows, or (out, lse).
+
+    Raises:
+        ContractError, BackendError, TypeError: as there.
+        GroupError: ranks make different calls, a share does not have the size that shard() gives it, a rank died.
+        NotImplementedError: a trace (torch.compile, torch.func), which cannot hold what passes between ranks.
+
+    Source: this library.
+
+    Example:
+        >>> share = lambda x: shard(x, None, "zigzag", 4096)
+        >>> out = attention(share(q), share(k), share(v), band=Band.causal())  # doctest: +SKIP
+    """
+    for word in foreign.keys() & _UNCUT.keys():
+        raise TypeError(f"fusion_attention: distributed.attention: {word}: {_UNCUT[word]}")
+    if foreign:
+        refuse(of_one_process, foreign)
+    args = {
+        "q": q, "k": k, "v": v, "layout": layout, "heads": heads, "q_len": q_len, "kv_len": kv_len, "q_rope": q_rope,
+        "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "blocked": blocked, "bias": bias, "alibi_slopes": alibi_slopes,
+        "alibi_start": alibi_start, "sink": sink, "keep_prob": keep_prob, "drop_bits": None, "seed": seed,
+        "offset": offset, "empty_rows": empty_rows, "softcap": softcap, "blocked_tiles": None, "blocked_bits": None,
+    }  # fmt: skip
+    ranks = group_of(group)
+    shape = shape_of("attention", ranks, schedule)
+    if ranks.world == 1:
+        out, max_, sum_ = forward_of_one_process(args, backend, stats=return_lse)
+    else:
+        out, max_, sum_ = _shared(args, ranks, _Options(schedule, shape, tokens, deterministic), chosen(backend))
+    return (out, max_ + sum_.log()) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a call says beside what one of a single process says."""
+
+    schedule: str
+    shape: tuple[int, ...]
+    tokens: int | tuple[int, int] | None
+    deterministic: bool
+
+
+def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, max, sum) of this rank's rows, statistics as fusion_attention.attention has them."""
+    dispatch.autocast(args, _CAST)
+    if dispatch.is_traced(args.values()):
+        raise NotImplementedError(
+            "fusion_attention: distributed.attention: a trace cannot hold what passes between ranks (call it eagerly, "
+            "outside torch.compile and torch.func: torch.compiler.disable)"
+        )
+    with torch._C.DisableTorchFunction():
+        whole_args = _whole(args, options, ranks)
+        bound = bind(record.RECORD, whole_args)
+        lowered = record.dense_call(bound)
+        sides = _sides(lowered, options)
+        _refuse(args, lowered, options, sides)
+        call = ranks.call(
+            "attention",
+            {"schedule": options.schedule, "backend": backend, **_words(whole_args, bound, options)},
+            args["q"].device,
+            _fault(args, lowered, options, [side.laid.sizes[ranks.rank] for side in sides]),
+            (args["seed"], args["offset"]),
+        )
+        whole = _lowered_whole(args, lowered, call)
+        dbias = args["bias"] is not None and args["bias"].requires_grad
+        m = Meeting(whole, call, *sides, backend, options.deterministic, dbias)
+        return _Shared.apply(m, options, lowered.form.layout, *(args[name] for name in _TENSORS))
+
+
+# ------------------------------------------------------------------------------------------------------ the whole call
+
+
+def _whole(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
+    """The arguments of the whole call: its tensors have no memory. What is no tensor of a share stays as it is."""
+    layout = args["layout"]
+    if not isinstance(layout, str) or layout not in record.RECORD.layouts:
+        return args
+    batch, token, _ = LAYOUTS[layout]
+    rows, keys = _tokens(args, options, ranks, token, packed=batch is None)
+    found = dict(args)
+    for names, whole in ((_ROWS, rows), (_KEYS, keys)):
+        found |= {name: _blank(args[name], token, whole) for name in names}
+    for name in _MATRICES:
+        t = args[name]
+        one = not isinstance(t, Tensor) or t.dim() < 2 or t.shape[-2] == 1
+        found[name] = _blank(t, 0, None) if one else _blank(t, t.dim() - 2, rows)
+    return found | {name: _blank(args[name], 0, None) for name in ("alibi_slopes", "sink")}
+
+
+def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
+    """Tokens of the whole query and key tensors; None: as the share, where what is said cannot be understood."""
+    if packed:
+        if options.tokens is not None:
+            raise ValueError(
+                f"fusion_attention: distributed.attention: tokens: expected None beside packed sequences, got "
+                f"{options.tokens!r} (q_len and kv_len say it)"
+            )
+        kv_len = args["q_len"] if args["kv_len"] is None else args["kv_len"]
+        return _sum(args["q_len"]), _sum(kv_len)
+    if options.tokens is None:
+        held = (t.shape[token] if isinstance(t, Tensor) and t.dim() > token else None for t in (args["q"], args["k"]))
+        rows, keys = (None if n is None else n * ranks.world for n in held)
+        return rows, keys
+    given = (options.tokens, options.tokens) if isinstance(options.tokens, int) else options.tokens
+    if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and n >= 0 for n in given):
+        raise ValueError(
+            f"fusion_attention: distributed.attention: tokens: expected S or (S1, S2), got {options.tokens!r}"
+        )
+    return given
+
+
+def _sum(lengths: Any) -> int | None:
+    try:
+        return int(sum(lengths.tolist() if isinstance(lengths, Tensor) else lengths))
+    except (TypeError, ValueError):
+        return None
+
+
+def _blank(value: Any, axis: int, size: int | None) -> Any:
+    """A tensor without memory that is another size along an axis; what is no plain tensor as it came."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.dim() <= axis:
+        return value
+    shape = list(value.shape)
+    if size is not None:
+        shape[axis] = size
+    return torch.zeros(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def _words(whole: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
+    """What every rank must say alike; of matrices all axes but the rows, which may be few here and one there."""
+    said: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
+    for name, value in whole.items():
+        if isinstance(value, Tensor) and name in _TENSORS:
+            shape = [*value.shape[:-2], *value.shape[-1:]] if name in _MATRICES else list(value.shape)
+            said[name] = f"{shape} {value.dtype}{' with a gradient' if value.requires_grad else ''}"
+        elif name in ("q_len", "kv_len"):
+            said[name] = bound[name].tolist()
+        elif name not in ("seed", "offset") and value is not None:
+            said[name] = value
+    return said
+
+
+def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
+    """How rows and keys lie on ranks."""
+    e = lowered.extents
+    batch, token, _ = LAYOUTS[lowered.form.layout]
+
+    def side(lengths: Any, t: Tensor) -> Side:
+        held = tuple(lengths.tolist()) if batch is None else (t.shape[token],)
+        return Side(layout_of(options.schedule, held, options.shape), lengths, batch is None)
+
+    return side(e.q_len, lowered.q), side(e.kv_len, lowered.k)
+
+
+def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Whole:
+    """The whole call for pieces.py, with this rank's copy of what is the same on every rank."""
+    p, e, q = lowered.problem, lowered.extents, args["q"]
+    slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
+    if slopes is not None:
+        slopes = slopes.detach().reshape(-1, p.heads_q).expand(len(e), p.heads_q)
+    seed = args["seed"] if p.dropout == "philox" else 0
+    if seed is None:
+        seed = call.of_first("handing the seed round", draw_seed())
+    sink = None if sink is None else sink.detach()
+    return Whole(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset)
+
+
+def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
+    """Raises where a call that one process may make cannot be cut; on every rank alike."""
+    why, name = "", "schedule"
+    moves = options.schedule.startswith("ulysses")
+    if options.deterministic and options.schedule != "allgather":
+        name, why = "deterministic", f'goes with schedule="allgather" alone, got {options.schedule!r}'
+    elif moves:
+        why = indivisible(lowered.problem, options.shape[-1])
+    for matrix in _MATRICES:
+        t = args[matrix]
+        if t is None:
+            continue
+        if sides[0].packed:
+            name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
+        elif moves and t.dim() >= 2 and t.shape[-2] != 1:
+            name, why = matrix, "has rows of its own, and heads change places here (take another schedule)"
+        elif matrix == "bias" and t.requires_grad and 1 in sides[0].laid.sizes:
+            name, why = matrix, "wants a gradient while some rank has one row: none can tell it from a row for all"
+    if why:
+        raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
+
+
+def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
+    """What is wrong with this rank's share of a call that is right as a whole; empty: nothing."""
+    token = LAYOUTS[lowered.form.layout][1]
+    for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
+        for name in names:
+            if (t := args[name]) is not None and t.shape[token] != size:
+                return (
+                    f"{name} has {t.shape[token]} tokens, and its share is {size} (shard() lays tokens out; tokens= "
+                    "says how many there are in all)"
+                )
+    for name in _MATRICES:
+        if (t := args[name]) is not None and t.dim() >= 2 and t.shape[-2] not in (1, sizes[0]):
+            advice = f"shard({name}, group, {options.schedule!r}, S1, dim=-2)"
+            return f"{name} has {t.shape[-2]} rows, and this rank has {sizes[0]} ({advice})"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------------- this rank's
+
+
+class _Shared(torch.autograd.Function):
+    """A shared call and its derivative; statistics are returned, not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Meeting, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
+        rows, keys = _canonical(m, layout, tensors)
+        part = _computed(m, options, rows, keys, None)
+        results = _laid(part, layout)
+        ctx.save_for_backward(*part, *tensors)
+        ctx.said = m, options, layout
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, *of_stats: Any) -> Any:
+        constants(of_stats)
+        wanted = ctx.needs_input_grad[3:]
+        if dout is None:
+            return (None,) * (3 + len(wanted))
+        m, options, layout = ctx.said
+        out, max_, sum_, *tensors = ctx.saved_tensors
+        intact("distributed.attention, backward", ("dout", *_TENSORS), (dout, *tensors))
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            again = replace(m, call=m.call.derivative())
+            rows, keys = _canonical(again, layout, tensors)
+            upstream = _rows_of(dout, layout, m.whole.problem.heads_q)
+            g, dsink = _computed(again, options, rows, keys, Saved(upstream, out, max_, sum_))
+            found = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
+            given = [_as_given(t, layout, like) for t, like in zip(found, tensors[:5], strict=True)]
+            bias, sink = tensors[5], tensors[8]
+            dbias = _of_bias(again, g.dbias, bias, rows.q.shape[1])
+            return (*given, dbias, None, None, None if sink is None or dsink is None else dsink.to(sink.dtype))
+
+        grads = once(gradients, (dout, *tensors))
+        return None, None, None, *(g if need else None for g, need in zip(grads, wanted, strict=True))
+
+
+def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
+    """The results of a schedule, or the gradients where saved."""
+    gathered = options.schedule == "allgather"
+    forward = schedules.gathered_forward if gathered else schedules.ring_forward
+    backward = schedules.gathered_backward if gathered else schedules.ring_backward
+    if not options.schedule.startswith("ulysses"):
+        return forward(m, rows, keys) if saved is None else backward(m, rows, keys, saved)
+    mesh = len(options.shape) == 2
+    line, rest = (m.call.along(1), m.call.along(0)) if mesh else (m.call, m.call.alone())
+    among = Heads.divided(m, line, rest)
+    return among.forward(rows, keys, forward) if saved is None else among.backward(rows, keys, saved, backward)
+
+
+def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
+    """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
+    p, rank = m.whole.problem, m.call.rank
+    given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
+    rows, keys = ({n: _rows_of(given[n], layout, h) for n in of} for of, h in ((_ROWS, p.heads_q), (_KEYS, p.heads_kv)))
+    matrices = {n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES}
+    return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
+
+
+def _rows_of(t: Any, layout: str, count: int) -> Any:
+    """[batch, tokens, heads, dim] of a tensor in a layout; None of None."""
+    if t is None:
+        return None
+    batch, token, head = LAYOUTS[layout]
+    if head is None:
+        t = t.unflatten(-1, (count, t.shape[-1] // count))
+    if batch is None:
+        return t[None]
+    if batch == 1:
+        return t.transpose(0, 1)
+    return t.transpose(1, 2) if token == 2 else t
+
+
+def _laid_rows(t: Tensor, layout: str) -> Tensor:
+    """_rows_of() the other way."""
+    batch, token, head = LAYOUTS[layout]
+    t = (
+        t[0]
+        if batch is None
+        else t.transpose(0, 1)
+        if (batch, token) == (1, 0)
+        else t.transpose(1, 2)
+        if token == 2
+        else t
+    )
+    return t.flatten(-2) if head is None else t
+
+
+def _laid(part: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Results as fusion_attention.attention returns them."""
+    stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (part.max, part.sum))
+    max_, sum_ = stats
+    return _laid_rows(part.out, layout), max_, sum_
+
+
+def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
+    return None if gradient is None or like is None else _laid_rows(gradient.to(like.dtype), layout)
+
+
+def _of_bias(m: Meeting, dbias: Tensor | None, bias: Tensor | None, rows: int) -> Tensor | None:
+    """The gradient of a bias: of this rank's rows, or of all where they share it."""
+    if dbias is None or bias is None:
+        return None
+    if rows != 1 and dbias.shape[-2] == 1:
+        rest = m.call.along(0) if m.call.group.axes else m.call
+        dbias = dbias if m.call.schedule == "ulysses" else rest.sum_to_all("summing the bias's gradient", dbias)
+    return dbias.reshape(bias.shape).to(bias.dtype)
