@@ -90,9 +90,7 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
             t = shard(t, group, schedule, s1, -2)
         local[name] = t.detach().requires_grad_(name in GRADIENTS)
     tokens = None if batch is None else (s1, s2)
-    out, lse = attention(
-        **local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True
-    )
+    out, lse = attention(**local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True)
     whole = unshard(out.detach(), group, schedule, lengths["q"], token)
     out.backward(shard(upstream(whole.shape, case["dtype"]), group, schedule, lengths["q"], token))
     found = {"out": whole, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
@@ -125,10 +123,15 @@ CASES = {
     "packed": case(words={"layout": "TND", "q_len": PACKED, "band": CAUSAL}, s1=sum(PACKED)),
     "packed_cross": case(
         words={"layout": "TND", "q_len": [100, 7, 0, 200], "kv_len": [400, 0, 3, 190], "band": Band.window(60, 60)},
-        s1=307, s2=593,
+        s1=307,
+        s2=593,
     ),
     "sink": case(torch.bfloat16, words={"band": CAUSAL}, n2=2, sink=True, b=2),
-    "sink_packed": case(words={"layout": "TND", "q_len": PACKED, "kv_len": PACKED[::-1], "band": Band.window(40, 0)}, s1=sum(PACKED), sink=True),
+    "sink_packed": case(
+        words={"layout": "TND", "q_len": PACKED, "kv_len": PACKED[::-1], "band": Band.window(40, 0)},
+        s1=sum(PACKED),
+        sink=True,
+    ),
     "alibi": case(words={"band": CAUSAL}, slopes=True),
     "dropout": case(words={"band": CAUSAL, "keep_prob": 0.8, "seed": 1234, "offset": 3}, b=2),
     "rope": case(torch.bfloat16, words={"band": CAUSAL}, n2=2, dr=8, dv=24),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.worlds import Failed, Worlds
+from support.worlds import Worlds
 
 import fusion_attention as fa
 from fusion_attention.testing import compare

@@ -6,6 +6,7 @@ to know what is computed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from fusion_attention.distributed.sharding import _gathered as gathered
 from fusion_attention.distributed.sharding import _share as share
 from fusion_attention.distributed.sharding import _summed_shares as summed_shares
 from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import INFINITE
@@ -270,7 +272,7 @@ def cut_of(
                 f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
                 "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
             )
-    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, **said}
+    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, "backend": chosen(backend), **said}
     try:
         call = ranks.call(function, words, args[rows[0]].device, fault)
     finally:
@@ -280,17 +282,27 @@ def cut_of(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Tokens of the whole along queries and along keys, as far as a call says them."""
+    """Tokens of the whole along queries and along keys, as far as a call says them; what is wrong bind() says."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
+        raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
     found = []
     for name, size, lengths in zip(names, sizes, ("actual_seq_qlen", "actual_seq_kvlen"), strict=True):
         if args["layout"] == PACKED:
-            given = args["actual_seq_qlen"] if args[lengths] is None else args[lengths]
-            found.append(0 if given is None else int(np.asarray(given, np.int64).sum()))
+            found.append(_total(args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
         else:
-            local = args[name].shape[1] if args[name].dim() > 1 else 0
+            tensor = args[name]
+            local = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
             found.append(ranks * local if size is None else size)
     return found
+
+
+def _total(lengths: Any) -> int:
+    """The sum of lengths; 0 where they are none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        total = sum(int(n) for n in lengths)
+        return total if 0 <= total < INFINITE else 0
+    return 0
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:

@@ -243,10 +243,8 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 def _said(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
     """What ranks compare beside the call: whether a backward will come, and which."""
-    grads = [
-        name for name in trained if torch.is_grad_enabled() and args[name] is not None and args[name].requires_grad
-    ]
-    return {"deterministic": deterministic, "trained": grads}
+    grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
+    return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
 
 def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]) -> dict[str, Tensor | None]:
