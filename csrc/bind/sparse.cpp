@@ -39,7 +39,7 @@ private:
 };
 
 SparseProblem sparse_problem_of(const nb::tuple &t) {
-    if (t.size() != 13) refuse("a problem of selected keys has 13 fields");
+    if (t.size() != 14) refuse("a problem of selected keys has 14 fields");
     SparseProblem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -54,6 +54,7 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
     p.select_block = item<std::int64_t>(t, 10);
     p.indexes = item<bool>(t, 11);
     p.weights_dtype = static_cast<Dtype>(choice(t[12], "weights_dtype", 3));
+    p.wide_values = item<bool>(t, 13);
     return p;
 }
 

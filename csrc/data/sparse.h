@@ -24,6 +24,7 @@ struct SparseProblem {
     std::int64_t select_block;  // keys that an entry stands for
     bool indexes;               // the lightning indexer
     Dtype weights_dtype;        // of its weights
+    bool wide_values = false;   // its values are float32, whatever dtype is
 };
 
 struct SparseOperands {

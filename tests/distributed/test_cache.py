@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.bits import same_bits
 from support.worlds import Worlds
 
 import fusion_attention as fa
+import fusion_attention.distributed as far
 from fusion_attention.testing import compare
 
 SIZE, HEADS, DIM = 4, 2, 16
@@ -20,7 +22,7 @@ class Both:
 
     def __init__(self, group: Any, pages: int = 20, **how: Any) -> None:
         heads = how.pop("heads", HEADS)
-        self.world = torch.distributed.get_world_size(group)
+        self.world = dist.get_world_size(group)
         make = {"heads": heads, "dim": DIM, "page_size": SIZE, **how}
         self.shared = fa.PagedKVCache(pages=pages, group=group, **make)
         self.whole = fa.PagedKVCache(pages=pages * self.world, **make)
@@ -61,7 +63,7 @@ class Both:
 
 def holds(group: Any, stored: str) -> int:
     both = Both(group, stored=stored)
-    rank = torch.distributed.get_rank(group)
+    rank = dist.get_rank(group)
     for sequence in both.program():
         (own,) = both.shared.own_pages([sequence])
         tokens = [page * SIZE + slot for page in own for slot in range(SIZE)]
@@ -141,6 +143,12 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     alone = fa.decode_attention(q[1:2], both.shared, sequences=[sequences[1]], return_lse=True, **_of_one(how))
     for what, ours, want in zip(("out", "lse"), alone, got, strict=True):
         compare(f"{name}: {what} of one sequence", ours, want[1:2].double(), ours, 30)
+    if 4 % both.world == 0:
+        axis = 1 if how.get("layout") == "BNSD" else 2
+        own = [t.chunk(both.world, at)[dist.get_rank(group)] for t, at in ((q, axis), (got[0], axis), (got[1], 1))]
+        same_bits(
+            far.decode_attention(own[0], both.shared, own_heads=True, return_lse=True, **how), tuple(own[1:]), name
+        )
     return got
 
 

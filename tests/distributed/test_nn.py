@@ -16,8 +16,8 @@ from fusion_attention.distributed import positions, shard, unshard
 from fusion_attention.testing import compare
 
 DIM, LENGTHS, S = 32, [150, 75], 150
-INDEX = {"index_heads": 3, "index_dim": 12, "top_k": 20}
-LATENT = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
+INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 20}
+LATENT: dict[str, Any] = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
 Tensors = dict[str, torch.Tensor]
 
 

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from support.bits import same_bits
 from support.worlds import Worlds
+from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
 import fusion_attention.distributed as far
+from fusion_attention.distributed.topk import best
 from fusion_attention.testing import compare
 from fusion_attention.testing.cases import Named
 
@@ -64,6 +66,8 @@ CASES = [
     Case(q_len=(300, 211), padded=320, heads_kv=2, rope=True),
     Case(q_len=(129, 200), kv_len=(190, 270), padded=200, block=48, top_k=4, dtype="bfloat16", rope=True, sink=True),
     Case(q_len=(40,), schedule="ring"),  # ranks without rows
+    Case(q_len=(640, 130), schedule="ulysses+ring", rope=True, sink=True),
+    Case(q_len=(300, 211), padded=320, schedule="ulysses+ring", dtype="bfloat16"),
 ]
 
 
@@ -73,8 +77,12 @@ def whole(case: Case, wide: bool = False) -> dict[str, Tensor | None]:
     dtype = getattr(torch, case.dtype)
 
     def draw(side: str, *inner: int, to: torch.dtype = dtype) -> Tensor:
+        """Rows whose strides are no neighbours', with NaN behind the tokens that count."""
         drawn = torch.randn(*case.shape(side), *inner, generator=generator).to(to)
-        return drawn.double() if wide else drawn
+        for b, length in enumerate(case.q_len if side == "q" else case.keys):
+            if case.padded:
+                drawn[b, length:] = torch.nan
+        return torch.stack((drawn.double() if wide else drawn,) * 2, -2)[..., 0, :]
 
     found: dict[str, Tensor | None] = {
         "q": draw("q", 4, 16),
@@ -174,6 +182,8 @@ def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tens
 
 
 def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
+    if case.schedule == "ulysses+ring":
+        group = init_device_mesh("cpu", (2, 2))
     given, lists = whole(case), lists_of(case)
     want = results(case, given, lists)
     local = {
@@ -190,7 +200,7 @@ def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
     assert got.keys() == share.keys()
     for name, tensor in share.items():
         if deterministic or name not in SUMMED:
-            same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank(group)}: {name}")
+            same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
     if not deterministic:
         golden = shares(case, results(case, whole(case, True), lists, backend="golden"), group)
         for name in set(SUMMED) & set(got):
@@ -198,9 +208,62 @@ def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
     return {name: got[name] for name in ("dsink", "loss") if name in got}
 
 
+def merged(group: Any, case: Case) -> None:
+    """The indexer alone, whose keys stay where they are."""
+    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    how = {"group": group, "schedule": case.schedule, "tokens": tokens, "merge_topk": True}
+    names = ("index_q", "index_k", "weights")
+    sides = ("q", "kv", "q")
+
+    def run(given: dict[str, Any], share: bool, **more: Any) -> dict[str, Tensor]:
+        def part(t: Tensor, side: str) -> Tensor:
+            return far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded))) if share else t
+
+        t = [part(given[name], side).detach().requires_grad_() for name, side in zip(names, sides, strict=True)]
+        library: Any = far if share else fa
+        indices, values = library.lightning_indexer(*t, case.top_k, **case.how, **more)
+        values.backward(part(given["dvalues"], "q"))
+        found = {"indices": indices, "values": values.detach()}
+        return found | {name: x.grad for name, x in zip(names, t, strict=True)}
+
+    want, got = run(whole(case), False), run(whole(case), True, **how)
+    golden = run(whole(case, True), False, backend="golden")
+    for name in want:
+        side = "kv" if name == "index_k" else "q"
+        mine, exact = (
+            far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded)))
+            for t in (want[name], golden[name])
+        )
+        if name in ("index_q", "weights") and dist.get_world_size() > 1:
+            compare(f"{case.id}: {name}", got[name], exact, mine, max(case.keys))
+        else:
+            same_bits(got[name], mine, f"{case.id}, rank {dist.get_rank()}: {name}")
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [(case, world) for case in CASES for world in (2, 3) if case.schedule != "ulysses+ring"],
+    ids=str,
+)
+def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
+    worlds.run(world, merged, case)
+
+
+def test_the_order_of_candidates() -> None:
+    nan = torch.nan
+    indices = torch.tensor([[[7, 2, -1, 5, 3, 9, 1, -1]]], dtype=torch.int32)
+    values = torch.tensor([[[0.0, 1.0, -torch.inf, nan, -0.0, 1.0, nan, -torch.inf]]])
+    got, found = best(indices, values, 7)
+    assert got[0, 0].tolist() == [1, 5, 2, 9, 3, 7, -1]
+    same_bits(found, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [(case, world) for case in CASES for world in ((4,) if case.schedule == "ulysses+ring" else (1, 2, 3, 4))],
+    ids=str,
+)
 def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int, deterministic: bool) -> None:
     first, *others = worlds.run(world, compared, case, deterministic)
     for other in others:

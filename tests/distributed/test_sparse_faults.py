@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.worlds import Worlds
+from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
 import fusion_attention.distributed as far
@@ -118,6 +119,19 @@ def test_wrong_calls_have_the_words_of_one_process(worlds: Worlds) -> None:
         assert "schedule: expected one of allgather" in schedule
         assert "expected a ProcessGroup" in group
         assert "q_len: expected the lengths of packed sequences" in lengths
+
+
+def on_a_mesh(group: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    how = {"group": mesh, "schedule": "ulysses+ring", "merge_topk": True}
+    both = text_of(lambda: indexed(group, merge_topk=True, deterministic=True), ValueError)
+    return [text_of(lambda: indexed(group, **how), ValueError), both]
+
+
+def test_what_does_not_go_with_merged_choices(worlds: Worlds) -> None:
+    for mesh, both in worlds.run(4, on_a_mesh):
+        assert "merge_topk: expected False on a mesh of two dimensions" in mesh
+        assert "deterministic: expected False with merge_topk" in both
 
 
 def listed(group: Any, entry: int) -> str:

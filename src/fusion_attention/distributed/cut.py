@@ -81,6 +81,18 @@ class Side:
                     self.stretches.append(Stretch(sequence, piece.first, count, at))
                 at += piece.end - piece.first
 
+    @functools.cached_property
+    def rounds(self) -> list[list[Stretch]]:
+        """The stretches, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
+        found: list[list[Stretch]] = []
+        met = [0] * len(self.lengths)
+        for own in self.stretches:
+            if met[own.sequence] == len(found):
+                found.append([])
+            found[met[own.sequence]].append(own)
+            met[own.sequence] += 1
+        return found or [[]]
+
     def flat(self, tensor: Tensor) -> Tensor:
         """Tokens of this rank, or of the whole, on one axis."""
         return tensor.flatten(0, 1) if self.padded else tensor
@@ -118,18 +130,6 @@ class Cut:
     def __init__(self, whole: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
         self.whole, self.call, self.q, self.kv, self.backend = whole, call, q, kv, backend
 
-    @functools.cached_property
-    def rounds(self) -> list[list[Stretch]]:
-        """This rank's rows, so that no two stretches of a round meet the same keys: whoever writes them is alone."""
-        found: list[list[Stretch]] = []
-        met: list[int] = [0] * len(self.q.lengths)
-        for own in self.q.stretches:
-            if met[own.sequence] == len(found):
-                found.append([])
-            found[met[own.sequence]].append(own)
-            met[own.sequence] += 1
-        return found or [[]]
-
     def extents(self, stretches: Sequence[Stretch]) -> Placed:
         """Lengths and bands of rows of this rank, against all keys of their sequences."""
         e: Extents = self.whole.extents
@@ -146,6 +146,19 @@ class Cut:
             tensors: flat rows of this rank, and flat keys of all.
         """
         return self._on(tensors, self.extents(stretches))
+
+    def keys_of(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
+        """The call of all rows over some of this rank's keys, from which indices then count.
+
+        Args:
+            tensors: flat rows of all ranks, and flat keys of this one. stretches: one of a sequence at most.
+        """
+        e: Extents = self.whole.extents
+        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
+        lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
+        places = {"q_start": self.q.starts[b], "kv_start": at}
+        prefix = np.maximum(e.prefix[b] - first, 0)
+        return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **places))
 
     def everything(self, tensors: Given) -> Any:
         """The call over all rows; tensors: all of them, flat."""

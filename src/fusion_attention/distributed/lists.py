@@ -28,12 +28,21 @@ def found_bad(indices: Tensor, stretches: Sequence[Stretch], kv_len: np.ndarray,
     return ""
 
 
-def owned(cut: Cut, indices: Tensor | None, block: int, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """All rows' lists with the entries alone of blocks in which this rank has keys, in their order.
+def owned(
+    cut: Cut,
+    stretches: Sequence[Stretch],
+    indices: Tensor | None,
+    block: int,
+    beside: Tensor | None = None,
+    *,
+    own_count: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """All rows' lists with the entries alone of blocks that touch some stretches of keys, in their order.
 
     Args:
         cut: the call. indices: flat lists of all rows.
         beside: as indices, a number per entry.
+        own_count: entries count from their stretch's first key; then a sequence has one stretch, and block is 1.
 
     Returns:
         (lists, numbers): -1 and 0 behind the last; numbers are empty without `beside`.
@@ -44,10 +53,11 @@ def owned(cut: Cut, indices: Tensor | None, block: int, beside: Tensor | None = 
     numbers = indices.new_zeros(0) if beside is None else torch.zeros_like(beside)
     slot = torch.arange(count, device=indices.device)
     for b, start in enumerate(cut.q.starts.tolist()):
-        blocks = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool)
-        for one in cut.kv.stretches:
+        blocks, before = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool), 0
+        for one in stretches:
             if one.sequence == b:
                 blocks[one.first // block : (one.first + one.tokens - 1) // block + 1] = True
+                before = one.first if own_count else 0
         own = torch.from_numpy(blocks).to(indices.device)
         for first in range(0, int(e.q_len[b]), _ROWS):
             row = np.arange(first, min(first + _ROWS, int(e.q_len[b])))
@@ -58,7 +68,7 @@ def owned(cut: Cut, indices: Tensor | None, block: int, beside: Tensor | None = 
             there = (entries >= 0).cumprod(-1).bool() & (slot < read) & own[entries.clamp(min=0)]
             # What is not kept goes to a place behind the list.
             place = (there.cumsum(-1) - 1).masked_fill(~there, count)
-            lists[at] = _moved(entries, place, -1).to(indices.dtype)
+            lists[at] = _moved(entries - before, place, -1).to(indices.dtype)
             if beside is not None:
                 numbers[at] = _moved(beside[at], place, 0)
     return lists, numbers

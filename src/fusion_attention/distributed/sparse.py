@@ -15,6 +15,7 @@ from fusion_attention.contract import ContractError, Failure
 from fusion_attention.distributed.cut import Cut, Sums, Tokens, cut_of
 from fusion_attention.distributed.groups import AnyGroup, group_of
 from fusion_attention.distributed.lists import found_bad, owned
+from fusion_attention.distributed.topk import Merged
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.ops.indexer import own as indexer_record
 from fusion_attention.ops.indexer_loss import call as loss
@@ -47,6 +48,7 @@ def lightning_indexer(
     q_len: Lengths = None,
     kv_len: Lengths = None,
     causal: bool = True,
+    merge_topk: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,11 @@ def lightning_indexer(
         schedule: how tokens lie on ranks, as of attention().
         tokens: S, or (S1, S2), of whole padded sequences; None: every rank has as many.
         q_len, kv_len: tokens of the whole sequences. Packed: needed (kv_len defaults to q_len).
+        merge_topk: keys stay where they are, and rows are gathered instead: every rank chooses among its keys for all
+            rows, and the choices are merged. Less passes where rows are few beside keys, as in decoding. The results
+            have the same bits; q's and weights' gradients are then summed over ranks, and k's is this rank's own.
         deterministic: k's gradient has the bits of one process, for a second backward; else the same bits in every run.
+            Not with merge_topk, where it always has.
         top_k, layout, causal, backend: as fa.lightning_indexer().
 
     Returns:
@@ -79,15 +85,27 @@ def lightning_indexer(
     }  # fmt: skip
     _eager("lightning_indexer", args)
     dispatch.autocast(args, ("query", "key"))
+    if merge_topk and deterministic:
+        raise ValueError(
+            "fusion_attention: distributed.lightning_indexer: deterministic: expected False with merge_topk, whose "
+            "gradients of rows are sums over ranks (leave out one of the two)"
+        )
+    if merge_topk and group_of(group).axes:
+        raise ValueError(
+            "fusion_attention: distributed.lightning_indexer: merge_topk: expected False on a mesh of two dimensions, "
+            "whose ranks pass along one at a time (leave it out, or take a group of one dimension)"
+        )
     if group_of(group).world == 1:
         found = dispatch.results(indexer_record.RECORD, args, backend)
         return found["sparse_indices_out"], found["sparse_values_out"]
     cut = cut_of(
         "lightning_indexer", indexer_record.RECORD, args, _INDEX_Q, _INDEX_KV, group=group, schedule=schedule,
-        tokens=tokens, backend=backend, said=_said(args, deterministic, indexer.DIFFERENTIABLE),
+        tokens=tokens, backend=backend,
+        said={"merge_topk": merge_topk, **_said(args, deterministic, indexer.DIFFERENTIABLE)},
     )  # fmt: skip
     flat = _flat(cut, args, _INDEX_Q, _INDEX_KV)
-    indices, values = _Indexer.apply(cut, deterministic, *(flat[name] for name in indexer.DIFFERENTIABLE))
+    tensors = (flat[name] for name in indexer.DIFFERENTIABLE)
+    indices, values = Merged.apply(cut, *tensors) if merge_topk else _Indexer.apply(cut, deterministic, *tensors)
     return cut.q.lying(indices), cut.q.lying(values)
 
 
@@ -311,13 +329,13 @@ def _indexer_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
 ) -> dict[str, Tensor]:
     whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"))
-    for own in cut.rounds:
+    for own in cut.q.rounds:
         sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices)))
     found = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
     if not deterministic:
         return found | {"key": sums.keys()["dkey"]}
     rows = cut.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
-    lists, grads = owned(cut, rows.pop("indices"), 1, rows.pop("dvalues"))
+    lists, grads = owned(cut, cut.kv.stretches, rows.pop("indices"), 1, rows.pop("dvalues"))
     made = cut.run(indexer.IndexerBackward(cut.everything(whole | rows), grads, lists))
     return found | {"key": cut.kv.own(made["dkey"])}
 
@@ -362,7 +380,7 @@ def _attention_gradients(
 ) -> dict[str, Tensor]:
     whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"))
     dsinks: Tensor | None = None
-    for own in cut.rounds:
+    for own in cut.q.rounds:
         found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved))
         more = found.pop("dsinks", None)
         dsinks = more if dsinks is None or more is None else dsinks + more
@@ -386,7 +404,7 @@ def _from_all_rows(
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
     rows = cut.all_rows({name: given[name] for name in _Q} | beside)
     dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
-    lists, _ = owned(cut, rows["sparse_indices"], cut.whole.problem.select_block)
+    lists, _ = owned(cut, cut.kv.stretches, rows["sparse_indices"], cut.whole.problem.select_block)
     call = cut.everything(whole | rows | {"sparse_indices": lists})
     found = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
     keys = {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}
@@ -414,7 +432,7 @@ class _Loss(torch.autograd.Function):
             return found["loss"]
         ctx.sums = Sums(cut, ("dquery_index", "dweights"))
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
-        for own in cut.rounds:
+        for own in cut.q.rounds:
             found = cut.run(cut.rows(whole, own))
             total += found.pop("loss")
             ctx.sums.add(own, found)

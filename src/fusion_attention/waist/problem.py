@@ -308,6 +308,7 @@ class IndexerProblem(_Typed):
         top_k: how many keys a row chooses.
         has_values: the chosen scores are returned too.
         page_size: tokens of a page of k; 0: not paged.
+        wide_values: they are returned as they are compared, in float32, whatever dtype is.
     """
 
     heads: int
@@ -317,6 +318,7 @@ class IndexerProblem(_Typed):
     top_k: int = 2048
     has_values: bool = False
     page_size: int = 0
+    wide_values: bool = False
 
 
 @dataclass(eq=False)

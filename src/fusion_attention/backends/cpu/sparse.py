@@ -21,7 +21,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
-    fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype
+    fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype, False
     return _native.SparsePlan(fields, extents_of(extents), backward, variant)
 
 
