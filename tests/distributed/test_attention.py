@@ -1,16 +1,20 @@
 """distributed.attention() on worlds of one to four beside one process: bits, or the house rule against golden."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from support.bits import same
 from support.worlds import Worlds
+from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
 from fusion_attention import Band
 from fusion_attention.distributed import attention, shard, unshard
 from fusion_attention.distributed.groups import group_of
 from fusion_attention.ops.shared.layouts import LAYOUTS
+from fusion_attention.testing.compare import compare
 
 S = 5 * 64 + 7
 
@@ -42,14 +46,6 @@ def tensors(layout: str, dtype: torch.dtype, b: int, s1: int, s2: int, n1: int, 
 GRADIENTS = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
 
 
-def run(call: Any, made: dict[str, Any], words: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """out, lse and all gradients of a call whose upstream gradient is known to every rank."""
-    made = {n: t.detach().requires_grad_(n in GRADIENTS) for n, t in made.items()}
-    out, lse = call(**made, **words, return_lse=True)
-    torch.manual_seed(11)
-    return made, out, lse
-
-
 def upstream(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(11)
     return torch.randn(shape).to(dtype)
@@ -70,49 +66,51 @@ def of_one(case: dict[str, Any], backend: str = "auto") -> dict[str, torch.Tenso
 def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The ranks of a group, put together again."""
     if schedule == "ulysses+ring":
-        from torch.distributed.device_mesh import init_device_mesh
-
-        group = init_device_mesh("cpu", case["mesh"])
+        group = init_device_mesh("cpu", (group_of(group).world // 2, 2))
     words = {"layout": "BSND", **case["words"]}
-    layout = words["layout"]
-    batch, token, _ = LAYOUTS[layout]
-    made = tensors(layout, case["dtype"], **case["sizes"])
+    batch, token, _ = LAYOUTS[words["layout"]]
+    made = tensors(words["layout"], case["dtype"], **case["sizes"])
     s1, s2 = case["sizes"]["s1"], case["sizes"]["s2"]
     lengths = {"q": s1, "k": s2}
     if batch is None:
         lengths = {"q": words["q_len"], "k": words.get("kv_len", words["q_len"])}
-    sides = {"q": "q", "q_rope": "q", "k": "k", "v": "k", "k_rope": "k"}
-    local = {}
-    for name, t in made.items():
-        if name in sides:
-            t = shard(t, group, schedule, lengths[sides[name]], token)
-        elif name in ("bias", "blocked") and t.shape[-2] != 1:
-            t = shard(t, group, schedule, s1, -2)
-        local[name] = t.detach().requires_grad_(name in GRADIENTS)
+    lengths |= {"q_rope": lengths["q"], "v": lengths["k"], "k_rope": lengths["k"]}
+    # What is cut: how long it is, and along which axis.
+    cut = {name: (lengths[name], token) for name in made if name in lengths}
+    cut |= {name: (s1, -2) for name in ("bias", "blocked") if name in made and made[name].shape[-2] != 1}
+    local = {
+        name: (shard(t, group, schedule, *cut[name]) if name in cut else t).detach().requires_grad_(name in GRADIENTS)
+        for name, t in made.items()
+    }
     tokens = None if batch is None else (s1, s2)
     out, lse = attention(**local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True)
-    whole = unshard(out.detach(), group, schedule, lengths["q"], token)
-    out.backward(shard(upstream(whole.shape, case["dtype"]), group, schedule, lengths["q"], token))
+    whole = unshard(out.detach(), group, schedule, *cut["q"])
+    out.backward(shard(upstream(whole.shape, case["dtype"]), group, schedule, *cut["q"]))
     found = {"out": whole, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
     for name in GRADIENTS:
         if name in local:
             grad = local[name].grad
-            if name in sides:
-                grad = unshard(grad, group, schedule, lengths[sides[name]], token)
-            elif name == "bias" and made["bias"].shape[-2] != 1:
-                grad = unshard(grad, group, schedule, s1, -2)
-            found["d" + name] = grad
-    assert group_of(group).world
+            assert grad is not None
+            found["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else grad
     return found
 
 
-def case(dtype: torch.dtype = torch.float32, mesh: Any = (2, 2), words: Any = None, **sizes: Any) -> dict[str, Any]:
+def all_of(group: Any, schedule: str, names: list[str], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """What rank 0 finds of several cases, and whether every rank finds the same bits as before in the first of them."""
+    found = {name: of_ranks(group, schedule, CASES[name], options) for name in names}
+    again = of_ranks(group, schedule, CASES[names[0]], options)
+    assert all(same(found[names[0]][n], t) for n, t in again.items()), "other bits in another run"
+    return found if group_of(group).rank == 0 else {}
+
+
+def case(dtype: torch.dtype = torch.float32, words: Any = None, **sizes: Any) -> dict[str, Any]:
     sizes = {"b": 1, "s1": S, "s2": sizes.get("s1", S), "n1": 4, "n2": 4, "d": 16} | sizes
-    return {"dtype": dtype, "sizes": sizes, "mesh": mesh, "words": words or {}}
+    return {"dtype": dtype, "sizes": sizes, "words": words or {}}
 
 
 CAUSAL = Band.causal()
 PACKED = [130, 0, 64, 5, 200, 300, 77]
+TURNED = {"layout": "TND", "q_len": PACKED, "kv_len": PACKED[::-1], "band": Band.window(40, 0)}
 CASES = {
     "full": case(),
     "causal": case(words={"band": CAUSAL}, s1=9 * 64 + 5),
@@ -145,3 +143,56 @@ CASES = {
     "one_tile": case(s1=64, s2=70),
     "means": case(words={"band": Band.window(-100, 30), "empty_rows": "mean"}),
 }
+
+
+@cache
+def one(name: str, backend: str = "auto") -> dict[str, torch.Tensor]:
+    return of_one(CASES[name], backend)
+
+
+def judge(name: str, found: dict[str, torch.Tensor]) -> None:
+    """The house rule, with one process for the plain program."""
+    golden, plain = one(name, "golden"), one(name)
+    sizes = CASES[name]["sizes"]
+    assert found.keys() == golden.keys()
+    for what, ours in found.items():
+        compare(f"{name}: {what}", ours, golden[what], plain[what], max(sizes["s1"], sizes["s2"]))
+
+
+EVERY = list(CASES)
+SOME = ["bf16", "packed_cross", "sink_packed", "dropout", "bias", "short"]
+
+
+@pytest.mark.parametrize(("world", "names"), [(1, SOME), (2, SOME), (3, EVERY), (4, SOME)])
+def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
+    for name, found in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
+        for what, ours in found.items():
+            assert ours.dtype == one(name)[what].dtype
+            # A bias that all rows share is summed over ranks.
+            assert same(ours, one(name)[what]) or (name, what) == ("bias_keys", "dbias"), f"{name}: {what}"
+            judge(name, found)
+
+
+def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> None:
+    for name, found in worlds.run(3, all_of, "allgather", EVERY, {})[0].items():
+        judge(name, found)
+        assert all(same(found[what], one(name)[what]) for what in ("out", "lse", "dq")), name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world", "names"),
+    [
+        ("ring", 3, SOME),
+        ("zigzag", 2, SOME),
+        ("zigzag", 3, EVERY),
+        ("zigzag", 4, SOME),
+        ("ulysses", 2, EVERY),
+        ("ulysses", 4, SOME),
+        ("ulysses+ring", 4, EVERY),
+    ],
+)
+def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str, world: int, names: list[str]) -> None:
+    for name, found in worlds.run(world, all_of, schedule, names, {})[0].items():
+        judge(name, found)
+        if schedule == "ulysses" and not CASES[name]["sizes"].get("sink"):
+            assert all(same(found[what], one(name)[what]) for what in ("out", "lse", "dq")), name

@@ -289,10 +289,8 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
             continue
         if sides[0].packed:
             name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
-        elif moves and t.dim() >= 2 and t.shape[-2] != 1:
-            name, why = matrix, "has rows of its own, and heads change places here (take another schedule)"
-        elif matrix == "bias" and t.requires_grad and 1 in sides[0].laid.sizes:
-            name, why = matrix, "wants a gradient while some rank has one row: none can tell it from a row for all"
+        elif (moves or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
+            name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
 

@@ -87,7 +87,9 @@ class Heads:
         g, dsink = compute(self.inner, *self._given(rows, keys), of_heads)
         dq, dq_rope = self._back("handing gradients back", [g.dq, g.dq_rope])
         dk, dv, dk_rope = self._back_keys("handing gradients back", [g.dk, g.dv, g.dk_rope])
-        dbias = None if g.dbias is None else self._all_heads(g.dbias, 1, rows.bias)
+        dbias = g.dbias
+        if dbias is not None and rows.bias is not None:
+            dbias = self._matrix_back(dbias, rows.bias, rows.q.shape[1])
         if dsink is not None:
             dsink = self._all_heads(dsink, 0, None)
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
@@ -96,11 +98,33 @@ class Heads:
         """All tokens of the line, for this rank's heads."""
         q, q_rope = self._taken("handing rows round", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
-        first, end = self.of_q[self.call.rank]
-        bias, blocked = (t if t is None or t.shape[1] == 1 else t[:, first:end] for t in (rows.bias, rows.blocked))
+        bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
         rank = self.inner.call.rank
         in_rows, in_keys = self.inner.rows.pieces(rank), self.inner.keys.pieces(rank)
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
+
+    def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
+        """A bias or a blocked matrix of all rows of the line, for this rank's heads."""
+        if t is None:
+            return None
+        first, end = self.of_q[self.call.rank]
+        if t.shape[-2] == 1 != rows:  # a row for all
+            return t if t.shape[1] == 1 else t[:, first:end]
+        (taken,) = self._taken("handing a matrix round", [t.movedim(2, 1)], self._heads_of(t), self.rows)
+        found: Tensor = taken.movedim(1, 2)
+        return found
+
+    def _heads_of(self, matrix: Tensor) -> Ranges:
+        return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
+
+    def _matrix_back(self, own: Tensor, like: Tensor, rows: int) -> Tensor:
+        """_matrix() of a gradient, the other way."""
+        if like.shape[-2] == 1 != rows:
+            return self._all_heads(own, 1, like)
+        heads = self._heads_of(like)
+        (parts,) = self._returned("handing gradients back", [own.movedim(2, 1)], heads, self.rows)
+        found: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
+        return found.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
         """[batch, own tokens, all heads, dim] -> [batch, all tokens, own heads, dim]."""

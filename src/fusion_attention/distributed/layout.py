@@ -72,7 +72,7 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
             shares.cut(b, chunks)
         else:
             shares.place(b)
-    ranks = [_joined(pieces) for pieces in shares.pieces]
+    ranks = [joined(pieces) for pieces in shares.pieces]
     if len(shape) == 2:
         ranks = [part for pieces in ranks for part in _divided(pieces, shape[1])]
     return Layout(lengths, tuple(ranks))
@@ -121,7 +121,7 @@ class _Shares:
             first = end
 
 
-def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Pieces in order, those of no token left out; neighbours are one."""
     found: list[Piece] = []
     for piece in sorted(piece for piece in pieces if piece.end > piece.first):
@@ -141,4 +141,4 @@ def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
     ]
     begins = list(itertools.accumulate((t.end - t.first for t in tiles), initial=0))
     edges = [bisect.bisect_left(begins, -(-begins[-1] * at // parts)) for at in range(parts)]
-    return [_joined(tiles[a:b]) for a, b in itertools.pairwise((*edges, len(tiles)))]
+    return [joined(tiles[a:b]) for a, b in itertools.pairwise((*edges, len(tiles)))]

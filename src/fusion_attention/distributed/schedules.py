@@ -6,6 +6,7 @@ Refuses to know layouts, and how a call was checked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from fusion_attention.distributed import pieces
 from fusion_attention.distributed.groups import Call, Pending
-from fusion_attention.distributed.layout import Layout, Piece
+from fusion_attention.distributed.layout import Layout, Piece, joined
 from fusion_attention.distributed.pieces import Gradients, Keys, Pairs, Pieces, Rows, Saved, Whole
 from fusion_attention.memory import empty
 from fusion_attention.waist.merge import Partial, join_sink, merge
@@ -50,7 +51,7 @@ class Side:
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
         ranks = self.laid.ranks
-        parts = (sum(ranks[at : at + columns], ()) for at in range(0, len(ranks), columns))
+        parts = (joined(itertools.chain(*ranks[at : at + columns])) for at in range(0, len(ranks), columns))
         return replace(self, laid=Layout(self.laid.lengths, tuple(parts)))
 
 
@@ -200,6 +201,7 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     in this order. While it computes, the next keys arrive."""
     call = m.call
     if call.world == 1:
+        keys = replace(keys, pieces=m.keys.all())
         return pieces.forward(m.whole, rows, keys, m.pairs("own", rows.pieces, keys.pieces), m.backend)
     block, result = _block(keys), None
     for step in range(call.world):
@@ -227,6 +229,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """Keys go round again, and behind them their gradients, to which every rank adds: float32 until they are home."""
     call = m.call
     if call.world == 1:
+        keys = replace(keys, pieces=m.keys.all())
         met = m.pairs("own", rows.pieces, keys.pieces)
         g = pieces.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
