@@ -170,7 +170,7 @@ DECODING = [
     house("padding to the right of a sequence forgotten", "ops/inference/lower.py",
           "first = capacity - max(int(padding[0]), 0) - kv_len", "first = capacity - kv_len", DECODE),
     house("a shared page written without a copy", "api/cache.py",
-          "pool[pages[-1]] = pool[old]", "pass",
+          "pool[pages[-1] // self._ranks] = pool[old // self._ranks]", "pass",
           "inference/test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
 ]  # fmt: skip
 FUSED = "inference/test_fused.py::test_golden_agrees_with_dense_formulas"
@@ -469,7 +469,22 @@ PAGES = [
           "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 
+SHARED, APART = "distributed/test_sparse.py::test_ranks_find_what_one_process_does", "distributed/test_cache.py"
+RANKS = [
+    house("a rank's rows count from its own first", "distributed/cut.py",
+          "edge[b] + first, edge[b])", "edge[b], edge[b])", SHARED),
+    house("lists of a rank's keys begin where rows read no more", "distributed/lists.py",
+          "& (slot < read)", "", SHARED),
+    house("equal choices merge in the other order", "distributed/topk.py",
+          "indices.sort(dim=-1, stable=True)", "indices.sort(dim=-1, stable=True, descending=True)",
+          "distributed/test_sparse.py::test_the_order_of_candidates"),
+    house("every rank adds the sink", "distributed/decode.py",
+          '{**args, "sink": None, ', "{**args, ", f"{APART}::test_decoding_finds_what_one_process_does"),
+    house("a rank reads behind a sequence's last token", "api/cache.py",
+          " - max((own[-1] + 1) * size - tokens, 0)", "", f"{APART}::test_decoding_finds_what_one_process_does"),
+]  # fmt: skip
+
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *RANKS),
 )
