@@ -21,6 +21,7 @@ from benchmarks import (
     chart,
     decode_rows,
     dense,
+    distributed,
     doors,
     features,
     inference,
@@ -58,8 +59,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "inference": (inference.rows_of_all,),
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
-MEMORY, DECODE, BUSY, SCHEDULE = "memory", "decode", "busy", "schedule"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE)
+MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED = "memory", "decode", "busy", "schedule", "distributed"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED)
 
 
 TITLE = (
@@ -122,6 +123,7 @@ def main(
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
     waits = busy.show(quick, console) if only in ("all", BUSY) else []
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
+    shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
     others = {}
     for group, (name, cost, goal) in COSTS.items():
         if only in ("all", group):
@@ -132,7 +134,7 @@ def main(
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
-        tables |= {SCHEDULE: [asdict(row) for row in scheduled]}
+        tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         if timings:

@@ -38,6 +38,7 @@ from fusion_attention.waist.merge import Partial
 Tensor = torch.Tensor
 _ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")
 _TENSORS = ("q", "k", "v", "q_rope", "k_rope", "bias", "blocked", "alibi_slopes", "sink")
+_UNEVEN = "every rank makes the same calls; shares of different sizes need tokens=, the size of the whole"
 _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 _UNCUT = {
     "drop_bits": "is not cut among ranks: leave it to seed and offset, which drop as in one process",
@@ -170,6 +171,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             args["q"].device,
             _fault(args, lowered, options, [side.laid.sizes[ranks.rank] for side in sides]),
             (args["seed"], args["offset"]),
+            _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
         whole = _lowered_whole(args, lowered, call)
         dbias = args["bias"] is not None and args["bias"].requires_grad

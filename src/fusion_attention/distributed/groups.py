@@ -98,7 +98,13 @@ class Group:
         return tuple(axis.world for axis in self.axes) or (self.world,)
 
     def call(
-        self, function: str, said: Mapping[str, Any], device: torch.device, fault: str = "", varies: object = None
+        self,
+        function: str,
+        said: Mapping[str, Any],
+        device: torch.device,
+        fault: str = "",
+        varies: object = None,
+        advice: str = "",
     ) -> Call:
         """One call of the group; every rank makes it, with the same words.
 
@@ -108,6 +114,7 @@ class Group:
             device: where its tensors lie.
             fault: what is wrong with this rank's part of it; at the first call of a signature every rank then raises.
             varies: what is the same on every rank, and another thing at every call: ranks with others wait in vain.
+            advice: what to do where ranks say different things.
 
         Raises:
             GroupError: on every rank, where ranks say different things or one has a fault.
@@ -119,7 +126,7 @@ class Group:
         if self.world > 1:
             call.sends(device)
         if memo is None:
-            call.agree(words, fault)
+            call.agree(words, fault, advice)
             self._agreed[words] = call.memo
             if len(self._agreed) > _AGREED:
                 self._agreed.popitem(last=False)
@@ -219,23 +226,23 @@ class Call:
                 advice = 'init_process_group("cpu:gloo,cuda:nccl"), or move the tensors'
                 raise self.error("before the first step", what, advice)
 
-    def agree(self, words: tuple[tuple[str, str], ...], fault: str) -> None:
+    def agree(self, words: tuple[tuple[str, str], ...], fault: str, advice: str = "") -> None:
         """Compares what the ranks say of a call; raises on every rank where they differ or one has a fault."""
         said = json.dumps((self.function, words, fault))
         with self.told(_COMPARING):
             texts = self.group.compare(said) if self.world > 1 else [said]
         heard = [json.loads(text) for text in texts]
-        for rank, (_, _, found) in enumerate(heard):
-            if found:
-                raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
         for rank, (function, said, _) in enumerate(heard):
             if [function, said] != heard[0][:2]:
                 first, other = _differing(("function", heard[0][0]), heard[0][1], ("function", function), said)
                 raise self.error(
                     _COMPARING,
                     f"rank 0 calls with {first}, rank {rank} with {other}",
-                    "every rank makes the same calls, in the same order",
+                    advice or "every rank makes the same calls, in the same order",
                 )
+        for rank, (_, _, found) in enumerate(heard):
+            if found:
+                raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
 
     # ---------------------------------------------------------------------------------------------------- what passes
 

@@ -79,6 +79,8 @@ class Whole:
         heads, first_head: of queries, in the whole call, and the first of those here.
         slopes, sink: float32 [sequences, heads_q] and [heads_q].
         seed, offset: of drawn dropout.
+        owns_bias: each element of the whole bias belongs to one pair of a row and a key alone (ops/training/call.py:
+            one_pair_each). Where a gradient of the bias is asked for, this decides how gradients are rounded.
     """
 
     problem: Problem
@@ -89,6 +91,7 @@ class Whole:
     sink: Tensor | None = None
     seed: int = 0
     offset: int = 0
+    owns_bias: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,7 @@ class Keys:
 class Gradients:
     """As the tensors that they belong to; None: of what is not there, or was not asked for. Partial ones are float32.
 
-    dbias is float32, as the bias lies.
+    dbias lies as the bias, in its dtype where it is owned, else in float32.
     """
 
     dq: Tensor | None = None
@@ -222,7 +225,8 @@ def backward(
     """The gradients that these pairs give; what no pair gives anything is zero. A sink's: sink_gradient().
 
     partial: gradients of rows and keys are float32. Where rows or keys are in several pairs they must be: what is
-    rounded before it is added up has other bits.
+    rounded before it is added up has other bits. dbias: of whatever keys, ask wherever the whole call does, or bits
+    differ.
     """
     met = pairs(whole, rows.pieces, keys.pieces, partial=True) if met is None else met
     problem = replace(_partial(whole.problem), wide_results=partial)
@@ -232,7 +236,9 @@ def backward(
     of_rows, of_keys = (rows.pieces, met.row, met.row_layer), (keys.pieces, met.key, met.key_layer)
     dq, dq_rope = (_Sum(t, dtype, *of_rows) for t in (rows.q, rows.q_rope))
     dk, dv, dk_rope = (_Sum(t, dtype, *of_keys) for t in (keys.k, keys.v, keys.k_rope))
-    added = torch.zeros_like(rows.bias, dtype=torch.float32) if rows.bias is not None and dbias else None
+    added = None
+    if rows.bias is not None and dbias:
+        added = rows.bias.new_zeros(rows.bias.shape, dtype=rows.bias.dtype if whole.owns_bias else torch.float32)
     if len(met):
         assert dq.view is not None
         assert dk.view is not None
@@ -244,6 +250,7 @@ def backward(
             dq_rope=dq_rope.view,
             dk_rope=dk_rope.view,
             dbias=None if added is None else _matrix(added, rows.pieces, met),
+            owns_dbias=added is not None and whole.owns_bias,
         )
         o = _operands(whole, problem, rows, keys, met, (saved.out, saved.max, saved.sum))
         plan(problem, met.extents, rows.q.device, backend, "attention_backward").run(o, grads)

@@ -1,0 +1,203 @@
+"""Attention over sequences on several processes beside one process: rates, memory of a rank, balance, overhead.
+
+python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import fusion_attention as fa
+from benchmarks.memory import resident
+from benchmarks.report import Report
+from fusion_attention import Band
+from fusion_attention.distributed.layout import layout_of
+
+HEADS, DIM = 4, 128
+TITLE = "Sequences over processes of one thread each, causal, bfloat16, forward and backward"
+COLUMNS = {"what": -52, "ours": 10, "measure": 10, "ratio": 6, "goal": 6}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A figure of several ranks, and what it is held against.
+
+    Args:
+        what: is measured.
+        ours, measure: milliseconds, megabytes, pairs or microseconds.
+        ratio: of the two, as the goal has it.
+        goal: at least (rates) or at most (all others); 0: none.
+    """
+
+    what: str
+    ours: float
+    measure: float
+    ratio: float
+    goal: float
+
+
+class Ranks:
+    """Processes of a world, which wait for orders."""
+
+    def __init__(self, world: int) -> None:
+        store = str(Path(tempfile.mkdtemp()) / "store")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "benchmarks.distributed"]
+        self._all = [
+            subprocess.Popen(
+                [*words, str(rank), str(world), store],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    def ask(self, what: str, **words: Any) -> list[dict[str, float]]:
+        """What each rank finds."""
+        for process in self._all:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"what": what, **words}) + "\n")
+            process.stdin.flush()
+        return [json.loads(process.stdout.readline()) for process in self._all if process.stdout]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._all:
+            process.kill()
+            process.wait()
+
+
+def _tensors(length: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, length, HEADS, DIM).bfloat16() for _ in range(4)]
+
+
+def _step(call: Callable[..., Any], given: list[torch.Tensor]) -> None:
+    *inputs, upstream = given
+    q, k, v = (t.detach().requires_grad_() for t in inputs)
+    call(q, k, v, band=Band.causal()).backward(upstream)
+
+
+def _of_one(length: int) -> Callable[[], None]:
+    given = _tensors(length)
+    return lambda: _step(fa.attention, given)
+
+
+def _rank(rank: int, world: int, store: str) -> None:
+    """Takes orders until there are no more."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    given: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        length, schedule = order["length"], order["schedule"]
+        if (length, schedule) not in given:
+            share = layout_of(schedule, (length,), (world,)).sizes[rank]
+            given = {(length, schedule): _tensors(share)}
+
+        def call(*tensors: torch.Tensor, length: int = length, schedule: str = schedule, **words: Any) -> Any:
+            return fa.distributed.attention(*tensors, schedule=schedule, tokens=length, **words)
+
+        dist.barrier()
+        before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
+        _step(call, given[length, schedule])
+        taken, used = time.perf_counter() - begun, time.process_time() - cpu
+        found = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
+        print(json.dumps(found), flush=True)
+
+
+def rates(quick: bool, turns: int) -> list[Shared]:
+    """Two processes of one thread beside one process of two, in turns: wall time, and CPU time of all threads."""
+    length, found = 2048 if quick else 16384, []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    one = _of_one(length)
+    try:
+        with Ranks(2) as ranks:
+            for schedule, goal in (("zigzag", 0.9), ("ring", 0.0), ("allgather", 0.0), ("ulysses", 0.0)):
+                ours, measure = [], []
+                for turn in range(turns + 1):
+                    begun, cpu = time.perf_counter(), time.process_time()
+                    one()
+                    taken = ((time.perf_counter() - begun) * 1e3, (time.process_time() - cpu) * 1e3)
+                    each = ranks.ask("step", length=length, schedule=schedule)
+                    if turn:  # the first warms both
+                        measure.append(taken)
+                        ours.append((max(rank["ms"] for rank in each), sum(rank["cpu_ms"] for rank in each)))
+                for at, clock, bound in ((0, "wall ms", goal), (1, "CPU ms", 0.0)):
+                    a, b = (statistics.median(pair[at] for pair in pairs) for pairs in (ours, measure))
+                    ratio = statistics.median(m[at] / o[at] for o, m in zip(ours, measure, strict=True))
+                    found.append(Shared(f"{schedule}, 2 ranks, S {length}, {clock}", a, b, ratio, bound))
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def memory(quick: bool) -> list[Shared]:
+    """How a rank grows beyond its share, the share being the same in worlds of two and four."""
+    share, grown = 1024 if quick else 8192, []
+    for world in (2, 4):
+        with Ranks(world) as ranks:
+            grown.append(max(rank["mb"] for rank in ranks.ask("step", length=share * world, schedule="zigzag")))
+    return [Shared(f"zigzag, growth of a rank with {share} tokens, 4 ranks beside 2, MB", grown[1], grown[0],
+                   grown[1] / grown[0], 0.0)]  # fmt: skip
+
+
+def balance(length: int = 16384) -> list[Shared]:
+    """Counted causal pairs of the busiest rank beside the mean."""
+    found = []
+    for schedule, goal in (("zigzag", 1.05), ("ring", 0.0)):
+        laid = layout_of(schedule, (length,), (8,))
+        pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in held) for held in laid.ranks]
+        mean = sum(pairs) / len(pairs)
+        found.append(Shared(f"{schedule}, 8 ranks, S {length}, pairs", max(pairs), mean, max(pairs) / mean, goal))
+    return found
+
+
+def overhead() -> list[Shared]:
+    """A world of one beside fusion_attention.attention, a tiny call; microseconds."""
+    store = str(Path(tempfile.mkdtemp()) / "store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        q = torch.randn(1, 4, 2, 32)
+        taken: dict[str, list[float]] = {"ours": [], "measure": []}
+        for _ in range(200):
+            for name, call in (("ours", fa.distributed.attention), ("measure", fa.attention)):
+                begun = time.perf_counter()
+                for _ in range(50):
+                    call(q, q, q)
+                taken[name].append((time.perf_counter() - begun) / 50 * 1e6)
+        ours, measure = (statistics.median(times) for times in taken.values())
+    finally:
+        dist.destroy_process_group()
+    return [Shared("a world of one, us a call; goal: at most 20 more", ours, measure, ours - measure, 20.0)]
+
+
+def show(quick: bool, turns: int, console: Console) -> list[Shared]:
+    """All of it, row by row."""
+    report, found = Report(console, TITLE, COLUMNS), []
+    for rows in (balance, overhead, lambda: rates(quick, turns), lambda: memory(quick)):
+        for row in rows():
+            report.add(row.what, f"{row.ours:.1f}", f"{row.measure:.1f}", f"{row.ratio:.2f}", f"{row.goal or ''}")
+            found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,230 @@
+"""Calls that are wrong, on one rank or on all: an error on every rank that says what, and never a wrong result."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.worlds import Worlds
+
+from fusion_attention import Band, ContractError
+from fusion_attention.distributed import GroupError, attention, shard
+from fusion_attention.distributed.groups import group_of
+
+S = 300
+ERRORS = (GroupError, ContractError, ValueError, TypeError, NotImplementedError)
+
+
+def shares(group: Any, schedule: str = "zigzag", **more: Any) -> tuple[torch.Tensor, ...]:
+    """q, k and v of this rank."""
+    torch.manual_seed(1)
+    return tuple(shard(torch.randn(1, S, 4, 8, **more), group, schedule, S) for _ in range(3))
+
+
+def said(group: Any, name: str) -> str:
+    """What a rank is told of a wrong call."""
+    try:
+        CALLS[name](group, group_of(group).rank)
+    except ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def sound(group: Any, rank: int, **words: Any) -> Any:
+    return attention(*shares(group), **{"group": group, "tokens": S, **words})
+
+
+def short(group: Any, rank: int, name: str) -> Any:
+    """Rank 1 has lost a token."""
+    given = dict(zip("qkv", shares(group), strict=True))
+    if rank == 1:
+        given[name] = given[name][:, 1:]
+    if name == "k":
+        given["v"] = given["v"][:, : given["k"].shape[1]]
+    return attention(**given, group=group, tokens=S)
+
+
+def differentiated(group: Any, rank: int) -> Any:
+    q, k, v = shares(group)
+    return attention(q.requires_grad_(rank == 0), k, v, group=group, tokens=S)
+
+
+def packed(group: Any, rank: int, **words: Any) -> Any:
+    q, k, v = (t[0] for t in shares(group))
+    return attention(q, k, v, **{"group": group, "layout": "TND", **words})
+
+
+def through_lse(group: Any, rank: int) -> Any:
+    q, k, v = (t.requires_grad_() for t in shares(group))
+    _, lse = attention(q, k, v, group=group, tokens=S, return_lse=True)
+    lse.nan_to_num(neginf=0.0).sum().backward()
+
+
+def twice(group: Any, rank: int) -> Any:
+    q, k, v = (t.requires_grad_() for t in shares(group))
+    (dq,) = torch.autograd.grad(attention(q, k, v, group=group, tokens=S).square().sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+def transformed(group: Any, rank: int) -> Any:
+    q, k, v = shares(group)
+    return torch.func.grad(lambda q: attention(q, k, v, group=group, tokens=S).sum())(q)
+
+
+def not_sharded(group: Any, rank: int) -> Any:
+    return sound(group, rank, blocked=torch.zeros(S, S, dtype=torch.bool))
+
+
+def biased(group: Any, rank: int) -> Any:
+    return packed(group, rank, q_len=[100, 200], bias=torch.zeros(1, 200))
+
+
+CALLS: dict[str, Callable[[Any, int], Any]] = {
+    "scale": lambda g, r: sound(g, r, scale=0.1 * (r + 1)),
+    "band": lambda g, r: sound(g, r, band=Band.causal() if r else None),
+    "dtype": lambda g, r: attention(*shares(g, dtype=(torch.float16, torch.bfloat16)[r]), group=g, tokens=S),
+    "schedule": lambda g, r: sound(g, r, schedule=("ring", "zigzag")[r]),
+    "uneven": lambda g, r: sound(g, r, tokens=None),
+    "tokens": lambda g, r: sound(g, r, tokens=S + r),
+    "grad": differentiated,
+    "lengths": lambda g, r: packed(g, r, q_len=[[100, 200], [200, 100]][r]),
+    "q": lambda g, r: short(g, r, "q"),
+    "k": lambda g, r: short(g, r, "k"),
+    "sum": lambda g, r: packed(g, r, q_len=[100, 100]),
+    "not_sharded": not_sharded,
+    "biased": biased,
+    "no_lengths": packed,
+    "both": lambda g, r: packed(g, r, q_len=[S], tokens=S),
+    "no_tokens": lambda g, r: sound(g, r, tokens=-1),
+    "heads": lambda g, r: attention(shares(g)[0][:, :, :3], *shares(g)[1:], group=g, tokens=S, schedule="ulysses"),
+    "deterministic": lambda g, r: sound(g, r, deterministic=True),
+    "unknown": lambda g, r: sound(g, r, schedule="spiral"),
+    "bits": lambda g, r: sound(g, r, drop_bits=torch.zeros(8, dtype=torch.uint8)),
+    "tiles": lambda g, r: sound(g, r, blocked_tiles=torch.zeros(1, 1, 3, 3, dtype=torch.int32)),
+    "foreign": lambda g, r: sound(g, r, is_causal=True),
+    "no_tensor": lambda g, r: attention(3, 4, 5, group=g),  # type: ignore[arg-type]
+    "layout": lambda g, r: sound(g, r, layout="bsnd"),
+    "lse": through_lse,
+    "twice": twice,
+    "transformed": transformed,
+}
+TOLD = {
+    "scale": "GroupError: fusion_attention: distributed.attention: rank {rank} of 2, schedule zigzag, "
+    "comparing the call with the other ranks': rank 0 calls with scale=0.1, rank 1 with scale=0.2",
+    "band": "rank 0 calls with band=None, rank 1 with band=Band.causal()",
+    "dtype": "rank 1 with q=[1, 300, 4, 8] torch.bfloat16",
+    "schedule": "rank 0 calls with schedule=ring, rank 1 with schedule=zigzag",
+    "uneven": "shares of different sizes need tokens=",
+    "tokens": "rank 0 calls with q=[1, 300, 4, 8] torch.float32, k=[1, 300, 4, 8]",
+    "grad": "rank 0 calls with q=[1, 300, 4, 8] torch.float32 with a gradient, rank 1 with",
+    "lengths": "rank 0 calls with q_len=[100, 200], kv_len=[100, 200], rank 1 with q_len=[200, 100]",
+    "q": "on rank 1 q has ",
+    "k": "on rank 1 k has ",
+    "sum": "q has 1",
+    "not_sharded": "blocked has 300 rows, and this rank has ",
+    "biased": "bias: goes with padded sequences alone",
+    "no_lengths": "ContractError: attention: q_len",
+    "both": "tokens: expected None beside packed sequences, got 300",
+    "no_tokens": "tokens: expected S or (S1, S2), got -1",
+    "heads": "ContractError: attention: k",
+    "deterministic": "deterministic: goes with schedule=\"allgather\" alone, got 'zigzag'",
+    "unknown": "schedule: expected one of allgather, ring, zigzag, ulysses, ulysses+ring, got 'spiral'",
+    "bits": "TypeError: fusion_attention: distributed.attention: drop_bits: is not cut among ranks",
+    "tiles": "TypeError: fusion_attention: distributed.attention: blocked_tiles: is not cut among ranks",
+    "foreign": "band=Band.causal(",
+    "no_tensor": "ContractError: attention: q",
+    "layout": "ContractError: attention: layout",
+    "lse": "NotImplementedError: fusion_attention: the loss goes through the lse",
+    "twice": "NotImplementedError: fusion_attention: cannot differentiate twice",
+    "transformed": "a trace cannot hold what passes between ranks",
+}
+
+
+def everything(group: Any) -> dict[str, str]:
+    return {name: said(group, name) for name in CALLS}
+
+
+def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -> None:
+    for rank, told in enumerate(worlds.run(2, everything)):
+        for name, text in TOLD.items():
+            assert text.format(rank=rank) in told[name], (name, told[name])
+
+
+def of_many_backwards(group: Any) -> bool:
+    """A graph that is kept gives the same gradients again, and after all the errors the group still works."""
+    q, k, v = (t.requires_grad_() for t in shares(group))
+    out = attention(q, k, v, group=group, tokens=S, band=Band.causal())
+    first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    return all(map(torch.equal, first, second))
+
+
+def test_a_graph_may_be_kept(worlds: Worlds) -> None:
+    assert worlds.run(3, of_many_backwards) == [True] * 3
+
+
+def drawing(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout from a seed that nobody gave: ranks whose generators differ still drop alike."""
+    torch.manual_seed(group_of(group).rank)
+    ones = torch.ones(1, S, 1, 4)
+    keys = torch.eye(S)[None, :, None]
+    q, k, v = (shard(t, group, "allgather", S) for t in (ones, ones, keys))
+    mine, other = (attention(q, k, v, group=group, schedule="allgather", tokens=S, keep_prob=0.5) for _ in range(2))
+    return mine, other
+
+
+def test_ranks_draw_one_seed(worlds: Worlds) -> None:
+    found = worlds.run(2, drawing)
+    for mine, other in found:
+        assert 0.4 < (mine > 0).float().mean() < 0.6
+        assert not torch.equal(mine, other)
+
+
+def of_other_seeds(group: Any) -> str:
+    """The call is agreed upon; then ranks hand over seeds of their own."""
+    sound(group, 0, keep_prob=0.5, seed=1)
+    try:
+        sound(group, 0, keep_prob=0.5, seed=group_of(group).rank)
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def dying(group: Any, schedule: str) -> str:
+    ranks = group_of(group)
+    q, k, v = (t.requires_grad_() for t in shares(group, schedule))
+    out = attention(q, k, v, group=group, schedule=schedule, tokens=S)
+    if ranks.rank == 1:
+        os._exit(9)
+    begun = time.monotonic()
+    try:
+        out.sum().backward()
+    except GroupError as error:
+        assert time.monotonic() - begun < 15
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zigzag", "allgather", "ulysses"])
+def test_a_rank_that_dies_is_an_error_on_the_others(schedule: str) -> None:
+    world = 2 if schedule == "ulysses" else 3
+    pool = Worlds(world, timeout=4.0)
+    try:
+        for rank, text in enumerate(pool.run(world, dying, schedule, kill=[1])):
+            if rank != 1:
+                assert f"distributed.attention, backward: rank {rank} of {world}, schedule {schedule}, " in text
+                assert "a rank died" in text
+    finally:
+        pool.end()
+
+
+@pytest.mark.slow
+def test_ranks_with_other_seeds_never_give_a_result() -> None:
+    pool = Worlds(2, timeout=4.0)
+    try:
+        for text in pool.run(2, of_other_seeds):
+            assert "step 1: keys of rank" in text
+    finally:
+        pool.end()

@@ -1,0 +1,125 @@
+"""Pieces of sequences in one process: cut anywhere at multiples of CUT they have the bits of the whole call, and
+partial results merge to what golden says.
+
+No processes here: what passes between them is tests of groups and schedules.
+"""
+
+import random
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+from support.native_dense import VARIANTS
+from support.pieces import Call, draw, each, place, run, subset
+
+import fusion_attention.plan as plans
+from fusion_attention.backends import cpu
+from fusion_attention.distributed import pieces
+from fusion_attention.distributed.pieces import Gradients
+from fusion_attention.testing import compare
+from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
+from fusion_attention.waist.problem import CUT
+
+ROW_GRADIENTS, KEY_GRADIENTS = ("dq", "dq_rope"), ("dk", "dv", "dk_rope")
+
+
+def cuts_of(rng: random.Random) -> Any:
+    """Some multiples of CUT below a length."""
+    return lambda length: [n for n in range(CUT, length, CUT) if rng.random() < 0.6]
+
+
+@pytest.fixture
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are of one variant of the core."""
+    monkeypatch.setattr(cpu, "schedule", partial(cpu.schedule, variant=request.param))
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
+
+
+def gradient(g: Gradients, name: str) -> torch.Tensor:
+    found: torch.Tensor = getattr(g, name)
+    return found
+
+
+@pytest.mark.parametrize("forced", VARIANTS, indirect=True)
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
+    """Rows that meet all keys, and keys that meet all rows; a piece at a time, and all at once."""
+    call, rng = draw(seed), random.Random(seed)
+    torch.set_num_threads(2)
+    want, whole = run(call), call.whole()
+    saved, cuts = call.saved(want), cuts_of(rng)
+    all_rows, all_keys = call.pieces("q"), call.pieces("kv")
+    torch.set_num_threads(1)
+    rows, keys = call.pieces("q", cuts), call.pieces("kv", cuts)
+    together = pieces.forward(whole, call.rows(rows), call.keys(all_keys))
+    for piece in each(rows):
+        b, at = place(piece)
+        alone = pieces.forward(whole, call.rows(piece), call.keys(all_keys))
+        g = pieces.backward(whole, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
+        for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
+            expected = call.tokens(want[name])[b, at]
+            same_bits(one[b, at], expected, f"{name}, pieces together")
+            same_bits(other[b, at], expected, f"{name}, a piece alone")
+        for name in ROW_GRADIENTS:
+            if name in want:
+                same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
+    for piece in each(keys):
+        b, at = place(piece)
+        g = pieces.backward(whole, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
+        for name in KEY_GRADIENTS:
+            if name in want:
+                same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
+    if "dsink" in want:
+        same_bits(pieces.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
+
+
+def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
+    """Rows that met three lots of keys one after the other, in any order."""
+    whole, cuts = call.whole(), cuts_of(rng)
+    rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
+    lots = [call.keys(subset(keys, lot)) for lot in np.array_split(rng.sample(range(len(keys)), len(keys)), 3)]
+    batch, tokens, heads, _ = rows.q.shape
+    found = empty_partial(rows.q, (batch, tokens, heads), whole.problem.dim_v)
+    for lot in lots:
+        if len(lot.pieces):
+            merge(found, pieces.forward(whole, rows, lot, partial=True))
+    if whole.sink is not None:
+        join_sink(found, whole.sink)
+    return found, lots
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_partial_results_merge_to_the_whole(seed: int) -> None:
+    """Against golden no further off than one process is; statistics of the whole serve gradients of any keys."""
+    call, rng = draw(seed), random.Random(seed)
+    whole, longest = call.whole(), max(call.args["kv_len"])
+    one, golden = run(call), run(call, "golden")
+    found, lots = merged(call, rng)
+    covered = call.pieces("q")
+    ours = {"out": found.out.to(call.dout.dtype)}
+    all_rows = call.rows(covered)
+    saved = pieces.Saved(call.tokens(call.dout), ours["out"], found.max, found.sum)
+    added: dict[str, Any] = {}
+    for lot in lots:
+        g = pieces.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in golden)
+        for name, t in vars(g).items():
+            if t is not None:
+                assert t.dtype == torch.float32 or (name == "dbias" and whole.owns_bias)
+                added[name] = added[name] + t if name in added else t
+    ours |= {name: t.to(one[name].dtype) for name, t in added.items()}
+    judged = one.keys() - {"max", "sum", "dsink"}  # one number for thousands of rows, and the others' business
+    assert ours.keys() == judged
+    for name in judged:
+        of_rows = name in ("out", *ROW_GRADIENTS, *KEY_GRADIENTS)
+        want, plain = (call.tokens(t[name]) if of_rows else t[name] for t in (golden, one))
+        compare(name, ours[name], want, plain, longest)
+    for piece in each(covered):
+        b, at = place(piece)
+        stats = [call.tokens(t)[b, at] for t in (golden["max"], golden["sum"].log(), one["max"], one["sum"].log())]
+        terms = float(sum(t.abs().nan_to_num(posinf=0).amax() for t in stats[:2]))
+        lse = (found.max + found.sum.log())[b, at]
+        compare("lse", lse, stats[0] + stats[1], stats[2] + stats[3], longest, terms)

@@ -1,0 +1,157 @@
+"""Calls of attention() whose sequences are cut into pieces: drawn at random, whole and piece by piece, in one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import bind
+from fusion_attention.distributed.pieces import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.ops.shared.layouts import matrix_view
+from fusion_attention.ops.training import own
+from fusion_attention.ops.training.call import EXTRAS, DenseCall, one_pair_each
+from fusion_attention.torch_ops import dense_eager
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import CUT
+
+Tensor = torch.Tensor
+SEED = 0x123456789ABCDEF
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "dsink")
+LENGTHS = (1, 7, CUT - 1, CUT, CUT + 1, 3 * CUT, 200, 333, 517)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Call:
+    """Arguments of attention() in "BSND" (one sequence per batch item), or in "TND"."""
+
+    args: dict[str, Any]
+    dout: Tensor
+
+    @property
+    def packed(self) -> bool:
+        return self.args["layout"] == "TND"
+
+    def lowered(self, wide: bool = False) -> DenseCall:
+        """The whole call; wide: in float64."""
+        args = self.args
+        if wide:
+            made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
+            args = args | made
+        # Without a memo: no plan of another variant is found again.
+        return replace(own.dense_call(bind(own.RECORD, args), seed=SEED))
+
+    def saved(self, of: dict[str, Tensor]) -> Saved:
+        """What a backward has of all rows."""
+        return Saved(*(self.tokens(t) for t in (self.dout, of["out"], of["max"], of["sum"])))
+
+    def tokens(self, t: Tensor) -> Tensor:
+        """As pieces want it: [batch, tokens, heads, ...]."""
+        if self.packed:
+            return t[None]
+        return t.transpose(1, 2) if t.dim() == 3 else t
+
+    def whole(self) -> Whole:
+        call = self.lowered()
+        given = dict(zip(EXTRAS, call.extras, strict=True))
+        slopes, heads = given["slopes"], call.problem.heads_q
+        if slopes is not None:
+            slopes = slopes.reshape(-1, heads).expand(len(call.extents), heads)
+        bias, owns = given["bias"], False
+        if bias is not None:
+            owns = one_pair_each(matrix_view(bias, "broadcast", heads, call.extents), heads, call.extents)
+        return Whole(call.problem, call.extents, heads, 0, slopes, given["sink"], SEED, call.offset, owns)
+
+    def rows(self, pieces: Pieces) -> Rows:
+        q_rope = self.args.get("q_rope")
+        return Rows(
+            pieces,
+            self.tokens(self.args["q"]),
+            None if q_rope is None else self.tokens(q_rope),
+            self.args.get("bias"),
+            self.args.get("blocked"),
+        )
+
+    def keys(self, pieces: Pieces) -> Keys:
+        given = (None if t is None else self.tokens(t) for t in (self.args.get(n) for n in ("k", "v", "k_rope")))
+        return Keys(pieces, *given)  # type: ignore[arg-type]
+
+    def pieces(self, side: str, cuts: Any = None) -> Pieces:
+        """The sequences of rows ("q") or keys ("kv"), cut where cuts(length) says."""
+        e = self.lowered().extents
+        lengths = e.q_len if side == "q" else e.kv_len
+        made = []
+        for b, (length, start) in enumerate(zip(lengths, e.q_start if side == "q" else e.kv_start, strict=True)):
+            edges = [0, *([] if cuts is None else cuts(int(length))), int(length)]
+            for first, end in zip(edges, edges[1:], strict=False):
+                made.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
+        return Pieces(*np.array(made, np.int64).T)
+
+
+def each(pieces: Pieces) -> list[Pieces]:
+    """One at a time."""
+    return [subset(pieces, np.array([i])) for i in range(len(pieces))]
+
+
+def subset(pieces: Pieces, chosen: np.ndarray) -> Pieces:
+    return Pieces(*(getattr(pieces, name)[chosen] for name in ("seq", "first", "count", "batch", "start")))
+
+
+def place(pieces: Pieces) -> tuple[int, slice]:
+    """Where one piece lies in tensors [batch, tokens, ...]."""
+    return int(pieces.batch[0]), slice(int(pieces.start[0]), int(pieces.start[0] + pieces.count[0]))
+
+
+def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
+    """Results and gradients of the whole call in one piece."""
+    golden = backend == "golden"
+    lowered = call.lowered(golden)
+    out, max_, sum_ = dense_eager.attention(lowered, backend)
+    dout = call.dout.double() if golden else call.dout
+    gradients = dense_eager.attention_backward(lowered, dout, out, (max_, sum_), dbias=True, backend=backend)
+    found = {"out": out, "max": max_, "sum": sum_, **dict(zip(GRADIENTS, gradients, strict=True))}
+    return {name: t for name, t in found.items() if t.numel()}
+
+
+def draw(seed: int) -> Call:
+    """A call with any features, dtype, band and lengths."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice(DTYPES)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    heads_kv, count = rng.choice([1, 2]), rng.choice([1, 2])
+    heads, dim, dim_v = heads_kv * rng.choice([1, 3]), rng.choice([16, 33, 64]), rng.choice([16, 40])
+    q_len = [rng.choice(LENGTHS) for _ in range(count)]
+    kv_len = q_len if rng.random() < 0.5 else [rng.choice(LENGTHS) for _ in range(count)]
+    packed = rng.random() < 0.5
+    lead = (lambda n: (sum(n),)) if packed else (lambda n: (count, max(n)))
+    args: dict[str, Any] = {"layout": "TND" if packed else "BSND", "q_len": q_len, "kv_len": kv_len}
+    args |= {"q": rows(*lead(q_len), heads, dim), "k": rows(*lead(kv_len), heads_kv, dim)}
+    args |= {"v": rows(*lead(kv_len), heads_kv, dim_v)}
+    args["band"] = rng.choice(
+        [None, Band.causal(), Band.window(70), Band.window(150, 33, "start"), Band.prefix_causal([40] * count)]
+    )
+    if rng.random() < 0.3:
+        args |= {"q_rope": rows(*lead(q_len), heads, 16), "k_rope": rows(*lead(kv_len), heads_kv, 16)}
+    if rng.random() < 0.3:
+        args["sink"] = torch.randn(heads, generator=generator)
+    if rng.random() < 0.3:
+        args["softcap"] = 3.0
+    if rng.random() < 0.4:
+        args["keep_prob"] = 0.7
+    args["empty_rows"] = rng.choice(["zero", "mean"])
+    if packed or rng.random() < 0.3:
+        args["alibi_slopes"] = torch.rand(heads, generator=generator) if rng.random() < 0.5 else None
+    elif rng.random() < 0.6:
+        axes = [n if rng.random() < 0.6 else 1 for n in (count, heads, max(q_len))]
+        args["bias"] = rows(*axes, max(kv_len))
+        if rng.random() < 0.5:
+            args["blocked"] = torch.rand(*axes, max(kv_len), generator=generator) < 0.3
+    return Call(args, rows(*lead(q_len), heads, dim_v))
