@@ -82,8 +82,7 @@ def holds(group: Any, stored: str) -> int:
     return rank
 
 
-@pytest.mark.parametrize("stored", ["", "int8", "int4"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("stored", "world"), [("", 1), ("int8", 2), ("int4", 3), ("", 4)])
 def test_every_rank_holds_the_tokens_of_its_pages(worlds: Worlds, world: int, stored: str) -> None:
     assert worlds.run(world, holds, stored) == list(range(world))
 
@@ -164,8 +163,14 @@ def _of_one(how: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=[pytest.mark.slow] * (world != (2, 3, 4)[at % 3]))
+        for at, name in enumerate(CASES)
+        for world in (1, 2, 3, 4)
+    ],
+)
 def test_decoding_finds_what_one_process_does(worlds: Worlds, world: int, name: str) -> None:
     first, *others = worlds.run(world, attended, name)
     for other in others:

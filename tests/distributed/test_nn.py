@@ -67,9 +67,15 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> torch.Tensor:
     return got["loss"]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("stage", nn.STAGES)
-@pytest.mark.parametrize("form", ["grouped", "latent"])
+@pytest.mark.parametrize(
+    ("form", "stage", "packed"),
+    [
+        pytest.param(form, stage, packed, marks=[pytest.mark.slow] * (packed == (form == "grouped")))
+        for form in ("grouped", "latent")
+        for stage in nn.STAGES
+        for packed in (True, False)
+    ],
+)
 def test_ranks_learn_what_one_process_does(worlds: Worlds, form: str, stage: str, packed: bool) -> None:
     first, second = worlds.run(2, of_ranks, form, stage, packed)
     assert torch.equal(first, second)

@@ -71,6 +71,18 @@ CASES = [
 ]
 
 
+def in_worlds(case: Case, at: int) -> list[Any]:
+    """A case with each size of a world; all but one are slow, another one for every case."""
+    sizes = (4,) if case.schedule == "ulysses+ring" else (2, 3, 4, 1)
+    quick = sizes[at % len(sizes)]
+    return [
+        pytest.param(case, size, id=f"{case.id}-{size}", marks=[pytest.mark.slow] * (size != quick)) for size in sizes
+    ]
+
+
+WORLDS = [param for at, case in enumerate(CASES) for param in in_worlds(case, at)]
+
+
 def whole(case: Case, wide: bool = False) -> dict[str, Tensor | None]:
     """All tensors of one process; wide: the same numbers in float64."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -181,11 +193,13 @@ def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tens
     return found
 
 
-def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
+def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
+    """What is the same on every rank, of the call as it is and of the deterministic one."""
     if case.schedule == "ulysses+ring":
         group = init_device_mesh("cpu", (2, 2))
     given, lists = whole(case), lists_of(case)
-    want = results(case, given, lists)
+    want = shares(case, results(case, given, lists), group)
+    golden = shares(case, results(case, whole(case, True), lists, backend="golden"), group)
     local = {
         name: t if t is None or name == "sink" else far.shard(
             t, group, case.schedule, case.tokens("q" if name in ROWS else "kv"), axis_of(case, name)
@@ -194,18 +208,18 @@ def compared(group: Any, case: Case, deterministic: bool) -> dict[str, Tensor]:
     }  # fmt: skip
     own = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
     tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
-    how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
-    got = results(case, local, own, **how)
-    share = shares(case, want, group)
-    assert got.keys() == share.keys()
-    for name, tensor in share.items():
-        if deterministic or name not in SUMMED:
-            same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
-    if not deterministic:
-        golden = shares(case, results(case, whole(case, True), lists, backend="golden"), group)
-        for name in set(SUMMED) & set(got):
-            compare(f"{case.id}: {name}", got[name], golden[name].double(), share[name], max(case.q_len))
-    return {name: got[name] for name in ("dsink", "loss") if name in got}
+    found = []
+    for deterministic in (False, True):
+        how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
+        got = results(case, local, own, **how)
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            if deterministic or name not in SUMMED:
+                same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
+            else:
+                compare(f"{case.id}: {name}", got[name], golden[name].double(), tensor, max(case.q_len))
+        found.append({name: got[name] for name in ("dsink", "loss") if name in got})
+    return found
 
 
 def merged(group: Any, case: Case) -> None:
@@ -240,11 +254,7 @@ def merged(group: Any, case: Case) -> None:
             same_bits(got[name], mine, f"{case.id}, rank {dist.get_rank()}: {name}")
 
 
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [(case, world) for case in CASES for world in (2, 3) if case.schedule != "ulysses+ring"],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
 def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
     worlds.run(world, merged, case)
 
@@ -258,13 +268,8 @@ def test_the_order_of_candidates() -> None:
     same_bits(found, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [(case, world) for case in CASES for world in ((4,) if case.schedule == "ulysses+ring" else (1, 2, 3, 4))],
-    ids=str,
-)
-def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int, deterministic: bool) -> None:
-    first, *others = worlds.run(world, compared, case, deterministic)
+@pytest.mark.parametrize(("case", "world"), WORLDS)
+def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int) -> None:
+    first, *others = worlds.run(world, compared, case)
     for other in others:
         same_bits(other, first, "another rank's")
