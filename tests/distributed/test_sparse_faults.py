@@ -196,7 +196,7 @@ def test_caches_that_differ_are_an_error_on_every_rank(worlds: Worlds) -> None:
 
 
 def refused(group: Any) -> list[str]:
-    cache = fa.PagedKVCache(1, 8, 2, page_size=4, group=group)
+    cache = fa.PagedKVCache(1, 8, 1, page_size=4, group=group)
     a = cache.allocate()
     cache.append([a], torch.randn(1, 13, 1, 8), torch.randn(1, 13, 1, 8))
     q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 5, 1, 8)
@@ -206,25 +206,37 @@ def refused(group: Any) -> list[str]:
     decode = [
         {"out_scale": torch.ones(1)},
         {"blocked": torch.zeros(1, 1, 1, 12, dtype=torch.bool)},
-        {"bias": torch.tensor(1.0)},
+        {"bias": torch.zeros(1, 1, 12)},
         {"kv_len": [3]},
+        *({"band": band} for band in ("causal", fa.Band.prefix_causal([1, 2]), 3)),
+        *({"q_len": lengths} for lengths in ([2], [-1], [1, 1], "x", 1.5)),
+        *({"blocked": mask} for mask in (3, torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool))),
+        {"sink": torch.zeros(3)},
+        {"layout": "TND"},
+        {"softcap": -1.0},
+        {"scale": float("nan")},
     ]
     found = [text_of(lambda words=words: fa.decode_attention(q, cache, **words), fa.ContractError) for words in decode]  # type: ignore[misc]
-    found.append(text_of(lambda: fa.decode_attention(torch.randn(2, 1, 2, 8), cache), fa.ContractError))
+    queries = [None, 3, torch.randn(1, 2, 8), torch.randn(1, 1, 2, 9), q.half(), q.int(), torch.randn(2, 1, 2, 8)]
+    found += [text_of(lambda q=q: fa.decode_attention(q, cache), fa.ContractError) for q in queries]  # type: ignore[misc]
     whole = fa.PagedKVCache(1, 8, 2, page_size=4)
     found.append(text_of(lambda: far.decode_attention(q, whole), fa.ContractError))
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.get_world_size(group) == 4 else group
+    found.append(text_of(lambda: fa.PagedKVCache(1, 8, 2, group=mesh), ValueError))
     return [full, *found]
 
 
 def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
-    for full, out_scale, blocked, bias, kv_len, count, whole in worlds.run(2, refused):
-        assert "1 more pages needed on rank 0 of 2, 0 free" in full
+    for full, out_scale, blocked, bias, kv_len, *others, count, whole, mesh in worlds.run(4, refused):
+        assert "1 more pages needed on rank 0 of 4, 0 free" in full
         assert "out_scale: expected None over a cache with a group" in out_scale
-        assert "blocked: expected 1 or 16 keys" in blocked
-        assert "bias: expected 1 or 16 keys" in bias
+        assert "blocked: expected" in blocked
+        assert "bias: expected" in bias
         assert "kv_len: expected nothing beside a PagedKVCache" in kv_len
-        assert "q: expected 4 axes, a row for each of 1 sequences" in count
+        assert [text for text in others if "expected" not in text] == []
+        assert "sequences: expected 2 sequences of the cache" in count
         assert "cache: expected a PagedKVCache with a group" in whole
+        assert "group: expected a group of one dimension" in mesh
 
 
 def leaving(group: Any) -> str:

@@ -481,7 +481,7 @@ RANKS = [
     house("every rank adds the sink", "distributed/decode.py",
           '{**args, "sink": None, ', "{**args, ", f"{APART}::test_decoding_finds_what_one_process_does"),
     house("a rank reads behind a sequence's last token", "api/cache.py",
-          " - max((own[-1] + 1) * size - tokens, 0)", "", f"{APART}::test_decoding_finds_what_one_process_does"),
+          " - max((own[-1] + 1) * size - tokens, 0)", "", f"{APART}::test_every_rank_holds_the_tokens_of_its_pages"),
 ]  # fmt: skip
 
 MUTANTS = (

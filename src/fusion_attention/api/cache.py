@@ -88,6 +88,11 @@ class PagedKVCache:
             from fusion_attention.distributed.groups import group_of
 
             self.group = group_of(group)
+            if self.group.axes:
+                raise ValueError(
+                    "PagedKVCache: group: expected a group of one dimension, got a mesh of two (pages go round its "
+                    'ranks: mesh["name"] is one dimension of it)'
+                )
             self._rank, self._ranks = self.group.rank, self.group.world
         sides = (dim,) if shares_kv else (dim, dim_v)
         kind = {"": dtype, "int8": torch.int8, "int4": torch.uint8}[stored]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, Failure, show
+from fusion_attention.contract import ContractError, Failure, bind, show
 from fusion_attention.distributed.groups import Call
 from fusion_attention.ops.inference import own as record
 from fusion_attention.torch_ops import dispatch
@@ -97,7 +97,7 @@ def attend(
         )
         return (found["out"], found["max"] + found["sum"].log()) if return_lse else found["out"]
     of_cache, lengths = cache.arguments(sequences), cache.lengths(sequences)
-    _refuse(args, cache, lengths, sequences)
+    _check(args, cache, sequences, ranks if own_heads else 1)
     said = {"q": (tuple(q.shape), q.dtype), "cache": repr(cache).split(", ")[0], "own_heads": own_heads}
     said |= {name: args[name] for name in _OPTIONS}
     call = cache.group.call("decode_attention", said, q.device)
@@ -135,27 +135,30 @@ def attend(
     return (out, (merged.max + merged.sum.log()).transpose(1, 2).contiguous()) if return_lse else out
 
 
-def _refuse(args: Mapping[str, Any], cache: Any, lengths: Sequence[int], sequences: Sequence[int] | None) -> None:
-    """Raises for what only the whole call can be asked."""
+def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
+    """Raises for what is wrong with the call of all ranks, in the words of one process.
+
+    heads: how many times those of q there are over all ranks.
+    """
+    lengths, q = cache.lengths(sequences), args["q"]
     failures = []
     for name in ("out_scale", "out_offset"):
         if args.get(name) is not None:
             advice = "ranks' results are merged as they are: quantise the merged one"
             failures.append(Failure(_OP, name, "None over a cache with a group", show(args[name]), advice))
-    q = args["q"]
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != len(lengths):
-        got = show(q) if sequences is None else f"{show(q)} for {show(sequences)}"
-        failures.append(
-            Failure(_OP, "q", f"4 axes, a row for each of {len(lengths)} sequences", got, "sequences=[...]")
-        )
-    slots = max((-(-n // cache.page_size) for n in lengths), default=0) * cache.page_size
-    for name in ("blocked", "bias"):
-        tensor = args[name]
-        if tensor is not None and (tensor.dim() == 0 or tensor.shape[-1] not in (1, slots)):
-            advice = "slots of the pages of the longest sequence, over all ranks"
-            failures.append(Failure(_OP, name, f"1 or {slots} keys", show(tensor), advice))
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != len(lengths):
+        got = f"{len(lengths)} of {cache!r}" if sequences is None else show(sequences)
+        advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
+        failures.append(Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice))
     if failures:
         raise ContractError(failures)
+    pages = max((-(-n // cache.page_size) for n in lengths), default=0)
+    whole = {**args, **cache.arguments(sequences), "kv_len": lengths}
+    whole["block_table"] = whole["block_table"].new_zeros(len(lengths), pages)
+    if isinstance(q, Tensor) and q.dim() == 4:
+        whole["q"] = torch.cat([q.to("meta")] * heads, -2 if args["layout"] == "BSND" else -3)
+    tensors = {name: t.to("meta") for name, t in whole.items() if isinstance(t, Tensor) and name not in ("q", "q_len")}
+    bind(record.RECORD, whole | tensors, reads=False)
 
 
 # ------------------------------------------------------------------------------------------------------ a rank's tokens
