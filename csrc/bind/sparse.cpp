@@ -87,15 +87,16 @@ struct SparseArgument {
         const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
-        operands = {q.rows,       q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
-                    v.keys,       out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
-                    weights.rows, values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
-                    dk.rows,      dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink)};
+        operands = {q.rows,           q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
+                    v.keys,           out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
+                    weights.rows,     values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
+                    dk.rows,          dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink),
+                    item<bool>(t, 20)};
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 20) refuse("operands of selected keys are 20 values");
+        if (t.size() != 21) refuse("operands of selected keys are 21 values");
         return nb::borrow(t[i]);
     }
 };

@@ -36,6 +36,7 @@ struct SparseOperands {
     Rows dout, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues
     Rows dweights;
     float *dsink = nullptr;  // [heads_q]
+    bool wide_keys = false;  // dk, dk_rope and dv are float32, whatever dtype is
 };
 
 struct SparseJob {

@@ -22,8 +22,9 @@ from fusion_attention.distributed.sharding import _gathered as gathered
 from fusion_attention.distributed.sharding import _share as share
 from fusion_attention.distributed.sharding import _summed_shares as summed_shares
 from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.memory import empty
+from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
-from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import EXTENT_ROWS, Extents
@@ -172,9 +173,14 @@ class Cut:
             changes["layout_kv"] = PACKED
         return replace(self.whole, **changes)
 
-    def run(self, call: Lowered) -> dict[str, Tensor]:
-        """The results of a lowered call."""
-        return run(call, self.backend)
+    def run(self, call: Lowered, wide: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The results of a lowered call; `wide` ones in float32 at least."""
+        results = call.results()
+        for name in results.keys() & set(wide):
+            t = results[name]
+            results[name] = empty(t, t.shape, torch.promote_types(t.dtype, torch.float32))
+        compute(call, results, self.backend)
+        return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
         """Keys of all ranks by name, which pass together; flat."""
@@ -191,25 +197,22 @@ class Cut:
 
 
 class Sums:
-    """Gradients that rounds leave: of rows, each written once, and of keys, summed over rounds and ranks in wide.
+    """Gradients that rounds leave: of rows, each written once, and of keys, wide, summed over rounds and ranks.
 
     Args:
-        rows: which of the gradients are rows'.
+        rows: which of the gradients are rows'. dtype: of keys.
     """
 
-    def __init__(self, cut: Cut, rows: Sequence[str]) -> None:
-        self.cut, self._names = cut, rows
+    def __init__(self, cut: Cut, rows: Sequence[str], dtype: torch.dtype) -> None:
+        self.cut, self._names, self._dtype = cut, rows, dtype
         self.rows: dict[str, Tensor] = {}
         self._keys: dict[str, Tensor] = {}
-        self._like: dict[str, torch.dtype] = {}
 
     def add(self, stretches: Sequence[Stretch], found: Mapping[str, Tensor]) -> None:
         """The gradients of one round."""
         for name, tensor in found.items():
             if name not in self._names:
-                self._like[name] = tensor.dtype
-                wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-                self._keys[name] = self._keys[name] + wide if name in self._keys else wide
+                self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
             elif name not in self.rows:
                 self.rows[name] = tensor
             else:
@@ -219,8 +222,7 @@ class Sums:
 
     def scaled(self, factor: Tensor) -> Sums:
         """The same sums times a factor."""
-        made = Sums(self.cut, self._names)
-        made._like = self._like
+        made = Sums(self.cut, self._names, self._dtype)
         made.rows = {name: t * factor for name, t in self.rows.items()}
         made._keys = {name: t * factor for name, t in self._keys.items()}
         return made
@@ -231,7 +233,7 @@ class Sums:
         packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
         split = self.cut.kv.summed(self.cut.call, packed).split(widths, 1)
         return {
-            name: part.unflatten(1, t.shape[1:]).to(self._like[name])
+            name: part.unflatten(1, t.shape[1:]).to(self._dtype)
             for (name, t), part in zip(self._keys.items(), split, strict=True)
         }
 

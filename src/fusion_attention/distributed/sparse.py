@@ -328,9 +328,9 @@ def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 def _indexer_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
 ) -> dict[str, Tensor]:
-    whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"))
+    whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"), dvalues.dtype)
     for own in cut.q.rounds:
-        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices)))
+        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices), ("dkey",)))
     found = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
     if not deterministic:
         return found | {"key": sums.keys()["dkey"]}
@@ -378,10 +378,10 @@ def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
 def _attention_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"))
+    whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"), dout.dtype)
     dsinks: Tensor | None = None
     for own in cut.q.rounds:
-        found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved))
+        found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved), ("dkey", "dvalue", "dkey_rope"))
         more = found.pop("dsinks", None)
         dsinks = more if dsinks is None or more is None else dsinks + more
         sums.add(own, found)
@@ -430,10 +430,10 @@ class _Loss(torch.autograd.Function):
             sides = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
             ctx.made = {name: side.own(found[name]) for name, side in sides.items()}
             return found["loss"]
-        ctx.sums = Sums(cut, ("dquery_index", "dweights"))
+        ctx.sums = Sums(cut, ("dquery_index", "dweights"), tensors[1].dtype)
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
         for own in cut.q.rounds:
-            found = cut.run(cut.rows(whole, own))
+            found = cut.run(cut.rows(whole, own), ("dkey_index",))
             total += found.pop("loss")
             ctx.sums.add(own, found)
         return cut.call.sum_to_all("summing the loss", total)

@@ -275,6 +275,9 @@ class Grads:
     dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias. Where owns_dbias, each of
     its elements belongs to one pair of a row and a key alone: every pair of every sequence is written, in the dtype of
     the memory, with zeros where a row does not see the key.
+
+    Of a selection, an indexer and its loss, gradients of keys (dk, dk_rope and dv, all of them) may be float32 beside
+    rows of another dtype: somebody adds up partial results.
     """
 
     dout: RowView

@@ -11,7 +11,7 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
-from fusion_attention.backends.cpu.sparse import arguments, key_rows
+from fusion_attention.backends.cpu.sparse import arguments, key_rows, wide_keys
 from fusion_attention.memory import empty
 from fusion_attention.waist.problem import (
     Extents,
@@ -119,5 +119,6 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
-    dq, dk = (rows_of(view, p.torch_dtype) for view in (g.dq, g.dk))
-    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p))}
+    wide = wide_keys(g.dk, p.torch_dtype)
+    dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
+    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}
