@@ -27,6 +27,7 @@ from benchmarks import (
     inference,
     loss,
     memory,
+    scale,
     schedule,
     sparse,
 )
@@ -59,8 +60,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "inference": (inference.rows_of_all,),
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
-MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED = "memory", "decode", "busy", "schedule", "distributed"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED)
+MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE)
 
 
 TITLE = (
@@ -104,7 +105,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
     only: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}, or all.")] = "all",
     output: Annotated[
-        Path | None, typer.Option(help="Write NAME.json, NAME.png and NAME-schedule.png besides.")
+        Path | None, typer.Option(help="Write NAME.json, NAME.png, NAME-schedule.png and NAME-scale.png besides.")
     ] = None,
 ) -> None:
     """Times this library beside what a user would pick instead, alternating in one process."""
@@ -124,6 +125,7 @@ def main(
     waits = busy.show(quick, console) if only in ("all", BUSY) else []
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
     shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
+    scales = scale.show(quick, turns, console) if only in ("all", SCALE) else {}
     others = {}
     for group, (name, cost, goal) in COSTS.items():
         if only in ("all", group):
@@ -135,12 +137,15 @@ def main(
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
+        tables |= {SCALE: scales}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         if timings:
             chart.draw(timings, output.with_suffix(".png"))
         if scheduled:
             schedule.draw(scheduled, output.with_name(f"{output.stem}-schedule.png"))
+        if scales:
+            scale.draw(scales, output.with_name(f"{output.stem}-scale.png"))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import fusion_attention as fa
 from benchmarks.memory import resident
 from benchmarks.report import Report
 from fusion_attention import Band
+from fusion_attention.distributed import attention
 from fusion_attention.distributed.layout import layout_of
 
 HEADS, DIM = 4, 128
@@ -99,23 +100,35 @@ def _of_one(length: int) -> Callable[[], None]:
 
 
 def _rank(rank: int, world: int, store: str) -> None:
-    """Takes orders until there are no more."""
+    """Takes orders until there are no more: "step" of a schedule, "alone" the same of fa.attention on every rank by
+    itself, "send" bytes to the next rank while those of the one before arrive."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    given: dict[tuple[int, str], list[torch.Tensor]] = {}
+    held: tuple[Any, list[torch.Tensor]] = (None, [])
     for line in sys.stdin:
         order = json.loads(line)
-        length, schedule = order["length"], order["schedule"]
-        if (length, schedule) not in given:
-            share = layout_of(schedule, (length,), (world,)).sizes[rank]
-            given = {(length, schedule): _tensors(share)}
+        length, schedule = order["length"], order.get("schedule", "")
+        if held[0] != order:
+            share = layout_of(schedule, (length,), (world,)).sizes[rank] if order["what"] == "step" else length
+            held = (
+                order,
+                [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+                if order["what"] == "send"
+                else _tensors(share),
+            )
 
         def call(*tensors: torch.Tensor, length: int = length, schedule: str = schedule, **words: Any) -> Any:
-            return fa.distributed.attention(*tensors, schedule=schedule, tokens=length, **words)
+            return attention(*tensors, schedule=schedule, tokens=length, **words)
 
         dist.barrier()
         before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
-        _step(call, given[length, schedule])
+        if order["what"] == "send":
+            out, into = held[1]
+            around = dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, into, (rank - 1) % world)
+            for work in dist.batch_isend_irecv(list(around)):
+                work.wait()
+        else:
+            _step(call if order["what"] == "step" else fa.attention, held[1])
         taken, used = time.perf_counter() - begun, time.process_time() - cpu
         found = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
         print(json.dumps(found), flush=True)
@@ -177,7 +190,7 @@ def overhead() -> list[Shared]:
         q = torch.randn(1, 4, 2, 32)
         taken: dict[str, list[float]] = {"ours": [], "measure": []}
         for _ in range(200):
-            for name, call in (("ours", fa.distributed.attention), ("measure", fa.attention)):
+            for name, call in (("ours", attention), ("measure", fa.attention)):
                 begun = time.perf_counter()
                 for _ in range(50):
                     call(q, q, q)

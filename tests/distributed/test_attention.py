@@ -1,5 +1,7 @@
 """distributed.attention() on worlds of one to four beside one process: bits, or the house rule against golden."""
 
+import inspect
+import weakref
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
 from fusion_attention import Band
-from fusion_attention.distributed import attention, shard, unshard
+from fusion_attention.distributed import attention, schedules, shard, unshard
 from fusion_attention.distributed.groups import group_of
 from fusion_attention.ops.shared.layouts import LAYOUTS
 from fusion_attention.testing.compare import compare
@@ -189,6 +191,7 @@ def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> Non
         ("ulysses", 2, EVERY),
         ("ulysses", 4, SOME),
         ("ulysses+ring", 4, EVERY),
+        ("ulysses+ring", 2, ["rope", "short"]),
     ],
 )
 def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str, world: int, names: list[str]) -> None:
@@ -196,3 +199,51 @@ def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str,
         judge(name, found)
         if schedule == "ulysses" and not CASES[name]["sizes"].get("sink"):
             assert all(same(found[what], one(name)[what]) for what in ("out", "lse", "dq")), name
+
+
+def blocks(group: Any, tokens: int) -> tuple[int, int]:
+    """The most tensors of others' keys, or of what they are given, that a rank holds at once: forward, backward."""
+    fresh, held, most = schedules.empty, 0, [0, 0]
+
+    def gone() -> None:
+        nonlocal held
+        held -= 1
+
+    def counted(*words: Any) -> torch.Tensor:
+        nonlocal held
+        made = fresh(*words)
+        held += 1
+        most[backward] = max(most[backward], held)
+        weakref.finalize(made, gone)
+        return made
+
+    schedules.empty = counted
+    try:
+        q, k, v = (shard(torch.randn(1, tokens, 2, 8), group, "zigzag", tokens).requires_grad_() for _ in range(3))
+        backward = 0
+        out = attention(q, k, v, group=group, tokens=tokens)
+        backward = 1
+        out.sum().backward()
+    finally:
+        schedules.empty = fresh
+    return most[0], most[1]
+
+
+def test_a_ring_holds_two_blocks_of_keys_whatever_its_size(worlds: Worlds) -> None:
+    """Blocks of k and v; backward, besides: gradients that come, and those that this rank hands on."""
+    for world in (2, 3, 4):
+        for forward, backward in worlds.run(world, blocks, 8 * 64 * world):
+            assert forward <= 2 * 2
+            assert backward <= 2 * 4
+
+
+def test_it_takes_what_one_process_takes() -> None:
+    """All parameters of fusion_attention.attention with their defaults, but for what is not cut among ranks."""
+    ours, theirs = (dict(inspect.signature(f).parameters) for f in (attention, fa.attention))
+    for name in ("drop_bits", "blocked_tiles", "blocked_bits"):
+        del theirs[name]
+    for name in ("group", "schedule", "tokens", "deterministic"):
+        del ours[name]
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]

@@ -157,6 +157,29 @@ def test_without_torch_distributed_the_error_says_what_to_do() -> None:
         group_of(None)
 
 
+def that_lacks(group: Any) -> list[str]:
+    """A back end that cannot send is found by the first call, whatever that passes."""
+    ranks = group_of(dist.new_group(list(range(group_of(group).world))))
+    said, post = [], type(ranks).post
+
+    def refusing(*_: Any) -> list[Any]:
+        raise RuntimeError("send is not supported")
+
+    type(ranks).post = refusing  # type: ignore[method-assign]
+    try:
+        ranks.call("values", {}, CPU)
+    except GroupError as error:
+        said.append(str(error))
+    finally:
+        type(ranks).post = post  # type: ignore[method-assign]
+    return said
+
+
+def test_what_a_back_end_lacks_is_found_by_the_first_call(worlds: Worlds) -> None:
+    for rank, (text,) in enumerate(worlds.run(4, that_lacks)):
+        assert f"rank {rank} of 4, trying the group out: send is not supported" in text
+
+
 def of_another_kind(group: Any) -> str:
     try:
         group_of(3)  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from fusion_attention.npu.modules import made
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
     *("npu", "npu.utils", "npu.amp", "npu.amp.autocast_mode", "npu.amp.grad_scaler", "npu.streams", "npu.memory"),
-    *("npu.random", "testing", "testing.testcase", "testing.common_utils"),
+    *("npu.random", "_C", "_C._distributed_c10d", "distributed"),
+    *("testing", "testing.testcase", "testing.common_utils"),
 ]
 
 

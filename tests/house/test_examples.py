@@ -19,6 +19,7 @@ import fusion_attention as fa
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
     "generate": ["--tokens", "8"],
+    "long_context": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
     "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],
     "packed_bert": ["--texts", "4", "--turns", "1"],
     "serve": ["--tokens", "8"],

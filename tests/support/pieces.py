@@ -1,7 +1,8 @@
-"""Calls of attention() whose sequences are cut into pieces: drawn at random, whole and piece by piece, in one process."""
+"""Calls of attention() whose sequences are cut into pieces: drawn at random, whole and piece by piece."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +88,7 @@ class Call:
         made = []
         for b, (length, start) in enumerate(zip(lengths, e.q_start if side == "q" else e.kv_start, strict=True)):
             edges = [0, *([] if cuts is None else cuts(int(length))), int(length)]
-            for first, end in zip(edges, edges[1:], strict=False):
+            for first, end in itertools.pairwise(edges):
                 made.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
         return Pieces(*np.array(made, np.int64).T)
 

@@ -118,8 +118,13 @@ def attention(
     Source: this library.
 
     Example:
-        >>> share = lambda x: shard(x, None, "zigzag", 4096)
-        >>> out = attention(share(q), share(k), share(v), band=Band.causal())  # doctest: +SKIP
+        >>> import fusion_attention, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun's
+        >>> q = torch.randn(1, 4096, 4, 64)
+        >>> share = fusion_attention.distributed.shard(q, None, "zigzag", 4096)
+        >>> attention(share, share, share, tokens=4096, band=Band.causal()).shape
+        torch.Size([1, 4096, 4, 64])
+        >>> dist.destroy_process_group()
     """
     for word in foreign.keys() & _UNCUT.keys():
         raise TypeError(f"fusion_attention: distributed.attention: {word}: {_UNCUT[word]}")
@@ -372,8 +377,11 @@ def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, K
     """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
     p, rank = m.whole.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
-    rows, keys = ({n: _rows_of(given[n], layout, h) for n in of} for of, h in ((_ROWS, p.heads_q), (_KEYS, p.heads_kv)))
-    matrices = {n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES}
+    rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
+    keys: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_kv) for n in _KEYS}
+    matrices: dict[str, Any] = {
+        n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES
+    }
     return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
 
 

@@ -37,7 +37,10 @@ _FAILURES = (RuntimeError, ValueError, OSError)  # what torch.distributed raises
 
 
 class GroupError(RuntimeError):
-    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do."""
+    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do.
+
+    Where it was raised on some ranks alone (one died, or was late), ranks no longer count alike: make the group anew.
+    """
 
 
 class Pending:
@@ -72,6 +75,7 @@ class Group:
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
         self._compared = itertools.count()
+        self._tried: set[str] = set()  # kinds of devices
 
     @property
     def _data(self) -> dist.ProcessGroup:
@@ -127,6 +131,9 @@ class Group:
             call.sends(device)
         if memo is None:
             call.agree(words, fault, advice)
+            if device.type not in self._tried:
+                call.try_out()
+                self._tried.add(device.type)
             self._agreed[words] = call.memo
             if len(self._agreed) > _AGREED:
                 self._agreed.popitem(last=False)
@@ -243,6 +250,16 @@ class Call:
         for rank, (_, _, found) in enumerate(heard):
             if found:
                 raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
+
+    def try_out(self) -> None:
+        """Every rank sends every other a number: what a back end lacks shows now, not in mid-training, and one that
+        wants all ranks at its first exchange has them."""
+        lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
+        for line in lines:
+            own = torch.tensor([line.rank], device=self.device)
+            heard = torch.cat(line.all_gather("trying the group out", own, [1] * line.world)).tolist()
+            if heard != list(range(line.world)):
+                raise self.error("trying the group out", f"ranks {heard} answered", "make the group anew")
 
     # ---------------------------------------------------------------------------------------------------- what passes
 

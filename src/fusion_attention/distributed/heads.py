@@ -85,8 +85,12 @@ class Heads:
         dout, out, max_, sum_ = self._taken("handing gradients round", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
         g, dsink = compute(self.inner, *self._given(rows, keys), of_heads)
-        dq, dq_rope = self._back("handing gradients back", [g.dq, g.dq_rope])
-        dk, dv, dk_rope = self._back_keys("handing gradients back", [g.dk, g.dv, g.dk_rope])
+        # What is whole is rounded before it passes, not behind; of a head that several ranks have it is a part.
+        alone = len(set(self.of_kv)) == len(self.of_kv)
+        of_keys = [t if t is None or not alone else t.to(keys.k.dtype) for t in (g.dk, g.dv, g.dk_rope)]
+        of_rows = [None if t is None else t.to(rows.q.dtype) for t in (g.dq, g.dq_rope)]
+        dq, dq_rope = self._back("handing gradients back", of_rows)
+        dk, dv, dk_rope = self._back_keys("handing gradients back", of_keys)
         dbias = g.dbias
         if dbias is not None and rows.bias is not None:
             dbias = self._matrix_back(dbias, rows.bias, rows.q.shape[1])

@@ -207,10 +207,9 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
-        of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
+        met = _met(m, rows, source)
         if result is None or len(met):
-            part = pieces.forward(m.whole, rows, of_block, met, m.backend, partial=True)
+            part = pieces.forward(m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True)
             if result is None:
                 result = part
             else:
@@ -226,7 +225,10 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Keys go round again, and behind them their gradients, to which every rank adds: float32 until they are home."""
+    """Keys go round again, and behind them their gradients, to which every rank adds: float32 until they are home.
+
+    A rank's own part waits at home, so that gradients take no more ways than keys; it is added last.
+    """
     call = m.call
     if call.world == 1:
         keys = replace(keys, pieces=m.keys.all())
@@ -234,14 +236,15 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         g = pieces.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
     block, total = _block(keys), None
+    mine: list[Tensor] = []
     added: list[Tensor] = []
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
-        carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 0)
-        of_block = Keys(m.keys.pieces(source), *block)
-        met = m.pairs(("ring", source), rows.pieces, of_block.pieces, partial=True)
+        carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
+        met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
         g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+        del of_block  # No more than this block and the next are in memory.
         if total is None:
             total = g
         else:
@@ -251,7 +254,10 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
             behind.wait()
             for ours, theirs in zip(own, carried, strict=True):
                 torch.add(theirs, ours, out=ours)
-        added = own
+        if step == 0:
+            mine = own
+        else:
+            added = own
         if pending is not None:
             pending.wait()
         block = coming
@@ -259,8 +265,13 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     assert behind is not None
     assert total is not None
     behind.wait()
-    dk, dv, *rest = home
+    dk, dv, *rest = [theirs.add_(ours) for theirs, ours in zip(home, mine, strict=True)]
     return replace(total, dk=dk, dv=dv, dk_rope=rest[0] if rest else None), _sink(m, rows, saved)
+
+
+def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
+    """The pairs of this rank's rows with the keys of another."""
+    return m.pairs(("ring", source), rows.pieces, m.keys.pieces(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:

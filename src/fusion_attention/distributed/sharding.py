@@ -38,7 +38,11 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
         ValueError: an unknown schedule, or lengths that do not add up to the axis.
 
     Example:
-        >>> local = shard(tokens, group, "zigzag", tokens.shape[1])  # doctest: +SKIP
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun's
+        >>> shard(torch.zeros(2, 300, 8), None, "zigzag", 300).shape
+        torch.Size([2, 300, 8])
+        >>> dist.destroy_process_group()
     """
     ranks, laid = laid_out("shard", group, schedule, lengths)
     _fits("shard", x, dim, sum(laid.lengths), "the lengths add up to")

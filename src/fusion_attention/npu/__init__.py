@@ -17,6 +17,7 @@ from fusion_attention.npu.indexer_loss import (
 )
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
+from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
@@ -40,6 +41,7 @@ __all__ = [
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
     "_npu_fused_infer_attention_score_v2_infer_output",
     "install",
+    "npu_attention_update",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
     "npu_fused_infer_attention_score",
@@ -54,6 +56,7 @@ __all__ = [
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_prompt_flash_attention",
+    "npu_ring_attention_update",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",

@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
 from fusion_attention.npu.modules import NAME, made
+from fusion_attention.npu.process_groups import register
 from fusion_attention.npu.windows import watch
 from fusion_attention.patches import Changes, Layer, another, together
 from fusion_attention.settings import PROCESS
@@ -107,6 +108,7 @@ def _changed(base: torch.device, changes: Changes) -> None:
     changes.set(torch.nn.Module, "npu", module_npu)
     changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", _DEVICES.word))
     changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", _DEVICES.word))
+    register(changes, base, lambda layer, position, name: _mapped(layer, position, name, _DEVICES.word))
     changes.after(_DEVICES.leave)
     changes.after(setattr, _DEVICES, "base", None)
     _DEVICES.base = base

@@ -14,10 +14,20 @@ from typing import Any
 import torch
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, sparse, testcase, training
+from fusion_attention.npu import (
+    dropout,
+    fused_inference,
+    indexer_loss,
+    inference,
+    merging,
+    process_groups,
+    sparse,
+    testcase,
+    training,
+)
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss)
+FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
@@ -48,6 +58,9 @@ def made(base: torch.device) -> dict[str, ModuleType]:
         f"{NAME}.npu.amp": amp,
         f"{NAME}.npu.amp.autocast_mode": {"autocast": amp["autocast"]},
         f"{NAME}.npu.amp.grad_scaler": {"GradScaler": amp["GradScaler"]},
+        f"{NAME}._C": {},
+        f"{NAME}._C._distributed_c10d": {"ProcessGroupHCCL": process_groups.ProcessGroupHCCL},
+        f"{NAME}.distributed": {"is_hccl_available": lambda: True},
         f"{NAME}.testing": {},
         f"{NAME}.testing.testcase": {name: getattr(testcase, name) for name in testcase.CASES},
         f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},

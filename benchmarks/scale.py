@@ -1,0 +1,248 @@
+"""How long context parallel attention takes on 8 to 4096 ranks, by a model of operations and bytes.
+
+The model knows what each schedule computes and sends (docs/distributed.md has the formulas); a machine says how fast it
+does both. It knows no contention, no stragglers and no collective that is cleverer than point to point. On this
+machine's gloo it is checked against what is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.distributed import DIM, HEADS, Ranks
+from benchmarks.report import Report
+
+SCHEDULES = ("allgather", "zigzag", "ulysses", "ulysses+ring")
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer's attention, forward and backward, of one text that all ranks share; causal.
+
+    Attributes:
+        tokens: of the text.
+        heads_q, heads_kv, dim: of the layer.
+        size: bytes of an element; gradients of keys travel in float32.
+    """
+
+    tokens: int
+    heads_q: int = 32
+    heads_kv: int = 8
+    dim: int = 128
+    size: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Two products forward and five backward, over half of all pairs."""
+        return 2 * 7 * self.heads_q * self.dim * self.tokens**2 / 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks do in a second.
+
+    Attributes:
+        name: and where the figures are from.
+        flops: of attention, of one rank.
+        node: ranks that the fast links join.
+        near, far: bytes that a rank sends in a second, and receives meanwhile, within a node and between nodes.
+        wait: seconds that a message takes before its first byte.
+        overlaps: what is sent meanwhile costs no computing; on gloo the same cores do both.
+    """
+
+    name: str
+    flops: float
+    node: int
+    near: float
+    far: float
+    wait: float
+    overlaps: bool = True
+
+    def beside(self, computing: float, sending: float) -> float:
+        """Seconds of what may happen at once."""
+        return max(computing, sending) if self.overlaps else computing + sending
+
+    def sent(self, count: float, ranks: int) -> float:
+        """Seconds for bytes that a rank sends among so many neighbours: the slowest link of a ring decides."""
+        return count / (self.near if ranks <= self.node else self.far)
+
+
+H100 = Machine("H100: 4th-generation NVLink 450 GB/s each way, 400 Gb/s InfiniBand", 400e12, 8, 450 * GB, 50 * GB, 1e-5)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank does of a step: bytes sent, messages one behind the other, seconds; None where it cannot run.
+
+    Attributes:
+        memory: bytes of keys, values and their gradients of other ranks that are held at once.
+    """
+
+    sent: float
+    messages: int
+    seconds: float
+    memory: float
+
+
+def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None:
+    """The cost of a schedule; None where it cannot run on so many ranks.
+
+    Ulysses spreads heads, so it has no more ranks than heads; with a ring it takes a node's ranks, or as many as there
+    are key heads, and the ring the rest.
+    """
+    share = (ranks - 1) / ranks
+    keys = 2 * step.tokens * step.heads_kv * step.dim  # elements of all keys and values
+    compute = step.flops / machine.flops / ranks
+    if schedule == "allgather":
+        # Gathered forward and again backward; gradients of all keys go home in float32.
+        sent = share * keys * (2 * step.size + 4)
+        seconds = compute + machine.sent(sent, ranks) + 3 * machine.wait
+        return Cost(sent, 3, seconds, keys * (step.size + 4))
+    if schedule == "zigzag":
+        # Forward keys travel, backward keys and their gradients; each step hides behind the computing, or the reverse.
+        sent = share * keys * (2 * step.size + 4)
+        waits = 2 * (ranks - 1) * machine.wait
+        seconds = machine.beside(compute, machine.sent(sent, ranks) + waits)
+        return Cost(sent, 2 * (ranks - 1), seconds, 2 * keys * (step.size + 4) / ranks)
+    if schedule == "ulysses":
+        if ranks > step.heads_kv:
+            return None
+        sent = _exchanged(step, step.tokens / ranks, ranks)
+        return Cost(sent, 4, compute + machine.sent(sent, ranks) + 4 * machine.wait, 0.0)
+    inner = min(machine.node, step.heads_kv)
+    outer = ranks // inner
+    if outer < 2:
+        return None
+    exchanged = _exchanged(step, step.tokens / ranks, inner)
+    travelled = (outer - 1) / outer * keys / inner * (2 * step.size + 4)
+    waits = 2 * (outer - 1) * machine.wait
+    ring = machine.beside(compute, machine.sent(travelled, ranks) + waits)
+    seconds = ring + machine.sent(exchanged, inner) + 4 * machine.wait
+    return Cost(exchanged + travelled, 4 + 2 * (outer - 1), seconds, 2 * keys * (step.size + 4) / ranks)
+
+
+def _exchanged(step: Step, rows: float, ranks: int) -> float:
+    """Bytes of the exchanges of rows against heads: q, k, v and out forward; backward q, k, v, out, dout and the
+    gradients of q, k and v; and both times two statistics of a row and head."""
+    elements = 6 * (step.heads_q + step.heads_kv) * step.dim * step.size + 2 * 8 * step.heads_q
+    return rows * elements * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule on this machine's processes: milliseconds of a step, measured and by the model."""
+
+    ranks: int
+    schedule: str
+    measured: float
+    model: float
+
+
+def checked(quick: bool, turns: int) -> list[Checked]:
+    """The model with the rates of computing and sending that as many processes at once have here."""
+    tokens, sizes, found = (2048, 1 << 20, []) if quick else (8192, 1 << 24, [])
+    step = Step(tokens, HEADS, HEADS, DIM)
+    for world in (2, 4, 8):
+        with Ranks(world) as ranks:
+
+            def slowest(what: str, length: int, ranks: Ranks = ranks, **words: Any) -> float:
+                times = [max(rank["ms"] for rank in ranks.ask(what, length=length, **words)) for _ in range(turns + 1)]
+                return statistics.median(times[1:]) / 1e3  # the first warms
+
+            alone = tokens // 2
+            computing = Step(alone, HEADS, HEADS, DIM).flops / slowest("alone", alone)
+            sending = sizes / slowest("send", sizes)
+            here = Machine("gloo", computing, 1, sending, sending, slowest("send", 1), overlaps=False)
+            for schedule in ("allgather", "zigzag", "ulysses"):
+                model = cost(step, here, world, schedule)
+                if model is not None:
+                    taken = slowest("step", tokens, schedule=schedule)
+                    found.append(Checked(world, schedule, taken * 1e3, model.seconds * 1e3))
+    return found
+
+
+def modelled(step: Step, machine: Machine = H100) -> list[dict[str, Any]]:
+    """Seconds of every schedule that can run, by ranks, and what computing alone takes."""
+    rows = []
+    for ranks in RANKS:
+        found = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
+        there = {name: c.seconds for name, c in found.items() if c is not None}
+        rows.append({"ranks": ranks, "computing": step.flops / machine.flops / ranks, **there})
+    return rows
+
+
+def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, Any]]]:
+    """Prints which schedule is fastest on how many ranks, and how well the model knows this machine."""
+    tables = {}
+    for tokens in (1 << 17, 1 << 20):
+        step = Step(tokens)
+        report = Report(
+            console,
+            f"{step.tokens} tokens, {step.heads_q}/{step.heads_kv} heads of {step.dim}, causal, forward and backward: "
+            f"ms a layer by the model, and the share of it that computes. {H100.name}",
+            {"ranks": 6, **dict.fromkeys(SCHEDULES, 16), "fastest": -14},
+        )
+        for row in (rows := modelled(step)):
+            cells = [
+                f"{row[name] * 1e3:.1f} ({row['computing'] / row[name]:.2f})" if name in row else ""
+                for name in SCHEDULES
+            ]
+            report.add(str(row["ranks"]), *cells, min((n for n in SCHEDULES if n in row), key=lambda n: row[n]))
+        tables[str(tokens)] = rows
+    report = Report(
+        console, "This machine's processes, a thread each, over gloo", {"ranks": 6, "schedule": -12, "measured ms": 12,
+        "model ms": 12, "ratio": 6},
+    )  # fmt: skip
+    tables["checked"] = []
+    for one in checked(quick, turns):
+        ratio = one.measured / one.model
+        report.add(str(one.ranks), one.schedule, f"{one.measured:.0f}", f"{one.model:.0f}", f"{ratio:.2f}")
+        tables["checked"].append(vars(one))
+    return tables
+
+
+def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Time of a layer by ranks, for two lengths; and the model beside this machine."""
+    import matplotlib.pyplot as plt
+
+    plt.style.use("default")
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for axis, tokens in zip(axes, ("131072", "1048576"), strict=False):
+        rows = tables[tokens]
+        axis.plot(
+            [r["ranks"] for r in rows], [r["computing"] * 1e3 for r in rows], "--", color="0.6", label="computing"
+        )
+        for name in SCHEDULES:
+            there = [r for r in rows if name in r]
+            axis.plot([r["ranks"] for r in there], [r[name] * 1e3 for r in there], marker="o", ms=4, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms a layer, forward and backward")
+        axis.set_xticks(RANKS[::3], [str(n) for n in RANKS[::3]])
+        axis.set_title(f"{int(tokens):,} tokens, H100s (model)", fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8, frameon=False)
+    for name in ("allgather", "zigzag", "ulysses"):
+        there = [r for r in tables["checked"] if r["schedule"] == name]
+        axes[2].plot([r["model"] for r in there], [r["measured"] for r in there], "o", ms=6, label=name)
+        for r in there:
+            axes[2].annotate(
+                f"{r['ranks']} ranks",
+                (r["model"], r["measured"]),
+                fontsize=7,
+                xytext=(4, -8),
+                textcoords="offset points",
+            )
+    ends = [min(r["model"] for r in tables["checked"]) * 0.8, max(r["measured"] for r in tables["checked"]) * 1.2]
+    axes[2].plot(ends, ends, "--", color="0.6")
+    axes[2].set(xlabel="ms by the model", ylabel="ms measured", xscale="log", yscale="log")
+    axes[2].set_title("This machine's gloo: the model beside what was measured", fontsize=10)
+    axes[2].legend(fontsize=8, frameon=False)
+    axes[2].grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,227 @@
+"""Trains a small language model on sequences that are spread over the ranks of a process group.
+
+Each rank holds its share of every text and of the weights (FSDP2); attention sees whole texts. A byte-level transformer
+learns Python's own help topics. The losses are those of one process:
+
+    python examples/long_context.py --steps 20 --folder build/one
+    torchrun --nproc-per-node 4 examples/long_context.py --steps 20 --compare build/one
+
+A run goes on where its last checkpoint was saved, also with another number of ranks. Under torchrun it does so by
+itself when a rank dies: try `--max-restarts 3` and kill -9 one of the processes.
+
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/long_context.py --steps 60 --every 5
+
+Exit code 1 where --compare finds a loss that differs by more than TOLERANCE.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+import fusion_attention as fa
+from fusion_attention import distributed
+from fusion_attention.nn import apply_rope, rope_table
+
+TOLERANCE = 2e-5  # of a loss near 5: float32 rounding, carried through the steps
+DIM, HEADS, KV_HEADS, LAYERS = 128, 4, 2, 2
+
+
+class Block(nn.Module):
+    """Attention over all ranks and a two-layer network, each behind a norm and beside a shortcut."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        self.schedule, size = schedule, DIM // HEADS
+        self.before, self.out = nn.RMSNorm(DIM), nn.Linear(DIM, DIM, bias=False)
+        self.rows = nn.Linear(DIM, (HEADS + 2 * KV_HEADS) * size, bias=False)
+        self.network = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], tokens: int) -> Tensor:
+        """x: this rank's share [batch, tokens of the rank, DIM] of texts of `tokens` bytes."""
+        q, k, v = self.rows(self.before(x)).unflatten(-1, (-1, DIM // HEADS)).split((HEADS, KV_HEADS, KV_HEADS), 2)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        mixed = distributed.attention(q, k, v, schedule=self.schedule, tokens=tokens, band=fa.Band.causal())
+        x = x + self.out(mixed.flatten(2))
+        return x + self.network(x)
+
+
+class Model(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, DIM)
+        self.blocks = nn.ModuleList(Block(schedule) for _ in range(LAYERS))
+        self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False))
+
+    def forward(self, bytes_: Tensor, positions: Tensor, tokens: int) -> Tensor:
+        """bytes_: this rank's [batch, n]; positions: where each of the n stands in its text."""
+        x, rope = self.embed(bytes_), rope_table(positions, DIM // HEADS)
+        for block in self.blocks:
+            x = block(x, rope, tokens)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Run:
+    """The model, its optimizer, and where the run stands."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        torch.manual_seed(0)  # the same weights on every rank, whatever their number
+        self.given, self.model = given, Model(given.schedule)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate)
+        self.losses: list[float] = []
+        self.text = read_text()
+        self.positions = distributed.positions(None, given.schedule, given.tokens)
+
+    def step(self) -> None:
+        """One text, forward, backward, update."""
+        given, world = self.given, dist.get_world_size()
+        start = torch.Generator().manual_seed(1000 + len(self.losses))
+        first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
+        whole = self.text[first : first + given.tokens + 1][None]
+        tokens, following = (
+            distributed.shard(part, None, given.schedule, given.tokens) for part in (whole[:, :-1], whole[:, 1:])
+        )
+        logits = self.model(tokens, self.positions, given.tokens)
+        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / given.tokens
+        (loss * world).backward()  # FSDP takes the mean over ranks; the loss is their sum
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach()
+        dist.all_reduce(total)
+        self.losses.append(total.item())
+
+    def save(self) -> None:
+        """Writes a checkpoint beside the last one, then says that it is the last: a rank that dies leaves one whole."""
+        folder, step = self.given.folder, len(self.losses)
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
+        if dist.get_rank() == 0:
+            draft = folder / "last.draft"
+            draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.given)}))
+            draft.replace(folder / "last.json")
+            for older in folder.glob("step-*"):
+                if older.name != f"step-{step}":
+                    shutil.rmtree(older)
+        dist.barrier()
+
+    def load(self) -> None:
+        """Takes over the last checkpoint of the folder, if there is one."""
+        path = self.given.folder / "last.json"
+        if not path.exists():
+            return
+        last = json.loads(path.read_text())
+        if last["settings"] != settings(self.given):
+            raise SystemExit(f"{path} belongs to a run of other settings; remove its folder, or name another --folder")
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        held: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(held, checkpoint_id=self.given.folder / f"step-{last['step']}")
+        set_state_dict(self.model, self.optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        self.losses = last["losses"]
+
+
+def read_text() -> Tensor:
+    """The help topics of this Python, as bytes."""
+    from pydoc_data.topics import topics
+
+    return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """What the losses depend on; the number of ranks and the schedule are not among it."""
+    return {"tokens": given.tokens, "rate": given.rate}
+
+
+def train(run: Run, console: Console) -> None:
+    """All steps that are left."""
+    given, world = run.given, dist.get_world_size()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=given.steps, completed=len(run.losses))
+        while len(run.losses) < given.steps:
+            run.step()
+            progress.update(bar, completed=len(run.losses), description=f"ranks: {world}, loss {run.losses[-1]:.3f}")
+            if len(run.losses) % given.every == 0 or len(run.losses) == given.steps:
+                run.save()
+
+
+def agrees(losses: list[float], folder: Path, console: Console) -> bool:
+    """Whether the losses are those of another run."""
+    others = json.loads((folder / "last.json").read_text())["losses"]
+    both = list(zip(losses, others, strict=False))
+    difference = max(abs(one - other) for one, other in both)
+    good = difference <= TOLERANCE
+    console.print(
+        f"largest difference of {len(both)} losses from {folder}: {difference:.1e}: "
+        + ("the curves agree" if good else "FAILED: they differ")
+    )
+    return good
+
+
+def join() -> None:
+    """Joins the other ranks; alone where torchrun started nobody."""
+    store: Any
+    if "RANK" in os.environ:
+        found, rank, world = next(dist.rendezvous("env://"))
+        # The store outlives ranks that die: those that start anew must not find where the dead ones listened.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", found)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1
+    # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+
+
+def main() -> None:
+    """A run of one process, or of as many as torchrun starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=4096, help="bytes of a text")
+    parser.add_argument("--schedule", default="zigzag", help="allgather, ring, zigzag or ulysses")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--folder", type=Path, default=Path("build/long_context"))
+    parser.add_argument("--compare", type=Path, help="folder of another run, whose losses must be the same")
+    given = parser.parse_args()
+    join()
+    console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    run = Run(given)
+    run.load()
+    console.print(
+        f"{given.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
+        f"{given.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
+    )
+    start, done = time.perf_counter(), len(run.losses)
+    train(run, console)
+    if len(run.losses) > done:
+        seconds = (time.perf_counter() - start) / (len(run.losses) - done)
+        console.print(
+            f"loss {run.losses[0]:.4f} at first, {run.losses[-1]:.4f} at last; {given.tokens / seconds:.0f} tokens/s"
+        )
+    good = given.compare is None or agrees(run.losses, given.compare, console)
+    dist.destroy_process_group()
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The process group "hccl" of programs for the chip: gloo's on a CPU, nccl's on a GPU, under the name asked for.
+
+Changes go through the registry that it is given (patches.py). Refuses to know what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from fusion_attention.patches import Changes, Layer
+
+NAME = "hccl"
+# The class of torch.distributed that carries it, by the device that computes.
+_CARRIERS = {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}
+
+
+class Options(SimpleNamespace):
+    """ProcessGroupHCCL.Options: takes every field that a program sets; none has a meaning off the chip."""
+
+    hccl_config: Any = None
+    is_high_priority_stream = False
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupHCCL.Options({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+# torch_npu._C._distributed_c10d of programs that pass options.
+ProcessGroupHCCL = SimpleNamespace(Options=Options)
+
+
+def register(changes: Changes, base: torch.device, mapped: Callable[[Layer, int, str], Any]) -> None:
+    """Makes "hccl" a back end of torch.distributed, and meshes of "npu" meshes of the device that computes.
+
+    Args:
+        changes: what takes it all back.
+        base: the device that computes.
+        mapped: the function of a layer below with an argument, at a position or of a name, that may say "npu".
+    """
+    if not torch.distributed.is_available():
+        return
+    changes.set(torch.distributed, "is_hccl_available", lambda: True)
+    changes.when_loaded("torch.distributed.distributed_c10d", lambda c10d: _add(changes, c10d, base))
+    changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))
+
+
+def _add(changes: Changes, c10d: ModuleType, base: torch.device) -> None:
+    """What Backend.register_backend() writes, which nothing takes back."""
+    backend = c10d.Backend
+
+    def made(options: Any, given: Any = None) -> Any:
+        return _carrier(c10d, base, options)
+
+    changes.set(backend, NAME.upper(), NAME)
+    changes.set(backend, "backend_list", [*backend.backend_list, NAME])
+    changes.set(backend.backend_capability, NAME, [base.type])
+    changes.set(backend.backend_type_map, NAME, c10d.ProcessGroup.BackendType.CUSTOM)
+    changes.set(backend._plugins, NAME.upper(), backend._BackendPlugin(made, True))
+
+
+def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
+    kind = getattr(c10d, _CARRIERS[base.type], None)
+    if kind is None:
+        raise RuntimeError(
+            f'npu.install: process group "hccl": expected a torch with {_CARRIERS[base.type]} to carry it on '
+            f"{base.type}, got one built without (install another build of torch)"
+        )
+    if base.type == "cpu":
+        group = kind(options.store, options.group_rank, options.group_size, options.timeout)
+    else:
+        settings = kind.Options()
+        settings._timeout = options.timeout
+        settings.global_ranks_in_group, settings.group_name = options.global_ranks_in_group, options.group_id
+        group = kind(options.store, options.group_rank, options.group_size, settings)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def _meshes(changes: Changes, module: ModuleType, mapped: Callable[[Layer, int, str], Any]) -> None:
+    """init_device_mesh("npu", ...) and DeviceMesh("npu", ...): FSDP and DTensor ask a mesh for its device type."""
+    changes.wrap(module.DeviceMesh, "__init__", lambda layer: mapped(layer, 1, "device_type"))
+    changes.wrap(module, "init_device_mesh", lambda layer: mapped(layer, 0, "device_type"))
+    changes.set(torch.distributed, "init_device_mesh", module.init_device_mesh)

@@ -1,0 +1,27 @@
+"""The mutations of what several ranks compute together; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+BITS = "distributed/test_attention.py::test_gathered_keys_give_the_bits_of_one_process"
+EVERY = "distributed/test_attention.py::test_every_schedule_is_as_good_as_one_process"
+RANKS = [
+    house("late parts of a sequence go to ranks in the order of early ones", "distributed/layout.py",
+          "*reversed(range(ranks))", "*range(ranks)",
+          "distributed/test_sharding.py::test_causal_bands_load_all_ranks_alike"),
+    house("a sum over ranks leaves one out", "distributed/groups.py",
+          "for part in parts[1:]:", "for part in parts[2:]:", "distributed/test_groups.py::test_what_passes_arrives"),
+    house("ranks that say different things go on", "distributed/groups.py",
+          "if [function, said] != heard[0][:2]:", "if function != heard[0][0]:",
+          "distributed/test_groups.py::test_ranks_that_say_different_things_all_raise"),
+    house("gradients of keys that ranks added pass for those of one process", "distributed/schedules.py",
+          "if not m.deterministic:", "if True:", BITS),
+    house("keys that go round meet no sink", "distributed/schedules.py",
+          "    if m.whole.sink is not None:\n        for b,", "    if m.whole is None:\n        for b,", EVERY),
+    house("a key head that two ranks had gets the gradient of one", "distributed/heads.py",
+          "heads[place] + part if place in heads else part", "part", EVERY),
+    house("a block of keys stays while the next ones come", "distributed/schedules.py",
+          "del of_block", "m.call.memo[step] = of_block",
+          "distributed/test_attention.py::test_a_ring_holds_two_blocks_of_keys_whatever_its_size"),
+]  # fmt: skip

@@ -1,0 +1,279 @@
+"""torch_npu's merging of partial results, and a ring of other people's making on npu_fusion_attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import fusion_attention as fa
+from fusion_attention import ContractError, npu
+from fusion_attention.testing import compare
+from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
+
+Tensor = torch.Tensor
+HEADS, DIM = 4, 32
+Q_LEN, KV_LEN = (5, 9), (6, 14)
+INF, NAN = float("inf"), float("nan")
+LANES = ("attention_out", "softmax_max", "softmax_sum")
+
+
+def ends(lengths: tuple[int, ...]) -> list[int]:
+    return torch.tensor(lengths).cumsum(0).tolist()
+
+
+def rows(seed: int, tokens: int, layout: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, HEADS, DIM) if layout == "TND" else (tokens, 2, HEADS * DIM)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+class Ring:
+    """Two steps over the first and the last keys of every sequence, as programs for the chip make them."""
+
+    def __init__(self, layout: str, order: str, dtype: torch.dtype, causal: bool) -> None:
+        packed = layout == "TND"
+        self.q, self.dy = (rows(seed, sum(Q_LEN) if packed else 7, layout, dtype) for seed in (1, 2))
+        self.k, self.v = (rows(seed, sum(KV_LEN) if packed else 10, layout, dtype) for seed in (3, 4))
+        self.layout, self.order, self.causal = layout, order, causal
+        first = torch.zeros(len(self.k), dtype=torch.bool)
+        for end, length in zip(ends(KV_LEN) if packed else [10], KV_LEN if packed else [10], strict=True):
+            first[end - length : end - length // 2] = True
+        self.steps = [first, ~first]
+
+    def lengths(self, step: int | None) -> dict[str, Any]:
+        if self.layout != "TND":
+            return {}
+        halves = [[-(-n // 2) for n in KV_LEN], [n // 2 for n in KV_LEN]]
+        keys = KV_LEN if step is None else tuple(halves[step])
+        return {"actual_seq_qlen": ends(Q_LEN), "actual_seq_kvlen": ends(keys), "softmax_layout": self.order}
+
+    def mask(self, step: int | None) -> dict[str, Any]:
+        """Row i sees the keys up to i, of both steps counted together: a mask matrix, of the padded layout."""
+        if not self.causal:
+            return {}
+        keys = torch.arange(10)
+        seen = keys if step is None else keys[self.steps[step]]
+        return {"atten_mask": seen[None] > torch.arange(7)[:, None], "sparse_mode": 1}
+
+    def widened(self) -> "Ring":
+        """The same values in float32, for golden."""
+        other = Ring(self.layout, self.order, torch.float32, self.causal)
+        other.q, other.k, other.v, other.dy = (t.float() for t in (self.q, self.k, self.v, self.dy))
+        return other
+
+    def keys(self, step: int | None) -> tuple[Tensor, Tensor]:
+        return (self.k, self.v) if step is None else (self.k[self.steps[step]], self.v[self.steps[step]])
+
+    def forward(self, step: int | None) -> tuple[Tensor, ...]:
+        call = {"scale": DIM**-0.5, **self.lengths(step), **self.mask(step)}
+        return npu.npu_fusion_attention(self.q, *self.keys(step), HEADS, self.layout, **call)[:3]
+
+    def backward(self, step: int | None, out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, ...]:
+        saved = {"softmax_max": max_, "softmax_sum": sum_, "attention_in": out, "scale_value": DIM**-0.5}
+        call = {**saved, **self.lengths(step), **self.mask(step)}
+        return npu.npu_fusion_attention_grad(self.q, *self.keys(step), self.dy, HEADS, self.layout, **call)[:3]
+
+    def merged(self, lengths: Any = None) -> tuple[Tensor, ...]:
+        call: dict[str, Any] = {"input_layout": self.layout}
+        if self.layout == "TND":
+            call |= {"actual_seq_qlen": ends(Q_LEN) if lengths is None else lengths, "input_softmax_layout": self.order}
+        return npu.npu_ring_attention_update(*self.forward(0), *self.forward(1), **call)
+
+
+RINGS = [("SBH", "", True), ("SBH", "", False), ("TND", "", False), ("TND", "TND", False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "order", "causal"), RINGS)
+def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: torch.dtype) -> None:
+    """Results, statistics, and gradients of each step's keys from merged statistics, or from their logarithm alone."""
+    ring = Ring(layout, order, dtype, causal)
+    whole, merged = ring.forward(None), ring.merged()
+    with fa.use_backend("golden"):
+        exact = ring.widened().forward(None)
+        gradients = ring.widened().backward(None, *exact)
+    for name, ours, want, one in zip(LANES, merged, exact, whole, strict=True):
+        assert ours.dtype == one.dtype
+        compare(name, ours, want.double(), one, max(KV_LEN))
+    plain = ring.backward(None, *whole)
+    for saved in (merged, lse_alone(*merged)):
+        found = [ring.backward(step, *saved) for step in (0, 1)]
+        ours = [
+            (found[0][0].float() + found[1][0].float()).to(dtype),
+            torch.zeros_like(ring.k),
+            torch.zeros_like(ring.v),
+        ]
+        for keys, (_, *of_keys) in zip(ring.steps, found, strict=True):
+            ours[1][keys], ours[2][keys] = of_keys
+        for name, got, want, one in zip(("dq", "dk", "dv"), ours, gradients, plain, strict=True):
+            compare(name, got, want.double(), one, max(KV_LEN), terms=float(want.abs().amax()))
+
+
+def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics as other rings hand them over: the log-sum for the maximum, and a sum of 1."""
+    return out, max_ + sum_.log(), torch.ones_like(sum_)
+
+
+@pytest.mark.parametrize("order", ["", "TND"])
+def test_a_zero_before_the_ends_changes_nothing(order: str) -> None:
+    ring = Ring("TND", order, torch.float32, False)
+    same_bits(ring.merged(torch.tensor([0, *ends(Q_LEN)])), ring.merged())
+
+
+@pytest.mark.parametrize("order", ["", "TND"])
+def test_packed_statistics_keep_their_order(order: str) -> None:
+    """Merging twice with the keys of no one gives back what came, wherever it lay."""
+    ring = Ring("TND", order, torch.float32, False)
+    out, max_, sum_ = ring.forward(0)
+    nothing = torch.zeros_like(out), torch.full_like(max_, -torch.inf), torch.zeros_like(sum_)
+    call = {"actual_seq_qlen": ends(Q_LEN), "input_layout": "TND", "input_softmax_layout": order}
+    for steps in ((out, max_, sum_, *nothing), (*nothing, out, max_, sum_)):
+        same_bits(npu.npu_ring_attention_update(*steps, **call), (out, max_, sum_))
+
+
+def test_rows_without_keys() -> None:
+    """In one step they weigh nothing; in both they keep what the first said."""
+    ring = Ring("SBH", "", torch.float32, True)
+    first = ring.forward(0)
+    blind = npu.npu_fusion_attention(
+        ring.q, *ring.keys(1), HEADS, "SBH", atten_mask=torch.ones(7, 5, dtype=torch.bool), sparse_mode=1
+    )[:3]
+    assert (blind[1] == -torch.finfo(torch.float32).max).all()
+    same_bits(npu.npu_ring_attention_update(*first, *blind), first)
+    same_bits(npu.npu_ring_attention_update(*blind, *first), first)
+    out, max_, sum_ = npu.npu_ring_attention_update(*blind, *blind)  # means of five keys each
+    torch.testing.assert_close(out, blind[0])
+    same_bits([max_, sum_], [blind[1], 2 * blind[2]])
+    zeros = torch.zeros_like(out), blind[1], torch.full_like(sum_, torch.finfo(torch.float32).max)
+    same_bits(npu.npu_ring_attention_update(*zeros, *zeros), zeros)
+    same_bits(npu.npu_ring_attention_update(*zeros, *first), first)
+    spoilt = [torch.full_like(t, NAN) for t in first]
+    assert all(t.isnan().all() for t in npu.npu_ring_attention_update(*zeros, *spoilt))
+
+
+# ------------------------------------------------------------------------------------------------- the merge of all
+
+
+def part(out: float, max_: float, sum_: float) -> Partial:
+    return Partial(torch.full((1, 1, 2), out), torch.full((1, 1), max_), torch.full((1, 1), sum_))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "want"),
+    [
+        ((1.0, 0.0, 1.0), (3.0, 0.0, 1.0), (2.0, 0.0, 2.0)),
+        ((1.0, 0.0, 1.0), (0.0, -INF, 0.0), (1.0, 0.0, 1.0)),  # saw no key
+        ((0.0, -INF, 0.0), (0.0, -INF, 0.0), (0.0, -INF, 0.0)),
+        ((1.0, -INF, 2.0), (4.0, -INF, 1.0), (2.0, -INF, 3.0)),  # means of two keys, and of one
+        ((1.0, -INF, 2.0), (4.0, 5.0, 1.0), (4.0, 5.0, 1.0)),  # a mean beside a row with keys
+        ((INF, -INF, 2.0), (4.0, 5.0, 1.0), (4.0, 5.0, 1.0)),
+        ((4.0, 5.0, 1.0), (NAN, -INF, 2.0), (4.0, 5.0, 1.0)),
+        ((1.0, 0.0, 1.0), (INF, -500.0, 1.0), (INF, 0.0, 1.0)),  # an infinity that is seen, however little it weighs
+        ((NAN, NAN, NAN), (1.0, 0.0, 1.0), (NAN, NAN, NAN)),
+        ((NAN, INF, NAN), (1.0, 0.0, 1.0), (NAN, INF, NAN)),
+    ],
+)
+def test_what_is_merged(one: Any, other: Any, want: Any) -> None:
+    for first, second in ((one, other), (other, one)):
+        into = part(*first)
+        merge(into, part(*second))
+        for got, value in zip(into, want, strict=True):
+            assert torch.equal(got.nan_to_num(nan=7e7), torch.full_like(got, value).nan_to_num(nan=7e7)), (first, got)
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    into = empty_partial(torch.zeros(1), (2, 3), 4)
+    merge(into, Partial(torch.ones(2, 3, 4), torch.zeros(2, 3), torch.ones(2, 3)))
+    join_sink(into, torch.tensor([0.0, -INF, 1.0]))
+    weight = torch.tensor([0.5, 1.0, 1 / (1 + torch.e)])
+    torch.testing.assert_close(into.out, weight[:, None].expand(2, 3, 4))
+    torch.testing.assert_close(into.max + into.sum.log(), torch.tensor([2.0, 1.0, 1 + torch.e]).log().expand(2, 3))
+
+
+# -------------------------------------------------------------------------------------------------- a list of ranks
+
+
+def test_a_list_of_ranks_is_the_softmax_of_their_sums() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lse = 3 * torch.randn(3, 11, generator=generator)
+    outs = torch.randn(3, 11, 16, generator=generator)
+    lse[1, 2], lse[2, 2], lse[:, 5] = INF, -INF, -INF  # CANN's two words for a row that saw no key
+    weights = lse.double().masked_fill(lse == INF, -INF).softmax(0).nan_to_num()
+    want = (weights[..., None] * outs.double()).sum(0)
+    out, total = npu.npu_attention_update(list(lse), list(outs), 1)
+    assert total is not None
+    compare("out", out, want, (weights[..., None].float() * outs).sum(0), 3)
+    exact = lse.double().masked_fill(lse == INF, -INF).logsumexp(0)
+    compare("lse", total, exact, exact.float(), 3, terms=float(lse.masked_fill(lse.isinf(), 0).abs().amax()))
+    alone, nothing = npu.npu_attention_update(list(lse), list(outs.bfloat16()), 0)
+    assert nothing is None
+    assert alone.dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+GOOD: dict[str, Any] = {
+    "prev_attn_out": torch.zeros(5, 4, 8), "cur_attn_out": torch.zeros(5, 4, 8), "input_layout": "TND",
+    "actual_seq_qlen": [2, 5], **dict.fromkeys(
+        ("prev_softmax_max", "prev_softmax_sum", "cur_softmax_max", "cur_softmax_sum"), torch.zeros(5, 4, 8)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"input_layout": "BSND"}, 'input_layout: expected "SBH" or "TND", got \'BSND\''),
+        ({"input_softmax_layout": "BNSD"}, "input_softmax_layout: expected"),
+        ({"cur_attn_out": torch.zeros(5, 4, 9)}, r"cur_attn_out: expected .* got float32 \[5, 4, 9\]"),
+        ({"cur_attn_out": torch.zeros(5, 4, 8).half()}, "cur_attn_out: expected"),
+        ({"cur_attn_out": None}, "cur_attn_out: expected a tensor, got None"),
+        ({"prev_softmax_sum": torch.zeros(5, 4, 1)}, "prev_softmax_sum: expected float32 of 3 axes"),
+        ({"cur_softmax_max": torch.zeros(5, 4, 8).half()}, "cur_softmax_max: expected float32"),
+        ({"actual_seq_qlen": None}, "actual_seq_qlen: expected cumulative ends"),
+        ({"actual_seq_qlen": [5, 2]}, r"actual_seq_qlen: expected .* got \[5, 2\]"),
+        ({"actual_seq_qlen": [-1, 5]}, "actual_seq_qlen: expected"),
+        ({"actual_seq_qlen": [2, 6]}, "actual_seq_qlen: expected .* to 5 tokens at most"),
+        ({"actual_seq_qlen": torch.tensor([2.5])}, "actual_seq_qlen: expected"),
+        ({"actual_seq_qlen": "x"}, "actual_seq_qlen: expected"),
+        ({"prev_attn_out": torch.zeros(6, 4, 8), "cur_attn_out": torch.zeros(6, 4, 8)}, "prev_softmax_max: expected a"),
+        ({"input_layout": "SBH"}, "prev_softmax_max: expected float32 of 4 axes"),
+    ],
+)
+def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
+    npu.npu_ring_attention_update(**GOOD)
+    with pytest.raises(ContractError, match=f"npu_ring_attention_update: {text}"):
+        npu.npu_ring_attention_update(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    ("lse", "outs", "kind", "text"),
+    [
+        ([], [], 0, "lse: expected a list of tensors"),
+        (torch.zeros(2, 3), [torch.zeros(3, 8)], 0, "lse: expected a list of tensors"),
+        ([torch.zeros(3)], [torch.zeros(3, 8)] * 2, 0, "lse: expected as many tensors as local_out has, 2, got 1"),
+        ([torch.zeros(3)] * 2, [torch.zeros(3, 8), torch.zeros(3, 9)], 0, r"local_out\[1\]: expected"),
+        ([torch.zeros(3), torch.zeros(4)], [torch.zeros(3, 8)] * 2, 0, r"lse\[1\]: expected float32 \[3\]"),
+        ([torch.zeros(3).half()], [torch.zeros(3, 8)], 0, r"lse\[0\]: expected float32"),
+        ([torch.zeros(3)], [torch.zeros(3, 8)], 2, "update_type: expected 0 or 1, got 2"),
+        ([torch.zeros(3)], [torch.zeros(3, 8).int()], 0, r"local_out\[0\]: expected"),
+    ],
+)
+def test_a_list_that_does_not_fit(lse: Any, outs: Any, kind: int, text: str) -> None:
+    with pytest.raises(ContractError, match=f"npu_attention_update: {text}"):
+        npu.npu_attention_update(lse, outs, kind)
+
+
+def test_nothing_here_has_a_derivative() -> None:
+    out = torch.zeros(5, 4, 8, requires_grad=True)
+    calls: list[Callable[[], Any]] = [
+        lambda: npu.npu_ring_attention_update(**{**GOOD, "prev_attn_out": out}),
+        lambda: npu.npu_attention_update([torch.zeros(5)], [out[:, 0]], 0),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="has no derivative"):
+            call()
+        with torch.no_grad():
+            call()
