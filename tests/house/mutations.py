@@ -444,21 +444,6 @@ PAGES = [
           "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 
-SHARED, APART = "distributed/test_sparse.py::test_ranks_find_what_one_process_does", "distributed/test_cache.py"
-RANKS = [
-    house("a rank's rows count from its own first", "distributed/cut.py",
-          "edge[b] + first, edge[b])", "edge[b], edge[b])", SHARED),
-    house("lists of a rank's keys begin where rows read no more", "distributed/lists.py",
-          "& (slot < read)", "", SHARED),
-    house("equal choices merge in the other order", "distributed/topk.py",
-          "indices.sort(dim=-1, stable=True)", "indices.sort(dim=-1, stable=True, descending=True)",
-          "distributed/test_sparse.py::test_the_order_of_candidates"),
-    house("every rank adds the sink", "distributed/decode.py",
-          '{**args, "sink": None, ', "{**args, ", f"{APART}::test_decoding_finds_what_one_process_does"),
-    house("a rank reads behind a sequence's last token", "api/cache.py",
-          " - max((own[-1] + 1) * size - tokens, 0)", "", f"{APART}::test_every_rank_holds_the_tokens_of_its_pages"),
-]  # fmt: skip
-
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *RANKS),
