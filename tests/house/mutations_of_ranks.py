@@ -6,6 +6,7 @@ from mutant import house
 
 BITS = "distributed/test_attention.py::test_gathered_keys_give_the_bits_of_one_process"
 EVERY = "distributed/test_attention.py::test_every_schedule_is_as_good_as_one_process"
+SHARED, APART = "distributed/test_sparse.py::test_ranks_find_what_one_process_does", "distributed/test_cache.py"
 RANKS = [
     house("late parts of a sequence go to ranks in the order of early ones", "distributed/layout.py",
           "*reversed(range(ranks))", "*range(ranks)",
@@ -24,6 +25,17 @@ RANKS = [
     house("a block of keys stays while the next ones come", "distributed/schedules.py",
           "del of_block", "m.call.memo[step] = of_block",
           "distributed/test_attention.py::test_a_ring_holds_two_blocks_of_keys_whatever_its_size"),
+    house("a rank's rows count from its own first", "distributed/cut.py",
+          "edge[b] + first, edge[b])", "edge[b], edge[b])", SHARED),
+    house("lists of a rank's keys begin where rows read no more", "distributed/lists.py",
+          "& (slot < read)", "", SHARED),
+    house("equal choices merge in the other order", "distributed/topk.py",
+          "indices.sort(dim=-1, stable=True)", "indices.sort(dim=-1, stable=True, descending=True)",
+          "distributed/test_sparse.py::test_the_order_of_candidates"),
+    house("every rank adds the sink", "distributed/decode.py",
+          '{**args, "sink": None, ', "{**args, ", f"{APART}::test_decoding_finds_what_one_process_does"),
+    house("a rank reads behind a sequence's last token", "api/cache.py",
+          " - max((own[-1] + 1) * size - tokens, 0)", "", f"{APART}::test_every_rank_holds_the_tokens_of_its_pages"),
 ]  # fmt: skip
 
 PARTS, CUTS = "distributed/test_pieces.py::test_pieces_have_the_bits_of_the_whole", "distributed/test_pieces.py"
