@@ -4,6 +4,7 @@
 
 #include "dense/bias.h"
 #include "dense/stored.h"
+#include "simd/formats.h"
 #include "simd/masks.h"
 #include "simd/prefetch.h"
 #include "simd/tile.h"
@@ -117,15 +118,6 @@ template <class Format, class Use> void for_seen_parts(const Work<Format> &w, co
         use(part);
         from = run.end;
     }
-}
-
-// What is subtracted from the scores of rows with these peaks. Where a score's last bit is worth so much that rounding
-// the shift would make weights overflow, it is infinite: keys with less than the peak weigh nothing beside it.
-constexpr float largest_shift = 0x1p30f;
-template <class Format> FUSION_INLINE Floats shift_of(Floats peak, float factor) {
-    if constexpr (!Format::fused) return peak;
-    const Floats shift = rounded(peak * factor);
-    return larger(shift, -shift) < all(largest_shift) ? shift : shift * infinity;
 }
 
 template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
