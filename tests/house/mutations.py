@@ -424,10 +424,6 @@ NATIVE = [
          "const Alone saved = computed() - waits.computed - before;", "const Alone saved(0);"),
     core("core: a thread that waits inside its work counts as computing", "plan/team.cpp",
          "waits.computed += computed() - computed_;", "waits.computed += Alone(0);"),
-    core("core: rounding large scores makes weights overflow", "simd/formats.h",
-         "largest_shift = 0x1p30f", "largest_shift = 0x1p127f"),
-    core("core: one row of four meets another's query", "decode/scores.h",
-         "load<Words>(q + 4 * step + i);", "load<Words>(q + 4 * step + i % 3);"),
     core("core: one loss of a team outweighs many gains", "plan/experience.h",
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip
