@@ -43,7 +43,7 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
     """[rows, keys] bool: what a mask removes of one sequence."""
     found = np.zeros((rows, keys), bool)
-    if kind == "" or s.mask == "zeros":
+    if kind == "":
         return found
     history = max(keys - rows, 0) if kind == "tree" else 0
     skipped = max(rows - keys, 0) if kind == "tree" else 0  # of a tree with fewer keys than rows, which is refused

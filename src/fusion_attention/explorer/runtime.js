@@ -126,6 +126,7 @@ const methods = {
 };
 const np = {
   int64: null,
+  ndarray: Vec,
   array: (x) => vec(py.iter(x)),
   asarray: (x) => vec(py.iter(x)),
   ndim: (x) => (isVec(x) ? 1 : 0),
