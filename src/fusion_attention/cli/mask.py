@@ -111,6 +111,8 @@ def _setting(given: dict[str, Any]) -> Setting:
     kv_len = _numbers(given["kv"], "--kv") if given["kv"] else q_len
     if len(kv_len) != len(q_len):
         raise typer.BadParameter(f"expected {len(q_len)} numbers as in --q, got {len(kv_len)}", param_hint="--kv")
+    if not max(q_len) or not max(kv_len):
+        raise typer.BadParameter("expected at least one row and one key", param_hint="--q")
     prefix = _numbers(given["prefix"], "--prefix") if given["prefix"] else ()
     s = Setting(0, q_len, kv_len, given["packed"] or len(q_len) > 1, given["pre"], given["next"], prefix)
     if given["mode"].isdigit() and int(given["mode"]) in MODES:

@@ -226,7 +226,7 @@ function save(s) {
 }
 function load(text) {
   const given = new URLSearchParams(text.replace(/^#/, ""));
-  const whole = (name, low, high) => (given.get(name) ?? "").split(",").map(Number).filter((n) => Number.isInteger(n) && n >= low && n <= high).slice(0, 8);
+  const whole = (name, low, high) => (given.get(name) ?? "").split(",").filter(Boolean).map(Number).filter((n) => Number.isInteger(n) && n >= low && n <= high).slice(0, 8);
   const mode = given.get("mode") === "band" ? -1 : Number(given.get("mode") ?? NaN);
   if (!MODES_.includes(mode)) return;
   const q = whole("q", 1, MOST), kv = whole("kv", 1, MOST);
