@@ -42,7 +42,7 @@ def mask(
     mode: str = typer.Argument("", help='A sparse_mode, 0 to 9, or a Band: "window(3, 0)", "causal", "Band(hi=2)".'),
     q: str = typer.Option("6", "--q", metavar="N[,N...]", help="Query rows; several: a packed batch (TND)."),
     kv: str = typer.Option("", "--kv", metavar="N[,N...]", help="Keys; as --q where left out."),
-    pre: int = typer.Option(NO_EDGE, help="pre_tokens of the modes 0 and 4."),
+    pre: int = typer.Option(NO_EDGE, help="pre_tokens of the modes 0 and 4; of 7 and 8 for the chip's rules alone."),
     next_: int = typer.Option(NO_EDGE, "--next", help="next_tokens of the modes 0, 4, 7 and 8."),
     prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of the modes 5 and 6, one per sequence."),
     packed: bool = typer.Option(False, "--packed", help="Layout TND for a single sequence too."),

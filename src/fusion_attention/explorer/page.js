@@ -31,7 +31,7 @@ function choose(mode) {
   else if (x.face === "inference" && !(mode >= 0 && mode <= 4)) x.face = "training";
   if (mode === -1) x.face = "own"; else if (mode < 9 && x.face === "own") x.face = "training";
   if (!read.mask && x.mask !== "none") x.mask = "zeros";
-  if ((mode === 7 || mode === 8) && x.free.next) x.free.next = false;
+  if (mode === 7 || mode === 8) x.free = { pre: true, next: false };
   build();
 }
 function pack(on) {
@@ -139,7 +139,7 @@ function show() {
   $("title").textContent = title;
   $("rule").textContent = RULES[x.mode];
   matrix.visible = p !== null && state !== "refused";
-  matrix.fill(s, p ?? picture(s, "own"));
+  matrix.fill(s, p ?? picture(s, "own") ?? nothing(s));
   matrix.draw();
   $("refused").hidden = matrix.visible;
   $("refused").textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
@@ -166,6 +166,11 @@ function differs(s, face) {
   const cells = new Uint8Array(matrix.cells.length);
   paintKinds(s, p, cells, matrix.keys);
   return cells.some((kind, at) => kind >= 3 !== matrix.cells[at] >= 3);
+}
+// Where there is no call at all, no key is seen.
+function nothing(s) {
+  const zeros = s.q_len.map(() => 0);
+  return { q_len: s.q_len, kv_len: s.kv_len, lo: zeros, hi: zeros.map(() => -MOST), prefix: zeros, mask: "" };
 }
 function showLegend(cut, hidden, p) {
   const shared = p && p.prefix.some((n) => n > 0);
@@ -301,6 +306,7 @@ function start() {
   $("matrix").onpointerleave = () => { matrix.cursor = null; later(); };
   $("matrix").onpointerdown = (event) => {
     const at = matrix.at(event);
+    matrix.cursor = at;
     if (!at || !reads(x.mode).mask || x.mask === "none") return;
     if (place(at).inside) { painting = matrix.cells[at[0] * matrix.keys + at[1]] === 2 ? 0 : 1; paint(place(at), painting); }
   };
@@ -327,5 +333,6 @@ function start() {
   theme(kept() ?? "auto");
   embed();
   show();
+  requestAnimationFrame(() => performance.mark("first picture"));
 }
 start();
