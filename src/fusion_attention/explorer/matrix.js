@@ -43,7 +43,8 @@ class Matrix {
   }
   measure() {
     const width = Math.max(this.canvas.parentElement.clientWidth, 120);
-    const most = Math.max(Math.min(innerHeight * 0.7, 680), 260);
+    // A frame grows with the page in it, so its height says nothing.
+    const most = window === parent ? Math.max(Math.min(innerHeight * 0.7, 680), 260) : 520;
     let cell = Math.min((width - LEFT - 2) / Math.max(this.keys, 1), (most - TOP) / Math.max(this.rows, 1), 56);
     if (cell > 2) cell = Math.floor(cell * 2) / 2;
     const ratio = devicePixelRatio || 1;

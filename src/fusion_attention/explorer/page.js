@@ -264,6 +264,8 @@ function embed() {
   if (window === parent && !/[#&?]embed/.test(location.href)) return;
   document.body.classList.add("embedded");
   try {
+    const frame = window.frameElement;
+    if (frame) new ResizeObserver(() => { frame.style.height = `${document.body.offsetHeight}px`; }).observe(document.body);
     const host = parent.document.body, follow = () => theme(host.dataset.mdColorScheme === "slate" ? "dark" : "light");
     if (host.dataset.mdColorScheme) { follow(); new MutationObserver(follow).observe(host, { attributeFilter: ["data-md-color-scheme"] }); }
   } catch { /* another origin: the system's preference holds */ }
