@@ -14,9 +14,8 @@ batch = Setting(mode=4, q_len=(5, 6), kv_len=(8, 6), packed=True, pre=3, next=0)
 cells = cells_of(batch, "training")
 assert cells is not None
 print("\n".join(text(cells, width=80)))
-print(
-    f"{is_seen(cells).sum()} scores are computed, of {sum(q * k for q, k in zip(batch.q_len, batch.kv_len, strict=True))}"
-)
+scores = sum(rows * keys for rows, keys in zip(batch.q_len, batch.kv_len, strict=True))
+print(f"{is_seen(cells).sum()} scores are computed, of {scores}")
 
 written = call(batch, "training")
 assert written is not None

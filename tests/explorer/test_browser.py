@@ -3,8 +3,11 @@
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -245,14 +248,22 @@ def test_nothing_is_wider_than_the_window(browser: Browser, address: str, width:
     assert browser.run("document.documentElement.dataset.theme") == ("light" if dark else "dark")
 
 
-def test_inside_another_page_it_follows_that_page(browser: Browser, address: str, tmp_path: Path) -> None:
-    """As the documentation embeds it: no header of its own, no error where the host cannot be read."""
-    (tmp_path / "host.html").write_text(
-        f'<body data-md-color-scheme="slate"><iframe src="{address}" width="900"></iframe>'
-    )
-    browser.open((tmp_path / "host.html").as_uri())
-    browser.open(f"{address}#embed")
-    assert browser.run("getComputedStyle(document.querySelector('.bar')).display") == "none"
+def test_inside_another_page_it_follows_that_page(browser: Browser, tmp_path: Path) -> None:
+    """As the documentation embeds it: as high as it is, light or dark as its host, without a header of its own."""
+    (tmp_path / "explorer.html").write_text(page(), encoding="utf-8")
+    (tmp_path / "host.html").write_text('<body data-md-color-scheme="slate"><iframe src="explorer.html" width="900">')
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/host.html")
+        inside = "document.querySelector('iframe').contentDocument"
+        assert browser.run(f"{inside}.documentElement.dataset.theme") == "dark"
+        browser.run("document.body.dataset.mdColorScheme = 'default'; 1")
+        browser.frame()
+        assert browser.run(f"{inside}.documentElement.dataset.theme") == "light"
+        assert browser.run(f"{inside}.querySelector('.bar').offsetHeight") == 0
+        assert browser.run(f"document.querySelector('iframe').offsetHeight >= {inside}.body.offsetHeight")
+        server.shutdown()
 
 
 # --------------------------------------------------------------------------------------------------------------- speed

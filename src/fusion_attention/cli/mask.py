@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.syntax import Syntax
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -331,6 +330,8 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
 
 
 def _show_face(found: dict[str, Any], console: Console, whole: bool) -> None:
+    from rich.syntax import Syntax
+
     colour, state = VERDICTS[found["verdict"]]
     console.print()
     console.print(Text(found["operator"], "bold"), Text(f"  {state}", colour), sep="")
