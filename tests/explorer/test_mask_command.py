@@ -1,7 +1,10 @@
 """`fusion-attention mask`: pictures, numbers, files, and what it says to options that it does not understand."""
 
 import json
+import signal
 import struct
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -131,6 +134,7 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
         (["3", "--q", "99999999999"], "expected 1 to 64 numbers from 0 to"),
         (["3", "--q", "4", "--kv", "4,5"], "expected 1 numbers as in --q, got 2"),
         (["3", "--q", "0", "--kv", "0"], "expected at least one row and one key"),
+        (["4", "--pre", "9" * 20], "9223372036854775807"),
         (["3", "--q", "9999", "--kv", "9999"], "cells: ask for at most"),
         (["3", "--prefix", "2"], "mode 3 has no prefix"),
         (["6", "--q", "4"], "mode 6 needs a prefix"),
@@ -254,6 +258,19 @@ def test_the_page_is_written_and_served(tmp_path: Path) -> None:
         running.shutdown()
         running.server_close()
         thread.join()
+
+
+def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
+    command = [sys.executable, "-m", "fusion_attention", "mask", "4", "--q", "5", "--pre", "2", "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout
+        said = running.stdout.readline().strip()
+        assert said.endswith("/#mode=4&q=5&kv=5&pre=2")
+        assert urllib.request.urlopen(said, timeout=30).read().decode() == page()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 0
+        assert running.stderr
+        assert running.stderr.read() == ""
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fusion_attention.explorer.seen import Setting
 
 NO_EDGE = 2**31 - 1
+EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no edge"}
 LONGEST = 1 << 20
 # Rows that text and JSON name one by one.
 NAMED_ROWS = 4096
@@ -41,9 +42,9 @@ def mask(
     mode: str = typer.Argument("", help='A sparse_mode, 0 to 9, or a Band: "window(3, 0)", "causal", "Band(hi=2)".'),
     q: str = typer.Option("6", "--q", metavar="N[,N...]", help="Query rows; several: a packed batch (TND)."),
     kv: str = typer.Option("", "--kv", metavar="N[,N...]", help="Keys; as --q where left out."),
-    pre: int = typer.Option(NO_EDGE, help="pre_tokens of the modes 0 and 4; of 7 and 8 for the chip's rules alone."),
-    next_: int = typer.Option(NO_EDGE, "--next", help="next_tokens of the modes 0, 4, 7 and 8."),
-    prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of the modes 5 and 6, one per sequence."),
+    pre: int = typer.Option(NO_EDGE, **EDGE, help="pre_tokens of modes 0, 4 (7, 8: read by the chip's rules)."),
+    next_: int = typer.Option(NO_EDGE, "--next", **EDGE, help="next_tokens of modes 0, 4, 7, 8."),
+    prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of modes 5 and 6, one per sequence."),
     packed: bool = typer.Option(False, "--packed", help="Layout TND for a single sequence too."),
     own: str = typer.Option(
         "zeros", "--mask", metavar="WORD|FILE",
@@ -309,9 +310,8 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
     console.print()
     width = console.width - 10
     lines = text(cells, width, plain)
-    by_row = len(lines) == len(cells) and cells.shape[1] * 2 <= width
     for number, line in enumerate(lines):
-        label = f"row {number:>3}  " if by_row else "  "
+        label = f"row {number:>3}  " if len(lines) == len(cells) else "  "
         console.print(Text(label, "dim") + Text(line, "blue"), no_wrap=True, overflow="crop")
     console.print()
     report, share = _report(s, face), float(is_seen(cells).mean()) if cells.size else 0.0
