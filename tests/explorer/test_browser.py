@@ -180,6 +180,23 @@ def test_a_mask_is_painted(browser: Browser, address: str) -> None:
     assert re.search(r"row 1 has keys 0 to 3 in its band; key 3: removed", browser.run("$('live').textContent"))
 
 
+def test_faces_that_see_other_keys_are_named(browser: Browser, address: str) -> None:
+    """One query row outside TND: inference ignores mode and window, training does not."""
+    browser.open(f"{address}#mode=4&q=1&kv=8&pre=2&next=0")
+    assert browser.run("$('elsewhere').textContent") == "Other keys are seen at: Inference."
+    assert cells(browser) == "11111333"
+    browser.click("#tab-inference")
+    browser.frame()
+    assert cells(browser) == "33333333"
+    assert "one-token queries outside TND see every key" in browser.run("$('remarks').textContent")
+
+
+def test_a_refused_call_shows_no_numbers(browser: Browser, address: str) -> None:
+    browser.open(f"{address}#mode=7&q=6&kv=8&next=0")
+    shown = browser.run("[$('counts').textContent, $('formulas').hidden, $('refused').textContent]")
+    assert shown == ["Nothing is computed.", True, "torch_npu.npu_fusion_attention refuses this call"]
+
+
 def test_rows_as_a_table(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=3&q=3&kv=2")
     browser.click("#rows summary")

@@ -2,7 +2,7 @@
 const FACES_ = { own: "Pythonic", training: "Training", inference: "Inference", two_phase: "Two-phase" };
 const OPERATORS_ = { own: "fusion_attention.attention", training: "torch_npu.", inference: "torch_npu.", two_phase: "" };
 const VERDICTS = { ok: "Legal", note: "Runs, with a warning", chip: "Computed here; the chip refuses it", refused: "Refused", none: "No operator of this interface says the same" };
-const MASKS = { zeros: "all zeros", triangle: "triangle", own: "your own", none: "no mask" };
+const MASKS = { zeros: "zeros", triangle: "triangle", own: "own", none: "none" };
 const MODES_ = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1];
 const MOST = 512;
 const x = { mode: 3, packed: false, q_len: [6], kv_len: [8], pre: 3, next: 0, free: { pre: false, next: false }, prefix: [3], prefixed: false, align: "end", mask: "zeros", own: null, face: "training", scale: 16 };
@@ -142,21 +142,21 @@ function show() {
   matrix.fill(s, p ?? picture(s, "own") ?? nothing(s));
   matrix.draw();
   $("refused").hidden = matrix.visible;
-  $("refused").textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
+  $("refused").firstElementChild.textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
   const { seen, empty, cut, hidden } = matrix.counts(), cells = s.q_len.reduce((sum, n, b) => sum + n * s.kv_len[b], 0);
-  $("counts").innerHTML = `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
+  $("counts").innerHTML = !matrix.visible ? "Nothing is computed." : `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
   const others = sized(s) ? Object.keys(FACES_).filter((face) => face !== x.face && differs(s, face)) : [];
   $("elsewhere").textContent = others.length ? `Other keys are seen at: ${others.map((face) => FACES_[face]).join(", ")}.` : "";
-  $("matrix").setAttribute("aria-label", `${title}: ${matrix.rows} rows by ${matrix.keys} keys, ${seen} scores seen${empty ? `, ${empty} rows see no key` : ""}. Arrow keys read it cell by cell.`);
+  $("matrix").setAttribute("aria-label", `${title}: ${matrix.rows} rows by ${matrix.keys} keys, ${matrix.visible ? `${seen} scores seen` : "refused"}${matrix.visible && empty ? `, ${empty} rows see no key` : ""}. Arrow keys read it cell by cell.`);
   showLegend(cut, hidden, p);
   $("formulas").replaceChildren(...(p ? s.q_len.map((_, b) => make("div", {}, make("span", { textContent: s.packed ? `sequence ${b}, row i:  ` : "row i:  " }), formula(p, b))) : []));
-  $("formulas").hidden = !p;
+  $("formulas").hidden = $("legend").hidden = !matrix.visible;
   if ($("rows").open) showRows(p);
   showCall(s, found, state);
   readOut(s, p);
   save(s);
   clearTimeout(spoken);
-  spoken = setTimeout(() => { $("live").textContent = `${seen} of ${cells} scores seen. ${VERDICTS[state]}.`; }, 700);
+  spoken = setTimeout(() => { $("live").textContent = `${matrix.visible ? `${seen} of ${cells} scores seen. ` : ""}${VERDICTS[state]}.`; }, 700);
 }
 // Whether another face sees other keys of the same setting; asked of pictures that are small enough to compare.
 const sized = (s) => matrix.rows * matrix.keys <= 4096;
