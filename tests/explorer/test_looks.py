@@ -9,6 +9,7 @@ from fusion_attention.explorer.page import page as text
 
 STYLE = re.search(r"<style>(.*?)</style>", text(), re.DOTALL)
 READABLE = 4.5
+KNEE = 0.04045  # of sRGB, which is linear below it
 SEEN_APART = 3.0  # what is no text: cells beside cells
 
 
@@ -21,7 +22,7 @@ def themes() -> dict[str, dict[str, str]]:
 
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    linear = [c / 12.92 if c <= KNEE else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
