@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.backends import BACKENDS, choose
+from fusion_attention.backends import BACKENDS, reasons_of
 from fusion_attention.calls.likely import likely
 from fusion_attention.calls.logs import CODES, SAME, Log, is_log, read_log
 from fusion_attention.calls.mends import mends
@@ -24,7 +24,6 @@ from fusion_attention.calls.written import PHASE_1, Written, WrittenError, parse
 from fusion_attention.contract import (
     Array,
     Attr,
-    BackendError,
     ContractError,
     ContractWarning,
     Failure,
@@ -370,11 +369,8 @@ def _reading(op: Op, args: Mapping[str, Any], there: bool) -> dict[str, dict[str
     lengths = {n: [int(x) for x in names[n]] for n in ("q_len", "kv_len") if n in names and names[n] is not None}
     computes = {}
     for name in BACKENDS:
-        try:
-            device = torch.device("cuda" if name == "triton" else "cpu")
-            computes[name] = "yes" if choose(call.problem, device, name) else ""
-        except (BackendError, RuntimeError) as error:  # noqa: PERF203
-            computes[name] = str(error).split(f"{name}: ", 1)[-1].split("; ")[0].split(". ")[0][:200]
+        reasons = reasons_of(name, call.problem, torch.device("cuda" if name == "triton" else "cpu"))
+        computes[name] = " ".join(reasons) or "yes"
     return {"sizes": {**axes, **lengths}, "results": results, "computes": computes}
 
 

@@ -40,15 +40,16 @@ def explain(
 ) -> None:
     """Say which rule a call breaks, in plain words, and how to mend it.
 
-    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed.
+    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A tensor
+    is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a call that
+    failed on the chip the text that CANN printed is enough (error code 161002, 561002, 361001, ...); beside the call, by
+    --log, it is better.
 
     \b
-    A tensor is its dtype and shape, as in q=bf16[2,1024,8,64]; or written as torch makes one:
-      fusion-attention explain 'npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")'
-      fusion-attention explain call.py          (assignments with torch.empty, randn, ..., then the call)
-      fusion-attention explain 0003-npu_fusion_attention.safetensors
-      fusion-attention explain failed.log       (the text with error code 161002, 561002, 361001, ...)
-      fusion-attention explain call.py --log failed.log
+    fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'
+    fusion-attention explain call.py --log failed.log
+    fusion-attention explain failed.log
+    fusion-attention explain calls/0003-npu_fusion_attention.safetensors
 
     Exit code: 0 for a legal call, 1 where a rule is broken, 2 where the text is not understood.
     """
