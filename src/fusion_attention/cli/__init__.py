@@ -15,6 +15,7 @@ import typer
 from fusion_attention import __version__
 
 # Under other names: the modules of these names stay reachable as attributes of the package.
+from fusion_attention.cli.bench import bench as bench_command
 from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
 from fusion_attention.cli.explain import explain as explain_command
@@ -36,6 +37,7 @@ def _add(name: str, function: Callable[..., None]) -> None:
     app.command(name, help=text)(function)
 
 
+_add("bench", bench_command)
 _add("demo", demo_command)
 _add("doctor", doctor_command)
 _add("explain", explain_command)

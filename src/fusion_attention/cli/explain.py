@@ -40,10 +40,10 @@ def explain(
 ) -> None:
     """Say which rule a call breaks, in plain words, and how to mend it.
 
-    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A tensor
-    is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a call that
-    failed on the chip the text that CANN printed is enough (error code 161002, 561002, 361001, ...); beside the call, by
-    --log, it is better.
+    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A
+    tensor is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a
+    call that failed on the chip the text that CANN printed is enough (error code 161002, 561002, 361001, ...); beside
+    the call, by --log, it is better.
 
     \b
     fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'

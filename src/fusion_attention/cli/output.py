@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BAD_INPUT = 2
 
@@ -43,17 +46,28 @@ def _printable(text: str) -> str:
 
 
 @contextmanager
-def progress(what: str, total: float | None) -> Iterator[Any]:
-    """A bar on a terminal, on stderr; yields a function of (done, further words). Elsewhere nothing is drawn."""
+def progress(
+    what: str, total: float | None, console: Console | None = None, *, calm: bool = False
+) -> Iterator[Callable[[float, str], None]]:
+    """A bar on a terminal; yields a function of (done, what comes next).
+
+    Args:
+        what: is done.
+        total: of it; None where nobody knows.
+        console: that lines are printed to meanwhile: where it is a terminal the bar stands below them, else on stderr.
+            Nothing is drawn where there is no terminal.
+        calm: nothing is drawn between calls of the function, so that no thread draws while something is timed.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    errors = Console(stderr=True)
+    place = console if console is not None and console.is_terminal else Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    options: dict[str, Any] = {"transient": True, "disable": not place.is_terminal, "auto_refresh": not calm}
+    with Progress(*columns, console=place, **options) as bar:
         task = bar.add_task(what, total=total)
 
-        def update(done: float, words: str = "") -> None:
-            bar.update(task, completed=done, description=f"{what} {words}".strip())
+        def update(done: float, words: str) -> None:
+            bar.update(task, completed=done, description=f"{what} {words}".strip()[:60], refresh=calm)
 
         yield update

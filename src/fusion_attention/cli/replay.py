@@ -86,7 +86,7 @@ def replay(
     console = Console()
     if not as_json:
         _head(console, len(files), backend.value)
-    with progress("replaying", len(files)) as advance:
+    with progress("replaying", len(files), None if as_json else console, calm=True) as advance:
         for call in calls(files, backend.value, place, runs, advance):
             found.append(call)
             if not as_json:
@@ -177,7 +177,7 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
 
 
 def _verdict(file: Path, found: Replay) -> tuple[str, str]:
-    """(verdict, reason): Replay's own, or by the law of testing.compare, with what computes here as the plain program."""
+    """(verdict, reason): Replay's own, or by testing.compare, with what computes here as the plain program."""
     said = getattr(found, "verdict", None)
     if said is not None:
         return str(said), _why(found)
