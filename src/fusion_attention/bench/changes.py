@@ -29,7 +29,7 @@ class Change:
         before_ms, after_ms: ours in each file.
         faster: before / after; peer_faster: the same of the peer, which the machine alone changes.
         net: how much the ratio to the peer changed, turn by turn: what is left when the machine is taken out.
-        says: "faster" or "slower" where the ratios of half of all turns lie apart in the two runs, and by more than two
+        says: "faster" or "slower" where the ratios of nearly all turns lie apart in the two runs, and by more than two
             runs of one thing differ; else "same".
     """
 
@@ -45,7 +45,7 @@ class Change:
 
 
 class Row(NamedTuple):
-    """Milliseconds of ours and of the peer, their ratio, and the quartiles of it."""
+    """Milliseconds of ours and of the peer, their ratio, and what nearly all turns lie between."""
 
     ours: float
     peer: float
@@ -95,9 +95,9 @@ def _row(path: Path, number: int, row: Any) -> tuple[tuple[str, str, str], Row]:
     if not words or not all(isinstance(word, str) for word in words) or not numbers:
         raise FiguresError(f"{path}: rows[{number}]: expected group, name, peer_name, and times and a ratio above zero")
     ours, peer, ratio = map(float, values)
-    quartiles = [row.get(word) for word in ("low", "high")]
-    apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in quartiles)
-    low, high = map(float, quartiles) if apart else (ratio, ratio)  # older files have none
+    between = [row.get(word) for word in ("low", "high")]
+    apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
+    low, high = map(float, between) if apart else (ratio, ratio)  # older files have none
     return (words[0], words[1], words[2]), Row(ours, peer, ratio, low, high)
 
 

@@ -50,7 +50,7 @@ class Pair:
 @dataclass(frozen=True)
 class Timing:
     """Median milliseconds of both, medians over neighbouring turns of the ratio (peer's time / ours, or our rate / the
-    peer's) and of our share of the peak, our rate, and the quartiles that half of all ratios lie between."""
+    peer's) and of our share of the peak, our rate, and what all ratios lie between but an eighth at each end."""
 
     group: str
     name: str
@@ -130,6 +130,6 @@ def measure(pair: Pair, turns: int) -> Timing:
         median(pair.flops / a / rate if rate else 0.0 for a, _, rate in rows),
         pair.goal,
         pair.share_goal,
-        ratios[len(ratios) // 4],
-        ratios[-1 - len(ratios) // 4],
+        ratios[len(ratios) // 8],
+        ratios[-1 - len(ratios) // 8],
     )

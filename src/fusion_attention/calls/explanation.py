@@ -184,7 +184,8 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
         given[shown] = value
     function = _function(op)
     positional = call.positional
-    beside = {word: given.pop(word) for word in _BESIDE if word in given}
+    extra = [word for word in _BESIDE if word not in (p.shown for p in op.params)]
+    beside = {word: given.pop(word) for word in extra if word in given}
     try:
         parameters = inspect.signature(function)
         known = [word for word in beside if word in parameters.parameters]
@@ -193,7 +194,7 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
         return {}, [_wrong_words(op, function, given, str(error))]
     if foreign := bound.arguments.pop("foreign", None):
         return {}, [_wrong_words(op, function, foreign, f"got an unexpected keyword argument '{next(iter(foreign))}'")]
-    for word in _BESIDE:
+    for word in extra:
         bound.arguments.pop(word, None)
     values = _cache_apart(bound.arguments) if op.name == "decode_attention" else dict(bound.arguments)
     args = {p.name: _as_taken(p, values[p.shown]) for p in op.params if p.shown in values}
