@@ -5,7 +5,6 @@ Every fact is found without changing anything; what cannot be found is said, nev
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -158,9 +157,11 @@ def peaks(threads: int) -> dict[str, float]:
 def _installed(name: str) -> str:
     if name == "python":
         return platform.python_version()
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return version(name)
+    except PackageNotFoundError:
         return ""
 
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
-from rich.table import Table
-from rich.text import Text
 
 from fusion_attention.cli.output import show_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rich.table import Table
 
     from fusion_attention.contract import Op
 
@@ -97,6 +95,8 @@ def ops(
     elif name:
         _print_page(_known(name, RECORDS))
     else:
+        from rich.console import Console
+
         Console().print(_listing(RECORDS))
 
 
@@ -134,6 +134,9 @@ def _known(name: str, records: Mapping[str, Op]) -> Op:
 
 
 def _print_page(record: Op) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
     from fusion_attention.contract.doc_pages import render
 
     page, console = render(record), Console()
@@ -190,6 +193,9 @@ def _close_names(name: str, names: list[str]) -> list[str]:
 
 
 def _listing(records: Mapping[str, Op]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(caption="fusion-attention ops NAME prints an operator's page.", caption_justify="left")
     table.add_column("operator", style="bold", no_wrap=True)
     table.add_column("what it computes")

@@ -6,7 +6,6 @@ Knows files and tables. Refuses to know how a call is computed and when it is ri
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -155,6 +154,8 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
 
 def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     """The median time of a call: checked, lowered, planned (once) and computed, without reading the file."""
+    import statistics
+
     import torch
 
     from fusion_attention.contract import bind
