@@ -185,6 +185,14 @@ def test_bands_caches_and_positions() -> None:
     assert explain(named) == explain(by_position)
 
 
+def test_printed_it_is_a_few_lines() -> None:
+    found = fa.explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)')
+    lines = str(found).splitlines()
+    assert lines[0].startswith("npu_fusion_attention: breaks one rule")
+    assert lines[1] == "everywhere: key: expected float16 as query, got float32 (convert it with .to())"
+    assert lines[-1] == "mend: key in float16"
+
+
 def test_a_doubt_is_no_broken_rule_here() -> None:
     found = explain(f'npu_fusion_attention({HEADS}, "BSND", scale=0.125, sparse_mode=2)')
     assert [f.param for f in found.findings] == ["sparse_mode"]
@@ -237,6 +245,9 @@ def test_a_call_that_no_single_change_mends() -> None:
     found = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
     assert found.broken
     assert found.mends == ()
+    # It runs here: what would change nothing on the chip is no mend.
+    speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
+    assert fa.explain(speculating).mends == ()
 
 
 def test_a_named_call_is_parsed_and_nothing_more() -> None:

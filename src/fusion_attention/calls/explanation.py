@@ -82,7 +82,7 @@ class Explanation:
         computes: for every back end "yes", or why not.
         log: what the log says, if there was one.
         unread: parameters whose numbers were not there to be checked.
-        mends: single changes with which the call breaks nothing; each was tried.
+        mends: single changes with which the call breaks nothing, or at least has a meaning; each was tried.
     """
 
     operator: str
@@ -100,6 +100,11 @@ class Explanation:
     def broken(self) -> bool:
         """Whether a rule is broken, here or on the chip, or a log says so."""
         return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
+
+    def __str__(self) -> str:
+        told = [f"{f.where}: {f.sentence}" + (f" ({f.mend})" if f.mend else "") for f in self.findings]
+        mends = [f"mend: {mend}" for mend in self.mends]
+        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *told, *mends])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -127,7 +132,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
     Example:
         >>> found = explain('npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")')
         >>> found.findings[0].sentence
-        'key: expected N1 > 0 and N2 > 0 and N1 % N2 == 0, got N1=8, N2=3'
+        'key: expected N2 > 0 and N1 % N2 == 0, got N2=3, N1=8'
     """
     if not log and is_log(text):
         return explain_log(read_log(text))
@@ -150,12 +155,12 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
     there = bool(tensors) and not any(t.is_meta for t in tensors)
     found = _failures(op, args, there, strict=False)
     if any(f.where == "everywhere" for f in found):
-        return replace(_explained(op, found, log), mends=_mends(op, args, there))
+        return replace(_explained(op, found, log), mends=_mends(op, args, there, True))
     of_chip = _failures(op, args, there, strict=True)
     told = {(f.param, f.expected) for f in of_chip}
     rest = [f for f in found if (f.param, f.expected) not in told]  # a doubt is said once
     told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
-    return replace(told_of, mends=_mends(op, args, there)) if told_of.broken else told_of
+    return replace(told_of, mends=_mends(op, args, there, False)) if told_of.broken else told_of
 
 
 def explain_log(log: Log) -> Explanation:
@@ -278,8 +283,8 @@ def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> 
     return found + [_note(op, text) for text in dict.fromkeys(notes)]
 
 
-def _mends(op: Op, args: Mapping[str, Any], there: bool) -> tuple[str, ...]:
-    """Changes after which the chip takes a call too, or else after which it has a meaning."""
+def _mends(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
+    """Changes after which the chip takes a call; of one without a meaning, else those that give it one."""
     if there:
         args = {name: _without_memory(value) for name, value in args.items()}
 
@@ -292,7 +297,7 @@ def _mends(op: Op, args: Mapping[str, Any], there: bool) -> tuple[str, ...]:
 
         return legal
 
-    return tuple(mends(op, args, is_legal(True)) or mends(op, args, is_legal(False)))
+    return tuple(mends(op, args, is_legal(True)) or (mends(op, args, is_legal(False)) if grave else ()))
 
 
 def _without_memory(value: Any) -> Any:

@@ -93,7 +93,8 @@ def _rows(op: Op, args: Args) -> int:
 
 def _layout(op: Op, args: Args) -> Iterator[Mend]:
     if op.layouts and op.layout_attr in op.by_name:
-        shown, now = op.by_name[op.layout_attr].shown, args.get(op.layout_attr)
+        p = op.by_name[op.layout_attr]
+        shown, now = p.shown, args.get(p.name) or getattr(p, "default", "")
         for layout in op.layouts:
             if layout != now:
                 yield f'{shown}="{layout}", if the tensors lie so', {op.layout_attr: layout}

@@ -130,7 +130,7 @@ def _show(found: Explanation, console: Console) -> None:
         _finding(one, line)
     if found.mends:
         line("")
-        line("mends, each of which was tried and breaks nothing", "bold green")
+        line("what mends it (each was tried)", "bold green")
         for mend in found.mends:
             line(mend, "", 2)
     if found.results:
