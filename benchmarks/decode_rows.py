@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.decode import READ_BYTES, Shape, onnx_peer, peers, reader, step
-from benchmarks.pair import REACHED, Probe, seconds
-from benchmarks.report import Report
 from fusion_attention import npu
 from fusion_attention import plan as planning
+from fusion_attention.bench.pair import REACHED, Probe, seconds
+from fusion_attention.bench.report import Report
 
 # A machine that reads faster than this, in GB/s, need not be read from at the same share.
 FAST = 40.0

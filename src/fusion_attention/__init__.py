@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusion_attention.api.latents import divided_rope
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
     from fusion_attention.backends import use_backend
+    from fusion_attention.calls.explanation import explain
     from fusion_attention.captures.capture import capture
     from fusion_attention.captures.replay import CaptureError, Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
@@ -34,6 +35,7 @@ __all__ = [
     "capture",
     "decode_attention",
     "divided_rope",
+    "explain",
     "indexer_loss",
     "lightning_indexer",
     "replay",
@@ -57,6 +59,7 @@ _HOMES = {
     "capture": "captures.capture",
     "decode_attention": "api.decode",
     "divided_rope": "api.latents",
+    "explain": "calls.explanation",
     "indexer_loss": "api.sparse",
     "lightning_indexer": "api.sparse",
     "replay": "captures.replay",

@@ -242,3 +242,13 @@ def _attribute(name: str, p: Param, value: Any) -> Any:
     except (TypeError, ValueError):
         pass
     raise _Fault(f"attributes: {name}", "the fields of a Band: [lo, hi, align, prefix]", value)
+
+
+def recorded_call(path: str | Path) -> tuple[Op, dict[str, Any]]:
+    """The record and the arguments of a recorded call, by canonical name; nothing is computed.
+
+    Raises:
+        CaptureError, OSError: as replay().
+    """
+    op, args, _, _ = _read(Path(path), torch.device("cpu"))
+    return op, args
