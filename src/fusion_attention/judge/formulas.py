@@ -123,6 +123,13 @@ def forward(x: Block, p: Precision = GOLDEN) -> dict[str, Tensor]:
     return {"out": _returned(x, out, p), "max": top, "sum": total}
 
 
+def _added(weights: Tensor, values: Tensor, p: Precision) -> Tensor:
+    """weights @ values, of a poor program with sums that are rounded on their way."""
+    if p.poor is None:
+        return weights @ values
+    return _summed(weights, torch.ones_like(weights, dtype=torch.bool), values, p)
+
+
 def _summed(weights: Tensor, live: Tensor, values: Tensor, p: Precision) -> Tensor:
     if p.poor is None:
         if values.isfinite().all():
@@ -171,15 +178,13 @@ def gradients(x: Block, p: Precision = GOLDEN) -> dict[str, Tensor]:
     dx = p.narrow(dscores * slope)
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
     found = {
-        "dq": scale * (dx @ x.k),
-        "dk": (scale * dx).mT @ x.q,
-        "dv": p.narrow(kept).mT @ dout,
+        "dq": scale * _added(dx, x.k, p),
+        "dk": _added((scale * dx).mT, x.q, p),
+        "dv": _added(p.narrow(kept).mT, dout, p),
     }
     if x.q_rope is not None and x.k_rope is not None:
-        found |= {"dq_rope": scale * (dx @ x.k_rope), "dk_rope": (scale * dx).mT @ x.q_rope}
+        found |= {"dq_rope": scale * _added(dx, x.k_rope, p), "dk_rope": _added((scale * dx).mT, x.q_rope, p)}
     if x.sink is not None:
         at_sink = (x.sink[:, None, None] - top.masked_fill(empty, 0)).exp() / total.where(total != 0, 1.0)
         found["dsink"] = -(delta * at_sink).masked_fill(empty, 0).sum((1, 2))
-    if p.poor is not None:
-        found = {name: p.rounded(value) for name, value in found.items()}
     return found

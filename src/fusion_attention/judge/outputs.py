@@ -142,6 +142,8 @@ def computed(setting: Setting, unit: Unit, outputs: list[Output], *precisions: P
         raw = formulas.forward(block, precision)
         keyless = int(e.kv_len[b]) == 0
         found.append({o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs})
+        for change in setting.returns:
+            found[-1] = {o.name: change(o.kind, found[-1][o.name], raw, block) for o in outputs}
     return found
 
 
@@ -180,12 +182,15 @@ def _gradient(setting: Setting, unit: Unit, outputs: list[Output], p: Precision)
                     raw[name] = raw[name] + value if name in raw else value
         if problem.shares_kv and raw:
             raw["dk"][..., : problem.dim_v] += raw["dv"]
-        raw = {name: _by_key_head(value, problem.group) for name, value in raw.items()}
+        raw = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in raw.items()}
     return {o.name: p.stored(raw[o.kind]) for o in wanted if o.kind in raw}
 
 
-def _by_key_head(value: Tensor, group: int) -> Tensor:
-    return value.unflatten(0, (-1, group)).sum(1)
+def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:
+    grouped = value.unflatten(0, (-1, group))
+    if how in ("first", "last"):
+        return grouped[:, 0 if how == "first" else -1]
+    return grouped.mean(1) if how == "mean" else grouped.sum(1)
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:

@@ -121,7 +121,9 @@ class Tally:
     @property
     def times_plain(self) -> float:
         """RMS error, counted in the plain program's."""
-        return math.inf if self.strange else self.rms / self.plain_rms if self.rms else 0.0
+        if self.strange or (self.rms and not self.plain_rms):
+            return math.inf
+        return self.rms / self.plain_rms if self.rms else 0.0
 
     @property
     def relative_rms(self) -> float:

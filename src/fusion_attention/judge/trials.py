@@ -5,8 +5,9 @@ Knows nothing of mistakes: a setting that has one is a setting like another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -21,10 +22,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a setting gives on some pieces: an output's tally, and (of whole calls) its map."""
+    """What a setting gives on some pieces: each output's tally, (of whole calls) its map, and tallies of other results
+    of the same call, by who computed them."""
 
     tallies: dict[str, Tally]
     maps: dict[str, Map]
+    beside: dict[str, dict[str, Tally]]
 
     @property
     def passes(self) -> bool:
@@ -43,12 +46,22 @@ class Result:
 
 
 def measured(
-    setting: Setting, outputs: Sequence[Output], pieces: Iterable[Unit], *, poor: bool = False, mapped: bool = False
+    setting: Setting,
+    outputs: Sequence[Output],
+    pieces: Iterable[Unit],
+    *,
+    poor: bool = False,
+    mapped: bool = False,
+    beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
     """How near the captured outputs are to the setting's; poor: beside a poor program, not a plain one."""
     e, p = setting.extents, setting.problem
     kv_len = int(e.kv_len.max(initial=0))
-    tallies = {o.name: Tally(o.tensor.dtype, kv_len) for o in outputs}
+
+    def fresh(found: Sequence[Output]) -> dict[str, Tally]:
+        return {o.name: Tally(o.tensor.dtype, kv_len) for o in found}
+
+    tallies, others = fresh(outputs), {who: fresh(found) for who, found in beside.items()}
     maps = {}
     if mapped:
         for o in outputs:
@@ -68,7 +81,12 @@ def measured(
                 if o.name in maps and ours.numel():
                     slack = epsilon(ours.dtype, golden[o.name], kv_len)
                     maps[o.name].add(unit.b, heads, unit.rows, values, slack)
-    return Result(tallies, maps)
+        for who, found in beside.items():
+            for o in found:
+                if o.name in golden and o.by_keys == unit.by_keys:
+                    theirs = o.rows(setting, unit.b, heads, unit.rows)
+                    others[who][o.name].add(theirs, golden[o.name], plain[o.name])
+    return Result(tallies, maps, others)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
