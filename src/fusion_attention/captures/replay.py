@@ -5,21 +5,30 @@ Refuses to know what an operator computes; replay() goes the way that the faces 
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from fusion_attention.captures.gradients import SAVED, UPSTREAM, backward_of, gradient_name
 from fusion_attention.contract import Array, Attr, BackendError, ContractError, Op, Param, Tensors, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
+from fusion_attention.waist.lowered import Lowered
 from fusion_attention.waist.mask import Band
 
-FORMAT, VERSION = "fusion_attention.capture", 1
+if TYPE_CHECKING:
+    from fusion_attention.judge.verdict import Judgement
+
+FORMAT, VERSION = "fusion_attention.capture", 2
+READS = ("1", "2")  # versions of the format
 OUTPUT = "output."  # what the names of tensors that were returned begin with
 _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
 
@@ -29,13 +38,31 @@ class CaptureError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
+class Recording:
+    """What a file holds.
+
+    Attributes:
+        operator: the record's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
+        saved, upstream: of a backward, the forward's results and their gradients; else empty.
+    """
+
+    op: Op
+    args: dict[str, Any]
+    outputs: dict[str, torch.Tensor]
+    seed: int
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    upstream: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """A recorded call and what it gives here.
+    """A recorded call and what it gives here; printed, five lines with a verdict by the house law.
 
     Attributes:
         operator: the record's name; args: its arguments by canonical name.
         recorded, recomputed: outputs by name.
         differences: the largest absolute difference of each output; inf where shapes or NaN places differ.
+        recording: what the file held; None where there was none.
     """
 
     operator: str
@@ -43,6 +70,28 @@ class Replay:
     recorded: dict[str, torch.Tensor]
     recomputed: dict[str, torch.Tensor]
     differences: dict[str, float]
+    recording: Recording | None = None
+
+    def __repr__(self) -> str:
+        """Five lines, and never a tensor."""
+        from fusion_attention.judge.calls import JudgeError
+
+        replayed = f"replayed {len(self.differences)} outputs, largest difference {self.worst:.3g}"
+        try:
+            lines = self.judgement.lines()
+        except JudgeError as error:
+            lines = [self.operator, "verdict  none", f"error    {error}", "where    unknown", ""]
+        return "\n".join((*lines[:4], replayed))
+
+    @functools.cached_property
+    def judgement(self) -> Judgement:
+        """What the house law says of the recorded outputs (fusion_attention.judge); found when it is first asked."""
+        from fusion_attention.judge.calls import JudgeError, from_recording
+        from fusion_attention.judge.judging import judged
+
+        if self.recording is None:
+            raise JudgeError(f"{self.operator}: no recording to judge")
+        return judged(from_recording(self.recording), search=False, backends=False)
 
     @property
     def worst(self) -> float:
@@ -82,9 +131,10 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
     place = torch.device(device)
     if place.type == "meta":
         raise BackendError("replay: device: expected one with memory: on meta there are no values to compare")
-    op, args, recorded, seed = _read(Path(path), place)
+    found = read(Path(path), place)
+    op, args, recorded = found.op, found.args, found.outputs
     try:
-        recomputed = _compute(op, args, seed, backend)
+        recomputed = _compute(found, backend)
     except ContractError as error:
         raise CaptureError(f"{path}: the recorded call is not one of {op.name}: {error}") from None
     missing = recorded.keys() - recomputed.keys()
@@ -92,20 +142,41 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
         raise CaptureError(f"{path}: {op.name} has no output {', '.join(sorted(missing))} for the recorded call")
     recomputed = {name: recomputed[name].cpu() for name in recorded}
     differences = {name: _difference(value, recomputed[name]) for name, value in recorded.items()}
-    return Replay(op.name, args, recorded, recomputed, differences)
+    return Replay(op.name, args, recorded, recomputed, differences, found)
 
 
-def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
+def _compute(found: Recording, backend: str) -> dict[str, torch.Tensor]:
     """Every output of a call, by name."""
+    op, args, seed = found.op, found.args, found.seed
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # It ran: it is not for this process to refuse.
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
         call = call.whole()  # A call that trains gives more than it asks for.
+    if found.upstream:
+        backward = backward_of(call, found.saved, found.upstream)
+        if backward is None and not hasattr(call, "gradients"):
+            raise CaptureError(f"{op.name}: a backward that cannot be computed from what was recorded")
+        if backward is None:
+            return _gradients(call, found, backend)
+        call = backward
+    return _run(call, backend)
+
+
+def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
     results: dict[str, torch.Tensor] = call.results()
     compute(call, results, backend)
     return results
+
+
+def _gradients(call: Any, found: Recording, backend: str) -> dict[str, torch.Tensor]:
+    """Of a call that says its own derivative."""
+    try:
+        given = call.gradients(found.saved, found.upstream, lambda further: _run(further, backend))
+    except KeyError as error:
+        raise CaptureError(f"{found.op.name}: the backward's file lacks {error}") from None
+    return {gradient_name(found.op, name): t for name, t in given.items()}
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -117,8 +188,13 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[str, torch.Tensor], int]:
-    """(record, arguments, outputs, seed) of a file."""
+def read(path: Path, device: torch.device) -> Recording:
+    """What a file holds.
+
+    Raises:
+        CaptureError: no capture, or one whose parts do not belong together.
+        OSError: no such file.
+    """
     if not path.is_file():
         raise FileNotFoundError(2, "No such file or directory", str(path))
     import safetensors
@@ -131,13 +207,15 @@ def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[st
         raise CaptureError(f"{path}: not a readable .safetensors file ({error})") from None
     if text.get("format") != FORMAT or not set(_FIELDS) <= text.keys():
         raise CaptureError(f"{path}: a .safetensors file, but not one that capture() wrote")
-    if text.get("version") != str(VERSION):
-        raise CaptureError(f"{path}: format version {text.get('version')}, and this library reads {VERSION}")
+    if text.get("version") not in READS:
+        written = reprlib.repr(text.get("version"))
+        raise CaptureError(f"{path}: format version {written}, and this library reads {' and '.join(READS)}")
     op = RECORDS.get(text["operator"])
     if op is None:
         raise CaptureError(f"{path}: operator {text['operator']!r} has no record here")
     try:
-        return op, *_parts(op, text, tensors, device)
+        beside = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
+        return Recording(op, *_parts(op, text, tensors, device), beside[SAVED], beside[UPSTREAM])
     except _Fault as fault:
         raise CaptureError(f"{path}: {fault} (of a call of {op.name})") from None
 
@@ -149,10 +227,32 @@ class _Fault(Exception):
         super().__init__(f"{field}: expected {expected}, got {reprlib.repr(got)}")
 
 
+def packed_bits(mask: torch.Tensor) -> torch.Tensor:
+    """A bool tensor as bits, the lowest first."""
+    return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
+
+
+def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+    """Puts masks that are stored as bits back."""
+    for name, shape in (_json(text, "bits", dict) if "bits" in text else {}).items():
+        count = math.prod(shape) if _are_integers(shape, 0, 1 << 40) else -1
+        bits = tensors.get(name)
+        if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or count < 0 or -(-count // 8) != len(bits):
+            raise _Fault(f"bits: {name}", "the shape of a mask that is stored as so many bits", shape)
+        tensors[name] = torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).bool().view(shape)
+
+
+def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """Takes out the tensors whose names begin with a prefix."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
+
+
 def _parts(
     op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
     recorded = {}
+    _unpacked(text, tensors)
     for name in _json(text, "outputs", list):
         if not isinstance(name, str) or OUTPUT + name not in tensors:
             raise _Fault("outputs", f"names of tensors {OUTPUT}<name>, each once", name)

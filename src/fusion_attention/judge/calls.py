@@ -5,14 +5,17 @@ Refuses to know files.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fusion_attention.captures.gradients import backward_of
+from fusion_attention.captures.replay import Recording
 from fusion_attention.backends import choose, load
-from fusion_attention.contract import Array, BackendError, ContractError, Op, Tensors, bind
+from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
 
@@ -32,6 +35,8 @@ class Recorded:
 
     Attributes:
         op: its record. args, outputs: by canonical name. seed: that dropout was drawn from.
+        saved, upstream: of a backward, the forward's results and their gradients.
+        notes: what is worth knowing beside the verdict.
     """
 
     op: Op
@@ -40,13 +45,17 @@ class Recorded:
     seed: int = 0
     source: str = ""
     notes: tuple[str, ...] = ()
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    upstream: Mapping[str, Tensor] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
         """The call, checked once."""
         if "bound" not in self.kept:
             try:
-                self.kept["bound"] = bind(self.op, self.args, strict=False, check_content=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ContractWarning)
+                    self.kept["bound"] = bind(self.op, self.args, strict=False, check_content=False)
             except ContractError as error:
                 raise JudgeError(f"not a call of {self.op.name}: {'; '.join(str(error).splitlines())}") from None
         return self.kept["bound"]
@@ -58,7 +67,23 @@ class Recorded:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
         assert self.op.lower is not None
         call = self.op.lower(self.bound(), **drawn)
-        return call.whole() if self.op.trains else call
+        call = call.whole() if self.op.trains else call
+        if not self.upstream:
+            return call
+        backward = backward_of(call, self.saved, self.upstream)
+        if backward is None:
+            raise JudgeError(f"{self.op.name}: a backward that cannot be judged from what was recorded")
+        return backward
+
+    def doubts(self) -> tuple[str, ...]:
+        """What the record says of the call beside what is needed to compute it: limits of the chip, and contents."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ContractWarning)
+                bind(self.op, self.args, strict=True, check_content=True)
+        except ContractError as error:
+            return tuple(str(error).splitlines())
+        return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
         """What a back end of this machine gives for the named outputs; a sentence where it gives nothing."""
@@ -77,6 +102,12 @@ class Recorded:
         except (BackendError, ImportError, MemoryError) as error:
             return str(error).splitlines()[0]
         return {name: t for name, t in results.items() if name in names}
+
+
+def from_recording(found: Recording, source: str = "") -> Recorded:
+    """What a capture holds."""
+    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items()}
+    return Recorded(found.op, found.args, outputs, found.seed, source, (), found.saved, found.upstream)
 
 
 def recorded(
