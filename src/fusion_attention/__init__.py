@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fusion_attention.captures.capture import capture
     from fusion_attention.captures.replay import CaptureError, Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
+    from fusion_attention.judge.calls import JudgeError
+    from fusion_attention.judge.judging import diagnose, judge
+    from fusion_attention.judge.verdict import Judgement
     from fusion_attention.settings import strict
     from fusion_attention.waist.mask import Band
 
@@ -28,13 +31,17 @@ __all__ = [
     "CaptureError",
     "ContractError",
     "ContractWarning",
+    "JudgeError",
+    "Judgement",
     "PagedKVCache",
     "Replay",
     "attention",
     "capture",
     "decode_attention",
+    "diagnose",
     "divided_rope",
     "indexer_loss",
+    "judge",
     "lightning_indexer",
     "replay",
     "sparse_attention",
@@ -51,13 +58,17 @@ _HOMES = {
     "CaptureError": "captures.replay",
     "ContractError": "contract",
     "ContractWarning": "contract",
+    "JudgeError": "judge.calls",
+    "Judgement": "judge.verdict",
     "PagedKVCache": "api.cache",
     "Replay": "captures.replay",
     "attention": "api.attention",
     "capture": "captures.capture",
     "decode_attention": "api.decode",
+    "diagnose": "judge.judging",
     "divided_rope": "api.latents",
     "indexer_loss": "api.sparse",
+    "judge": "judge.judging",
     "lightning_indexer": "api.sparse",
     "replay": "captures.replay",
     "sparse_attention": "api.sparse",

@@ -47,6 +47,15 @@ _FACES = (training, inference, fused_inference, sparse, indexer_loss)
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
 
 
+def returned(op: Op) -> tuple[str, ...]:
+    """What a function of torch_npu, or of ours, returns, by the record's names."""
+    return op.results or (OWN if op.name == "attention" else _RETURNS.get(_kind(op.name), FORWARD))
+
+
+def _kind(name: str) -> str:
+    return name.removeprefix("npu_fusion_attention")
+
+
 class capture(Counted):
     """Records every attention call inside a block or a function, each as one file in a folder.
 
@@ -255,7 +264,7 @@ def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
-    returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
+    returns = returned(op)
 
     def wrap(layer: Layer) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from fusion_attention import __version__
 from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
 from fusion_attention.cli.ops import ops as ops_command
+from fusion_attention.cli.verify import verify as verify_command
 
 app = typer.Typer(
     name="fusion-attention",
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
 app.command("ops")(ops_command)
+app.command("verify")(verify_command)
 
 
 def _print_version(wanted: bool) -> None:
