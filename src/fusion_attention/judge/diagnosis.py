@@ -122,6 +122,8 @@ def _lesser(
         return tuple(_unlike(noisy))
     part: list[tuple[int, Explanation]] = []
     for f in tried:
+        if not {*f.result.failing} <= {*failing}:
+            continue  # What is right it would make wrong.
         right = tuple(n for n in failing if f.result.tallies[n].house().passes and _left(f.result, sample, [n]) <= LEFT)
         if right:
             part.append((len(right), f.explained(right)))

@@ -1,7 +1,7 @@
 """The formulas of attention on one block, in any precision: golden's in float64, a plain program's, a poor program's.
 
 A plain program computes in float32 and rounds weights and results to the call's dtype; a poor one rounds everything
-it computes to 16 bits, running sums too. Equality with the golden back end is tested. Knows one block at a time.
+it computes to 16 bits, every product and every sum. Equality with the golden back end is tested. Knows one block at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fusion_attention.judge.setting import Block
 
 Tensor = torch.Tensor
 _INF = math.inf
-_CHUNK = 16  # products that a poor program adds before it rounds
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,9 @@ def _summed(weights: Tensor, live: Tensor, values: Tensor, p: Precision) -> Tens
         return weighted_sum(weights, live, values.expand(len(weights), -1, -1))
     total = weights.new_zeros(*weights.shape[:2], values.shape[-1])
     weights = weights.masked_fill(~live, 0)
-    for first in range(0, values.shape[1], _CHUNK):
-        here = slice(first, first + _CHUNK)
-        total = p.rounded(total + weights[..., here] @ values[:, here].nan_to_num(0.0))
+    values = values.nan_to_num(0.0)
+    for key in range(values.shape[1]):
+        total = p.rounded(total + p.rounded(weights[..., key, None] * values[:, None, key]))
     return total
 
 

@@ -143,7 +143,7 @@ def computed(setting: Setting, unit: Unit, outputs: list[Output], *precisions: P
         keyless = int(e.kv_len[b]) == 0
         found.append({o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs})
         for change in setting.returns:
-            found[-1] = {o.name: change(o.kind, found[-1][o.name], raw, block) for o in outputs}
+            found[-1] = {o.name: change(o.kind, found[-1][o.name], raw, block, precision) for o in outputs}
     return found
 
 

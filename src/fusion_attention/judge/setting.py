@@ -83,7 +83,7 @@ class Setting:
         offset_outside: stored * scale + offset, in place of (stored + offset) * scale.
         high_first: the even element of an int4 pair in the high half.
         drop_msb: drop bits are read from the most significant one on.
-        returns: what is done to every result: (kind, value, the waist's results, block) -> value.
+        returns: what is done to every result: (kind, value, the waist's results, block, precision) -> value.
         of_group: what of a group's query heads reaches a key head's gradient: "sum", "first", "last" or "mean".
     """
 
@@ -97,7 +97,7 @@ class Setting:
     offset_outside: bool = False
     high_first: bool = False
     drop_msb: bool = False
-    returns: tuple[Callable[[str, Tensor, dict[str, Tensor], Block], Tensor], ...] = ()
+    returns: tuple[Callable[..., Tensor], ...] = ()
     of_group: str = "sum"
     kept: dict[Any, Any] = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.judge import formulas
+from fusion_attention.judge.formulas import Precision
 from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try
 from fusion_attention.judge.outputs import Output
 from fusion_attention.judge.setting import Block, Setting
@@ -33,7 +34,7 @@ def base_two(case: Case) -> Iterator[Try]:
     """Logarithms to base 2."""
     log2e = 1 / math.log(2)
 
-    def change(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value * log2e if kind in ("lse", "max") else value
 
     if _kinds(case) & {"lse", "max"}:
@@ -45,13 +46,13 @@ def unscaled(case: Case) -> Iterator[Try]:
     if case.setting.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
         return
 
-    def change(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         if kind == "out":
             return value
-        found = formulas.forward(replace(x, scores_by=1.0))
+        found = formulas.forward(replace(x, scores_by=1.0), p)
         return found["max"] + found["sum"].log() if kind == "lse" else found[kind]
 
-    def only_max(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value / x.scores_by if kind == "max" else value
 
     yield Try("", _returning(case.setting, change))
@@ -63,24 +64,24 @@ def lse_parts(case: Case) -> Iterator[Try]:
     """Part of the log-sum-exp, or a logarithm where a sum belongs."""
     s, kinds = case.setting, _kinds(case)
 
-    def without_max(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def without_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return raw["sum"].log() if kind == "lse" else value
 
-    def max_alone(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def max_alone(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return raw["max"] if kind == "lse" else value
 
-    def logarithm(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def logarithm(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return raw["sum"].log() if kind == "sum" else value
 
-    def both(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def both(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return raw["max"] + raw["sum"].log() if kind in _PAIR else value
 
-    def unshifted(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def unshifted(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         if kind == "sum":
             return raw["sum"] * raw["max"].exp()
         return torch.zeros_like(value) if kind == "max" else value
 
-    def inverse(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def inverse(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return 1 / raw["sum"] if kind == "sum" else value
 
     if "lse" in kinds:
@@ -173,7 +174,7 @@ def output_layout(case: Case) -> Iterator[Try]:
 def unnormalised(case: Case) -> Iterator[Try]:
     """The output is not divided by the row's sum."""
 
-    def change(kind: str, value: Tensor, raw: Raw, x: Block) -> Tensor:
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
 
     if case.setting.grads is None and case.setting.problem.out_quant == "none":
