@@ -110,10 +110,9 @@ def _measured(
             golden, plain = _both(x, b, rows, low if poor else None)
             for n, kind in kinds.items():
                 if kind in ("loss", "dk"):
-                    kept = sums if kind == "loss" else {"dk": keys}
-                    found = kept.setdefault(kind, [])
-                    found[:] = [a + c for a, c in zip(found, (golden[kind], plain[kind]), strict=True)] or [
-                        golden[kind], plain[kind]]  # fmt: skip
+                    found = sums.setdefault(kind, []) if kind == "loss" else keys
+                    both = golden[kind], plain[kind]
+                    found[:] = [a + c for a, c in zip(found, both, strict=True)] if found else both
                     continue
                 ours = _ours(x, views, kind, b, rows, golden, q_len)
                 theirs = plain[kind].to(captured[n].dtype) if kind != "indices" else plain[kind]
