@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
-
 from support.planted import Capture
 from support.planted_cases import Make
 
@@ -59,7 +58,8 @@ def paged(wrong: str, dtype: torch.dtype, operator: str, seed: int) -> Capture:
             log = (q[b].float() @ k.mT).logsumexp(-1, keepdim=True)
         out[b], lse[b] = found.to(dtype), log
     names = {"query": q, "key": [pool_k], "value": [pool_v], "block_table": table, "num_heads": HEADS,
-             "scale_value": SCALE, "input_layout": "BNSD", "num_key_value_heads": HEADS_KV, "block_size": PAGE}  # fmt: skip
+             "scale_value": SCALE, "input_layout": "BNSD", "num_key_value_heads": HEADS_KV,
+             "block_size": PAGE}  # fmt: skip
     outputs = {"attention_out": out}
     if fused:
         names |= {"actual_seq_lengths_kv": list(LENGTHS), "softmax_lse_flag": True}
@@ -173,15 +173,15 @@ def planted_caches(wrongs: bool = True) -> Iterator[tuple[str, Make]]:
 
     for i in range(3):
         for wrong in PAGES:
-            yield f"{wrong}-paged-{i}", lambda w=name(wrong), i=i: paged(w, _DTYPES[i], _PAGED[i], i)  # type: ignore[misc]
+            yield f"{wrong}-paged-{i}", partial(paged, name(wrong), _DTYPES[i], _PAGED[i], i)
         for wrong in ("lse-base", "lse-unscaled"):
             fused = "aclnnFusedInferAttentionScore"
-            yield f"{wrong}-fused-{i}", lambda w=name(wrong), i=i: paged(w, _DTYPES[i], fused, 7 + i)  # type: ignore[misc]
+            yield f"{wrong}-fused-{i}", partial(paged, name(wrong), _DTYPES[i], fused, 7 + i)
         wrong = f"dequantisation:{('axis', 'swapped', 'outside')[i]}"
-        yield f"{wrong}-{i}", lambda w=name(wrong), i=i: stored(w, _DTYPES[i], i == 2, i)  # type: ignore[misc]
+        yield f"{wrong}-{i}", partial(stored, name(wrong), _DTYPES[i], i == 2, i)
         for wrong in INDEX:
             dtype = (torch.float32, torch.bfloat16, torch.float16)[i]
-            yield f"{wrong}-index-{i}", lambda w=name(wrong), d=dtype, i=i: topk(w, d, 6 + i, i)  # type: ignore[misc]
+            yield f"{wrong}-index-{i}", partial(topk, name(wrong), dtype, 6 + i, i)
         for wrong in LOSS:
             dtype = (torch.float32, torch.bfloat16, torch.float16)[i]
-            yield f"{wrong}-loss-{i}", lambda w=name(wrong), d=dtype, i=i: divergence(w, d, i)  # type: ignore[misc]
+            yield f"{wrong}-loss-{i}", partial(divergence, name(wrong), dtype, i)

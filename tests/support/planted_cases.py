@@ -1,14 +1,15 @@
-"""The corpus of captures: at least three of each mistake, over operators, dtypes and layouts; correct and noisy ones."""
+"""The corpus of captures: three or more of each mistake, over operators, dtypes, layouts; correct and noisy ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
+from support.planted import Capture, Rounding, made, made_gradient
 
 from fusion_attention.testing.cases import Case
-from support.planted import Capture, Rounding, made, made_gradient
 
 Make = Callable[[], Capture]
 BASE = Case(q_len=(33, 33), kv_len=(47, 47), heads_q=4, heads_kv=2, dim_qk=32, dim_v=32, scale=0.2)
@@ -75,8 +76,6 @@ GRADIENTS: dict[str, list[Case]] = {
     "gradient-scale": over(CAUSAL, OTHERS),
     "group-sum": [*over(CAUSAL)[1:], replace(PACKED, sparse_mode=3, mask="compressed")],
 }
-# What has an operator of V3 but not of V2, or the other way round.
-_ONLY_V2 = ("dim_rope",)
 
 
 def operator_of(case: Case, number: int) -> str:
@@ -89,20 +88,20 @@ def planted() -> Iterator[tuple[str, Make]]:
     """(a name, what makes the capture), of all mistakes of training attention."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", lambda w=wrong, c=case, i=i: made(c, w, operator_of(c, i))  # type: ignore[misc]
+            yield f"{wrong}-{i}", partial(made, case, wrong, operator_of(case, i))
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", lambda w=wrong, c=case: made_gradient(c, w)  # type: ignore[misc]
+            yield f"{wrong}-{i}", partial(made_gradient, case, wrong)
 
 
 def correct() -> Iterator[tuple[str, Make]]:
     """The same calls without a mistake."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", lambda c=case, i=i: made(c, "", operator_of(c, i))  # type: ignore[misc]
+            yield f"right-{wrong}-{i}", partial(made, case, "", operator_of(case, i))
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", lambda c=case: made_gradient(c, "")  # type: ignore[misc]
+            yield f"right-{wrong}-{i}", partial(made_gradient, case, "")
 
 
 def noisy() -> Iterator[tuple[str, Make]]:
@@ -113,4 +112,4 @@ def noisy() -> Iterator[tuple[str, Make]]:
         for dtype, low in (("float32", torch.float16), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
             if i < 6 or dtype != "bfloat16":
                 found = replace(case, dtype=dtype)
-                yield f"noisy-{i}-{dtype}", lambda c=found, r=low: made(c, "", rough=Rounding(r))  # type: ignore[misc]
+                yield f"noisy-{i}-{dtype}", partial(made, found, "", rough=Rounding(low))

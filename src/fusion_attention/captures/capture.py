@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from fusion_attention.api import attention
+from fusion_attention.captures.files import FORMAT, OUTPUT, VERSION, packed_bits
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
-from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, packed_bits, replay
+from fusion_attention.captures.replay import CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Op
-from fusion_attention.ops.sparse.call import Sparse, SparseBackward
-from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
-from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.waist.lowered import Lowered
 
 Tensor = torch.Tensor
@@ -59,6 +56,11 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: See
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
     """The lowered backward of a lowered forward, from its results and their gradients; None where there is none."""
+    # Here, since threads that first import a family and all families at once would wait for each other.
+    from fusion_attention.ops.sparse.call import Sparse, SparseBackward
+    from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
+    from fusion_attention.ops.training.statistics import to_lanes
+
     if isinstance(call, (DenseForward, PlainForward)):
         names = ("attention_out", "softmax_max", "softmax_sum")
         if isinstance(call, PlainForward):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from fusion_attention.judge.dumps import Reading
-    from fusion_attention.judge.verdict import Judgement
+    from fusion_attention.judging.dumps import Reading
+    from fusion_attention.judging.verdict import Judgement
 
 _STANDARDS = ("house", "cann-0.5%", "cann-double")
 
@@ -41,8 +41,8 @@ def verify(
     """
     if standard not in _STANDARDS:
         _refused(f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
-    from fusion_attention.judge.calls import JudgeError
-    from fusion_attention.judge.dumps import Reading
+    from fusion_attention.judging.calls import JudgeError
+    from fusion_attention.judging.dumps import Reading
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick)
@@ -50,7 +50,7 @@ def verify(
     except JudgeError as error:
         _refused(str(error))
     if page is not None:
-        from fusion_attention.judge.report import page as written
+        from fusion_attention.judging.report import page as written
 
         try:
             page.write_text(written(found), encoding="utf-8")
@@ -65,8 +65,8 @@ def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, ba
     from rich.console import Console
     from rich.progress import Progress
 
-    from fusion_attention.judge.dumps import read_calls
-    from fusion_attention.judge.judging import judged
+    from fusion_attention.judging.dumps import read_calls
+    from fusion_attention.judging.judge import judged
 
     found = []
     with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
@@ -84,7 +84,7 @@ def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from fusion_attention.judge.report import table
+    from fusion_attention.judging.report import table
 
     console = Console()
     for judgement in found:
@@ -94,7 +94,7 @@ def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
 
 
 def _names(given: list[str]) -> dict[str, str]:
-    from fusion_attention.judge.calls import JudgeError
+    from fusion_attention.judging.calls import JudgeError
 
     found: dict[str, str] = {}
     for text in given:
@@ -113,8 +113,8 @@ def _names(given: list[str]) -> dict[str, str]:
 
 
 def _values(given: list[str]) -> dict[str, Any]:
-    from fusion_attention.judge.calls import JudgeError
-    from fusion_attention.judge.dumps import values_from
+    from fusion_attention.judging.calls import JudgeError
+    from fusion_attention.judging.dumps import values_from
 
     found = {}
     for text in given:

@@ -1,7 +1,8 @@
 """The formulas of attention on one block, in any precision: golden's in float64, a plain program's, a poor program's.
 
 A plain program computes in float32 and rounds weights and results to the call's dtype; a poor one rounds everything
-it computes to 16 bits, every product and every sum. Equality with the golden back end is tested. Knows one block at a time.
+it computes to 16 bits, every product and every sum. Equality with the golden back end is tested. Knows one block at a
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_attention.backends.golden.attention import weighted_sum
-from fusion_attention.judge.setting import Block
+from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 _INF = math.inf

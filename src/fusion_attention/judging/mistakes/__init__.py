@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fusion_attention.judge.mistakes import masks, memory, results, scores
-from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes import masks, memory, results, scores
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 MISTAKES: tuple[Mistake, ...] = (*masks.MISTAKES, *scores.MISTAKES, *memory.MISTAKES, *results.MISTAKES)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 
-from fusion_attention.judge.index_formulas import Index
-from fusion_attention.judge.mistakes.kinds import finite, moved
+from fusion_attention.judging.index_formulas import Index
+from fusion_attention.judging.mistakes.kinds import finite, moved
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents
 
@@ -28,7 +27,9 @@ class IndexMistake:
 
 def _banded(x: Index, **edges: np.ndarray) -> Index:
     e = x.extents
-    return x.changed(extents=Extents(e.q_len, e.kv_len, edges.get("lo", e.lo), edges.get("hi", e.hi), e.prefix, e.shift))
+    return x.changed(
+        extents=Extents(e.q_len, e.kv_len, edges.get("lo", e.lo), edges.get("hi", e.hi), e.prefix, e.shift)
+    )
 
 
 def _alignment(x: Index) -> Tries:

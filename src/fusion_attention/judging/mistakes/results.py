@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.judge import formulas
-from fusion_attention.judge.formulas import Precision
-from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try
-from fusion_attention.judge.outputs import Output
-from fusion_attention.judge.setting import Block, Setting
+from fusion_attention.judging import formulas
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.waist.kv import RowView
 
 Tensor = torch.Tensor
@@ -122,7 +122,11 @@ def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Outpu
     if how not in orders:
         return None
     address, stride_token, stride_head = orders[how]
-    if stride_token == view.stride_token and (address == view.address).all() and (stride_head == view.stride_head).all():
+    if (
+        stride_token == view.stride_token
+        and (address == view.address).all()
+        and (stride_head == view.stride_head).all()
+    ):
         return None
     return replace(o, view=RowView(view.keep, np.asarray(address, np.int64), stride_token, stride_head, 1))
 
@@ -205,7 +209,9 @@ def group_sum(case: Case) -> Iterator[Try]:
 
 
 MISTAKES = (
-    Mistake("lse-base", "Statistics are logarithms to base 2.", "exp2 kernels: multiply by ln 2 before returning.", base_two),
+    Mistake(
+        "lse-base", "Statistics are logarithms to base 2.", "exp2 kernels: multiply by ln 2 before returning.", base_two
+    ),
     Mistake(
         "lse-unscaled",
         "Statistics are those of scores before the scale.",
@@ -225,14 +231,31 @@ MISTAKES = (
         'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
         statistics_order,
     ),
-    Mistake("output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.", output_layout),
-    Mistake("unnormalised", "The output is not divided by the sum of its weights.", "Look at the last step of the row.", unnormalised),
+    Mistake(
+        "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.", output_layout
+    ),
+    Mistake(
+        "unnormalised",
+        "The output is not divided by the sum of its weights.",
+        "Look at the last step of the row.",
+        unnormalised,
+    ),
     Mistake(
         "delta-missing",
         "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
         "Is attention_in passed, and is it this call's output?",
         delta_missing,
     ),
-    Mistake("gradient-scale", "dq and dk lack the scale, or have it twice.", "dq = scale * dS k, dk = scale * dS^T q.", gradient_scale),
-    Mistake("group-sum", "dk and dv are not summed over the query heads of a group.", "Key heads receive from N1 / N2 query heads.", group_sum),
+    Mistake(
+        "gradient-scale",
+        "dq and dk lack the scale, or have it twice.",
+        "dq = scale * dS k, dk = scale * dS^T q.",
+        gradient_scale,
+    ),
+    Mistake(
+        "group-sum",
+        "dk and dv are not summed over the query heads of a group.",
+        "Key heads receive from N1 / N2 query heads.",
+        group_sum,
+    ),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_attention.judge.calls import JudgeError
+from fusion_attention.judging.calls import JudgeError
 from fusion_attention.ops import RECORDS
 
 _TENSORS = "dump_tensor_data"
@@ -50,7 +50,9 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
     if not isinstance(data, dict):
         raise JudgeError(f"{file}: not a dump.json of msprobe: it has no object 'data'")
     if content.get("task") not in (None, "tensor"):
-        raise JudgeError(f"{file}: a dump of task {content['task']!r}, which holds no tensors (dump with task 'tensor')")
+        raise JudgeError(
+            f"{file}: a dump of task {content['task']!r}, which holds no tensors (dump with task 'tensor')"
+        )
     found = []
     for name, entry in data.items():
         operator = _operator(name)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
-from fusion_attention.judge.setting import Block, Setting
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
+from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.waist.kv import MatrixView, PagedView
 from fusion_attention.waist.mask import INFINITE
 
@@ -132,8 +132,6 @@ def prefix_ignored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if e.prefix.any():
         yield from _other(case, "causal alone", s.of_extents(prefix=np.zeros_like(e.prefix)))
-
-
 
 
 def tile_skipped(case: Case) -> Iterator[Try]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.judge.outputs import Output
-from fusion_attention.judge.setting import Setting
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Setting
 from fusion_attention.waist.mask import INFINITE
 
 

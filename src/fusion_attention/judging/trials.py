@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 import torch
 
-from fusion_attention.judge import formulas
-from fusion_attention.judge.outputs import Output, Unit, computed, of_heads
-from fusion_attention.judge.places import Map
-from fusion_attention.judge.setting import Setting
-from fusion_attention.judge.standards import Tally, epsilon
+from fusion_attention.judging import formulas
+from fusion_attention.judging.outputs import Output, Unit, computed, of_heads
+from fusion_attention.judging.places import Map
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.standards import Tally, epsilon
 
 Tensor = torch.Tensor
 
@@ -66,8 +66,8 @@ def measured(
     if mapped:
         for o in outputs:
             if o.view is not None:
-                lengths, heads = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
-                maps[o.name] = Map([int(n) for n in lengths], heads, "keys" if o.by_keys else "rows")
+                lengths, count = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
+                maps[o.name] = Map([int(n) for n in lengths], count, "keys" if o.by_keys else "rows")
     precision = formulas.poor if poor else formulas.plain
     dtype = p.torch_dtype
     for unit in pieces:
@@ -90,7 +90,7 @@ def measured(
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure among them."""
+    """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure too."""
     found: set[tuple[int, int, int, int, int, bool]] = set()
     for o in outputs:
         if o.name not in maps:

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fusion_attention.judge.verdict import NOISY, RIGHT, Judgement, times
+from fusion_attention.judging.verdict import NOISY, RIGHT, Judgement, times
 
 _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
@@ -80,7 +80,8 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
 table {{ border-collapse: collapse; }} td, th {{ padding: .25rem .75rem; text-align: left; vertical-align: top; }}
-tr + tr {{ border-top: 1px solid #8884; }} .right {{ color: #2a9d4a; }} .wrong {{ color: #d33; }} .noisy {{ color: #c80; }}
+tr + tr {{ border-top: 1px solid #8884; }} .right {{ color: #2a9d4a; }}
+.wrong {{ color: #d33; }} .noisy {{ color: #c80; }}
 .scroll {{ overflow-x: auto; }} figure {{ display: inline-block; margin: .5rem 1rem .5rem 0; }}
 img {{ image-rendering: pixelated; width: 20rem; height: 12rem; border: 1px solid #8886; }}
 figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
@@ -101,9 +102,9 @@ def page(found: Sequence[Judgement]) -> str:
 
 def _section(found: Judgement) -> str:
     rows = [
-        f"<tr><td>{_e(o.name)}</td><td class='{'right' if o.passes else 'wrong'}'>{'right' if o.passes else 'wrong'}</td>"
+        f"<tr><td>{_e(o.name)}</td><td class='{_word(o.passes)}'>{_word(o.passes)}</td>"
         + "".join(f"<td>{_e(v)}</td>" for v in (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.times_plain)))
-        + "".join(f"<td title='{_e(j.reason)}'>{'right' if j.passes else 'wrong'}</td>" for j in o.by.values())
+        + "".join(f"<td title='{_e(j.reason)}'>{_word(j.passes)}</td>" for j in o.by.values())
         + f"<td>{_e('; '.join(o.where))}{_worst(o.worst)}</td></tr>"
         for o in found.outputs.values()
     ]
@@ -116,6 +117,10 @@ def _section(found: Judgement) -> str:
         f"<p>{_e(found.operator)}</p><div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
         f"{reasons}{pictures}</section>"
     )
+
+
+def _word(passes: bool) -> str:
+    return "right" if passes else "wrong"
 
 
 def _shown(o: Any) -> list[int]:
@@ -137,7 +142,9 @@ def _picture(o: Any, b: int) -> str:
     heads, rows = o.map.off[b].shape
     data = base64.b64encode(png(off)).decode()
     text = f"{o.name}, sequence {b}: {heads} heads down, {rows} {o.map.word} across"
-    return f"<figure><img alt='{_e(text)}' src='data:image/png;base64,{data}'><figcaption>{_e(text)}</figcaption></figure>"
+    return (
+        f"<figure><img alt='{_e(text)}' src='data:image/png;base64,{data}'><figcaption>{_e(text)}</figcaption></figure>"
+    )
 
 
 def png(off: torch.Tensor) -> bytes:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.captures.replay import FORMAT, CaptureError, read
+from fusion_attention.captures.files import FORMAT, CaptureError, read
 from fusion_attention.contract import Op
-from fusion_attention.judge.calls import JudgeError, Recorded, from_recording, recorded
-from fusion_attention.judge.msprobe import DumpedCall, calls_of
+from fusion_attention.judging.calls import JudgeError, Recorded, from_recording, recorded
+from fusion_attention.judging.msprobe import DumpedCall, calls_of
 from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judge.calls import BACKENDS, JudgeError, Recorded
-from fusion_attention.judge.index_formulas import Index, chosen, loss, statistics
-from fusion_attention.judge.index_mistakes import INDEX_MISTAKES
-from fusion_attention.judge.places import Map
-from fusion_attention.judge.standards import Tally, epsilon
-from fusion_attention.judge.trials import Result
-from fusion_attention.judge.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded
+from fusion_attention.judging.index_formulas import Index, chosen, loss, statistics
+from fusion_attention.judging.index_mistakes import INDEX_MISTAKES
+from fusion_attention.judging.places import Map
+from fusion_attention.judging.standards import Tally, epsilon
+from fusion_attention.judging.trials import Result
+from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
 
 Tensor = torch.Tensor
 PAIRS = 1 << 21
@@ -56,7 +56,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool) -> Jud
         call.source,
         RIGHT if base.passes else NOISY if noisy else WRONG,
         {n: opinion(n, tally, base.maps.get(n)) for n, tally in base.tallies.items()},
-        {n: "the judge has no formula for it" for n in call.outputs.keys() - captured.keys()},
+        dict.fromkeys(call.outputs.keys() - captured.keys(), "the judge has no formula for it"),
         beside,
         found,
         search,
@@ -70,7 +70,8 @@ def _setting(call: Recorded, lowered: Any) -> Index:
     if filled.first is not None:
         from fusion_attention.plan import compute
 
-        compute(*filled.first, "golden")
+        first, results = filled.first
+        compute(first, results, "golden")
     filled.begin()
     operands = filled.operands[0]
     if lowered.verb == "indexer_loss":
@@ -121,7 +122,9 @@ def _measured(
                 if kind == "indices":
                     tallies[n].strange += _misordered(views["indices"], golden["scores"], b, rows, q_len, x)
                 if n in maps and ours.numel():
-                    maps[n].add(b, slice(0, ours.shape[0]), rows, values, epsilon(tallies[n].dtype, golden[kind], terms))
+                    maps[n].add(
+                        b, slice(0, ours.shape[0]), rows, values, epsilon(tallies[n].dtype, golden[kind], terms)
+                    )
         for n, kind in kinds.items():
             if kind == "dk" and keys:
                 ours = views["dk"].sequence(b, 1, kv_len)
@@ -151,10 +154,10 @@ def _both(x: Index, b: int, rows: slice, poor: torch.dtype | None) -> tuple[dict
             for wide in (torch.float64, torch.float32)
         )
     low = poor or x.problem.torch_dtype
-    measure = loss(x, b, rows, torch.float32, low)
+    found = loss(x, b, rows, torch.float32, low)
     if poor is not None:
-        measure = {n: t.to(poor).float() for n, t in measure.items()}
-    return loss(x, b, rows, torch.float64, None), measure
+        found = {n: t.to(poor).float() for n, t in found.items()}
+    return loss(x, b, rows, torch.float64, None), found
 
 
 def _scored(scores: Tensor, indices: Tensor) -> Tensor:

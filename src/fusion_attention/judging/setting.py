@@ -234,7 +234,7 @@ class Setting:
         if p.has_blocked and o.blocked is not None:
             start = o.blocked.first_of(b)
             matrix = o.blocked.sequence(b, p.heads_q, q_len, kv_len)[heads, rows]
-            free = (matrix[..., max(keys.start - start, 0) : max(keys.stop - start, 0)] == 0)
+            free = matrix[..., max(keys.start - start, 0) : max(keys.stop - start, 0)] == 0
             seen = seen & torch.nn.functional.pad(free, (seen.shape[-1] - free.shape[-1], 0), value=True)
         if p.has_blocked_tiles and o.blocked_tiles is not None:
             removed = blocked_by_tiles(o.blocked_tiles, o.blocked_bits, b, p.heads_q, q_len, kv_len)
@@ -258,8 +258,7 @@ class Setting:
             return None
         if p.bias in ("slopes", "slopes_sqrt"):
             assert o.slopes is not None
-            found = bias.from_slopes(o.slopes[b, heads].to(WIDE), int(e.shift[b]), rows, keys, p.bias == "slopes_sqrt")
-            return found
+            return bias.from_slopes(o.slopes[b, heads].to(WIDE), int(e.shift[b]), rows, keys, p.bias == "slopes_sqrt")
         assert o.bias is not None
         if p.bias == "table":
             lengths = int(e.q_len[b]), int(e.kv_len[b])

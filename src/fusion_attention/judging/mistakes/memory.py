@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try, finite
-from fusion_attention.judge.setting import Setting
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite
+from fusion_attention.judging.setting import Setting
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 
 _CACHED = ("k", "v", "k_rope")
@@ -143,7 +143,9 @@ def dequantisation(case: Case) -> Iterator[Try]:
     if p.dequant_k == "none" and p.dequant_v == "none":
         return
     if p.dequant_k == p.dequant_v and o.dequant_k is not None and o.dequant_v is not None:
-        yield Try("the scales of keys and values exchanged", s.of_operands(dequant_k=o.dequant_v, dequant_v=o.dequant_k))
+        yield Try(
+            "the scales of keys and values exchanged", s.of_operands(dequant_k=o.dequant_v, dequant_v=o.dequant_k)
+        )
     if p.heads_kv > 1:
         yield Try("scales laid [D, N2], not [N2, D]", _rescaled(s, _transposed))
         yield Try("the first head's scales for all heads", _rescaled(s, _of_first))
@@ -163,7 +165,12 @@ MISTAKES = (
         "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.",
         group_order,
     ),
-    Mistake("kv-confused", "Keys and values are confused.", "Look at the order of key and value in the call.", values_confused),
+    Mistake(
+        "kv-confused",
+        "Keys and values are confused.",
+        "Look at the order of key and value in the call.",
+        values_confused,
+    ),
     Mistake(
         "page-table",
         "Pages are found through the wrong entries of the block table.",

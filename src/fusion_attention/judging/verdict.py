@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_attention.judge.places import Map
-from fusion_attention.judge.standards import STANDARDS, Judged, Tally
+from fusion_attention.judging.places import Map
+from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
 RIGHT, NOISY, WRONG = "right", "noisy", "wrong"
 

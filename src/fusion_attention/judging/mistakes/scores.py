@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fusion_attention.judge.mistakes.kinds import Case, Mistake, Try
-from fusion_attention.judge.setting import Block
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.setting import Block
 
 
 def scale_missing(case: Case) -> Iterator[Try]:
@@ -165,7 +165,9 @@ MISTAKES = (
         "pse_type 1 adds before the scale, 0 after it; inference adds after it.",
         bias_order,
     ),
-    Mistake("pse-missing", "The bias is not added.", "Is pse passed on, and is pse_type one that reads it?", bias_missing),
+    Mistake(
+        "pse-missing", "The bias is not added.", "Is pse passed on, and is pse_type one that reads it?", bias_missing
+    ),
     Mistake(
         "alibi-distance",
         "Biases of distances are computed otherwise.",

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judge import index
-from fusion_attention.judge.calls import BACKENDS, Recorded, recorded
-from fusion_attention.judge.diagnosis import diagnosed
-from fusion_attention.judge.mistakes import Case
-from fusion_attention.judge.outputs import Output, setting_of, units
-from fusion_attention.judge.setting import Setting
-from fusion_attention.judge.trials import Result, measured
-from fusion_attention.judge.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+from fusion_attention.judging import index
+from fusion_attention.judging.calls import BACKENDS, Recorded, recorded
+from fusion_attention.judging.diagnosis import diagnosed
+from fusion_attention.judging.mistakes import Case
+from fusion_attention.judging.outputs import Output, setting_of, units
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.trials import Result, measured
+from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
 
 Tensor = torch.Tensor
 
@@ -72,7 +72,7 @@ def judged(call: Recorded, *, search: bool, backends: bool = True) -> Judgement:
     if index.serves(lowered):
         return index.judged(call, lowered, search=search, backends=backends)
     setting, outputs = setting_of(call.op, lowered, call.outputs)
-    unjudged = {n: "the judge has no formula for it" for n in call.outputs.keys() - {o.name for o in outputs}}
+    unjudged = dict.fromkeys(call.outputs.keys() - {o.name for o in outputs}, "the judge has no formula for it")
     outputs = [o for o in outputs if o.view is not None]
     theirs, reasons = _beside(call, lowered) if backends else ({}, {})
     base = measured(setting, outputs, units(setting, outputs), mapped=True, beside=theirs)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.judge.setting import selected_times
+from fusion_attention.judging.setting import selected_times
 from fusion_attention.waist.problem import Extents
 
 Tensor = torch.Tensor

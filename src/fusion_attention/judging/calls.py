@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from fusion_attention.backends import load
+from fusion_attention.captures.files import Recording
 from fusion_attention.captures.gradients import backward_of
-from fusion_attention.captures.replay import Recording
-from fusion_attention.backends import choose, load
 from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
@@ -89,9 +89,11 @@ class Recorded:
         """What a back end of this machine gives for the named outputs; a sentence where it gives nothing."""
         call = self.lowered()
         try:
-            choose(call.problem, call.device, backend)
-        except (BackendError, ValueError) as error:
+            reasons = load(backend).reasons_against(call.problem, call.device)
+        except (ImportError, BackendError) as error:
             return str(error).splitlines()[0]
+        if reasons:
+            return "; ".join(reasons)
         if backend == "golden":
             needed = load("golden").workspace_bytes(call.problem, call.extents, call.verb)
             if needed > ROOM:
@@ -125,7 +127,9 @@ def recorded(
     shown = {p.shown: p.name for p in op.params} | {p.name: p.name for p in op.params}
     unknown = sorted(set(inputs) - shown.keys())
     if unknown:
-        raise JudgeError(f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})")
+        raise JudgeError(
+            f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})"
+        )
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
     found = {name: t.detach().cpu().contiguous() for name, t in outputs.items() if isinstance(t, Tensor) and t.numel()}
     if not found:
@@ -137,7 +141,7 @@ def recorded(
 
 
 def _needed(p: Any) -> bool:
-    from fusion_attention.contract.record import REQUIRED
+    from fusion_attention.contract import REQUIRED
 
     return not getattr(p, "output", False) and getattr(p, "default", REQUIRED) is REQUIRED
 

@@ -51,7 +51,7 @@ class Map:
             at = np.unravel_index(int(error.argmax()), tuple(error.shape))
             numbers = (float(t[tuple(at)]) for t in (ours, golden, plain))
             place = (b, int(at[0]) + heads.start, int(at[1]) + rows.start, int(at[2]))
-            self.error, self.worst = largest, (*place, *numbers)  # type: ignore[assignment]
+            self.error, self.worst = largest, (*place, *numbers)
 
     @property
     def wrong(self) -> list[Tensor]:

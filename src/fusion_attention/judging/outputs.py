@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Op
-from fusion_attention.judge import formulas
-from fusion_attention.judge.formulas import Precision
-from fusion_attention.judge.setting import Setting
+from fusion_attention.judging import formulas
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
