@@ -75,6 +75,23 @@ class Recorded:
             raise JudgeError(f"{self.op.name}: a backward that cannot be judged from what was recorded")
         return backward
 
+    def judgeable(self, lowered: Any) -> dict[str, Tensor]:
+        """The outputs that the call has.
+
+        Raises:
+            JudgeError: one has another shape or kind than the call's.
+        """
+        known = lowered.results()
+        found = {name: t for name, t in self.outputs.items() if name in known}
+        if not found:
+            raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(known)})")
+        for name, t in found.items():
+            want = known[name]
+            if t.shape != want.shape or t.is_floating_point() != want.is_floating_point():
+                expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
+                raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
+        return found
+
     def doubts(self) -> tuple[str, ...]:
         """What the record says of the call beside what is needed to compute it: limits of the chip, and contents."""
         try:

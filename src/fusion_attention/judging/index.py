@@ -37,7 +37,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool) -> Jud
     if lowered.verb not in _VERBS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = _setting(call, lowered)
-    captured = {n: t for n, t in call.outputs.items() if n in _NAMES}
+    captured = {n: t for n, t in call.judgeable(lowered).items() if n in _NAMES}
     if not captured:
         raise JudgeError(f"{call.op.name}: no output to judge")
     theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
@@ -60,7 +60,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool) -> Jud
         beside,
         found,
         search,
-        call.notes,
+        (*call.notes, *call.doubts()),
     )
 
 

@@ -69,12 +69,13 @@ def diagnose(
 def judged(call: Recorded, *, search: bool, backends: bool = True) -> Judgement:
     """A recorded call."""
     lowered = call.lowered()
+    captured = call.judgeable(lowered)
     if index.serves(lowered):
         return index.judged(call, lowered, search=search, backends=backends)
-    setting, outputs = setting_of(call.op, lowered, call.outputs)
+    setting, outputs = setting_of(lowered, captured)
     unjudged = dict.fromkeys(call.outputs.keys() - {o.name for o in outputs}, "the judge has no formula for it")
     outputs = [o for o in outputs if o.view is not None]
-    theirs, reasons = _beside(call, lowered) if backends else ({}, {})
+    theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
     base = measured(setting, outputs, units(setting, outputs), mapped=True, beside=theirs)
     found, noisy = _searched(call, lowered, setting, outputs, base) if search and not base.passes else ((), False)
     return Judgement(
@@ -86,19 +87,21 @@ def judged(call: Recorded, *, search: bool, backends: bool = True) -> Judgement:
         reasons | {who: {n: t.times_plain for n, t in tallies.items()} for who, tallies in base.beside.items()},
         found,
         search,
-        call.notes,
+        (*call.notes, *call.doubts()),
     )
 
 
-def _beside(call: Recorded, lowered: Any) -> tuple[dict[str, list[Output]], dict[str, str]]:
+def _beside(
+    call: Recorded, lowered: Any, captured: dict[str, Tensor]
+) -> tuple[dict[str, list[Output]], dict[str, str]]:
     """What this machine's back ends give, and why others give nothing."""
     results, reasons = {}, {}
     for backend in BACKENDS:
-        found = call.computed(backend, call.outputs)
+        found = call.computed(backend, captured)
         if isinstance(found, str):
             reasons[backend] = found
         else:
-            results[backend] = [o for o in setting_of(call.op, lowered, found)[1] if o.view is not None]
+            results[backend] = [o for o in setting_of(lowered, found)[1] if o.view is not None]
     return results, reasons
 
 

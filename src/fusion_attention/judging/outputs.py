@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from fusion_attention.contract import Op
 from fusion_attention.judging import formulas
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.setting import Setting
@@ -70,7 +68,7 @@ class Unit:
     by_keys: bool = False
 
 
-def setting_of(op: Op, call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
+def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
     """A lowered dense, decode or sparse call, and its captured outputs."""
     scratch = call.results()
     filled = call.fill(scratch)
@@ -197,8 +195,3 @@ def of_heads(setting: Setting, unit: Unit) -> slice:
     """The heads of a unit's outputs."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads
-
-
-def spread(array: np.ndarray) -> str:
-    """A few of many numbers."""
-    return ", ".join(map(str, array[:4])) + (", ..." if len(array) > 4 else "")
