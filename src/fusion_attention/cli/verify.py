@@ -27,6 +27,7 @@ def verify(
     values: list[str] = typer.Option([], "--set", help="PARAMETER=VALUE for what no file holds (JSON, or a word)."),
     pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
     seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
+    dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
     standard: str = typer.Option("house", "--standard", help=f"What decides: {', '.join(_STANDARDS)}."),
     search: bool = typer.Option(True, "--diagnose/--no-diagnose", help="Look for the mistake that explains it."),
     backends: bool = typer.Option(True, "--backends/--no-backends", help="Judge this machine's back ends beside it."),
@@ -45,7 +46,7 @@ def verify(
     from fusion_attention.judging.dumps import Reading
 
     try:
-        how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick)
+        how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
         found = _judged(files, how, search=search, backends=backends, bar=not as_json)
     except JudgeError as error:
         _refused(str(error))

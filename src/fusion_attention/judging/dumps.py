@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Reading:
         operator: the record's name. names: from parameters (and "output.<result>") to the file's names.
         values: arguments that no file holds. seed: of drawn dropout. unsafe_pickle: whether pickles may run code.
         pick: of a dump, only calls whose name has this in it.
+        dtype: of the call, where files hold its values as float32 ("bfloat16", which numpy has not); "": as they are.
     """
 
     operator: str = ""
@@ -43,6 +44,7 @@ class Reading:
     seed: int = 0
     unsafe_pickle: bool = False
     pick: str = ""
+    dtype: str = ""
 
 
 def read_calls(path: Path, how: Reading = Reading()) -> Iterator[Recorded]:
@@ -191,7 +193,7 @@ def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
             inputs.setdefault(name, tensor)
         else:
             raise JudgeError(f"{path}: {name!r} is no parameter and no result of {op.name}: map it (--map NAME={name})")
-    return recorded(op.name, {**inputs, **how.values}, outputs, seed=how.seed, source=path.name)
+    return _made(op, {**inputs, **how.values}, outputs, how, path.name)
 
 
 def _record(operator: str) -> Op:
@@ -222,7 +224,36 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
     inputs = {n: loaded(v) for n, v in (*zip(shown, call.args, strict=False), *call.kwargs.items())}
     results = _results(op)
     outputs = {n: loaded(v) for n, v in zip(results, call.outputs, strict=False) if isinstance(v, Path)}
-    return recorded(op.name, {**inputs, **how.values}, outputs, seed=how.seed, source=call.name)
+    return _made(op, {**inputs, **how.values}, outputs, how, call.name)
+
+
+def _made(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str) -> Recorded:
+    """A call whose values may have been stored wider than they were."""
+    words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
+    free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
+    if how.dtype:
+        if how.dtype not in _LOW:
+            raise JudgeError(f"--dtype: expected one of {', '.join(_LOW)}, got {how.dtype!r}")
+        inputs = {**inputs, **{n: _narrowed(v, how.dtype) for n, v in free.items()}}
+        outputs = {n: _narrowed(t, how.dtype) for n, t in outputs.items()}
+    found = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
+    wide = [t for t in free.values() if t.dtype == torch.float32]
+    low = next((d for d in _LOW if wide and all(_narrowed(t, d).dtype != torch.float32 for t in wide)), "")
+    if low and not how.dtype:
+        note = f"every float32 value of the inputs is a {low} number: was it a call in {low}? Then say --dtype {low}"
+        return replace(found, notes=(note,))
+    return found
+
+
+_LOW = ("bfloat16", "float16")
+
+
+def _narrowed(t: Tensor, dtype: str) -> Tensor:
+    """A float32 tensor in the dtype that holds each of its values; as it is where that holds not all."""
+    if t.dtype != torch.float32:
+        return t
+    low = t.to(getattr(torch, dtype))
+    return low if torch.equal(low.float(), t) else t
 
 
 def values_from(text: str) -> Any:
