@@ -218,14 +218,19 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("name", ["../../../secret.pt", "/etc/passwd", "link.pt", "", 3, "x.txt"])
-def test_paths_that_leave_the_folder(name: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "leaves the folder") for name in ("../../../../secret.pt", "/etc/x.pt", "link.pt")),
+        ("absent.pt", "no such file"),
+        *((name, "data_name") for name in ("", 3, "x.txt", "a\0b.pt")),
+    ],
+)
+def test_paths_that_leave_the_folder(name: Any, what: str, tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "secret.pt")
     folder = msprobe(tmp_path / "dump", SCALE, input_kwargs={"pse": {"type": "torch.Tensor", "data_name": name}})
     (folder / "step0" / "rank0" / "dump_tensor_data" / "link.pt").symlink_to(tmp_path / "secret.pt")
-    code, _, error = verify(folder)
-    assert code == 2
-    assert len(error.strip().splitlines()) == 1
+    refused(folder, what=what)
 
 
 DEEP = "[" * 5000

@@ -115,3 +115,17 @@ def test_the_law_is_that_of_the_tests(dtype: torch.dtype, factor: float) -> None
     assert tally.house().passes == right
     assert right or factor > 2
     assert not right or factor < 4
+
+
+def test_the_law_forgets_no_piece() -> None:
+    """A single wrong element of the first piece is not forgiven for thousands of right ones."""
+    golden = torch.randn(100, 64, dtype=torch.float64)
+    plain = golden.float()
+    ours = plain.clone()
+    ours[0, 0] += 1e-4
+    tally = Tally(torch.float32, 4)
+    for piece in range(0, 100, 10):
+        here = slice(piece, piece + 10)
+        tally.add(ours[here], golden[here], plain[here])
+    assert not tally.house().passes
+    assert 0.9e-4 < tally.largest < 1.1e-4

@@ -6,10 +6,13 @@ tests do.
 
 import random
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
+from support.planted import UNNAMED, made_unnamed
 from support.planted_cache import planted_caches
-from support.planted_cases import Make, correct, noisy, planted
+from support.planted_cases import CAUSAL, Make, correct, noisy, planted
 
 from fusion_attention.judging.judge import diagnose
 from fusion_attention.judging.verdict import Judgement
@@ -52,6 +55,14 @@ def test_noise_is_called_noise(make: Make) -> None:
     _, found = said(make)
     assert found.verdict == "noisy", found
     assert not found.mistakes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("what", UNNAMED)
+def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:
+    _, found = said(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
+    assert found.verdict == "wrong", found
+    assert not found.mistakes, found
 
 
 def test_the_corpus_is_as_large_as_it_is_said_to_be() -> None:

@@ -260,3 +260,39 @@ def made_gradient(case: Case, wrong: str) -> Capture:
 
 def in_bands(case: Case) -> bool:
     return all(bool(in_band(case, b).any(-1).all()) for b in range(len(case.q_len)))
+
+
+# ------------------------------------------------------------------------------------------- what has no name, and ours
+
+
+def made_own(case: Case, wrong: str) -> Capture:
+    """A capture of fusion_attention.attention."""
+    from fusion_attention.testing.faces import pythonic
+
+    args = arguments(case)
+    given = pythonic(case, args)
+    assert given is not None
+    inputs = {n: v for n, v in given.items() if v is not None}
+    return Capture(wrong, "attention", inputs, {"out": forward(case, args, wrong)["attention_out"]}, case.id)
+
+
+UNNAMED = {
+    "a tenth too much": lambda o: o * 1.1,
+    "heads in the other order": lambda o: o.flip(2),
+    "rows moved by one": lambda o: o.roll(1, 1),
+    "garbage": lambda o: torch.randn(o.shape, generator=torch.Generator().manual_seed(5)),
+    "zeros": torch.zeros_like,
+    "a NaN": lambda o: o.index_fill(1, torch.tensor([3]), math.nan),
+    "the last row left out": lambda o: torch.cat((o[:, :-1], 0 * o[:, -1:]), 1),
+    "one element": lambda o: o.clone().index_put_(tuple(torch.tensor([0]) for _ in range(4)), torch.tensor(9.0)),
+    "three bits fewer": lambda o: (o * 16).round() / 16,
+}
+
+
+def made_unnamed(case: Case, what: str) -> Capture:
+    """A capture with a mistake that nobody has named."""
+    found = made(case, "", "npu_fusion_attention_v2")
+    found.outputs["attention_out"] = UNNAMED[what](found.outputs["attention_out"].float()).to(
+        found.outputs["attention_out"].dtype
+    )
+    return found

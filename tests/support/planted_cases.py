@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from support.planted import Capture, Rounding, made, made_gradient
+from support.planted import Capture, Rounding, made, made_gradient, made_own
 
 from fusion_attention.testing.cases import Case
 
@@ -77,6 +77,11 @@ GRADIENTS: dict[str, list[Case]] = {
     "group-sum": [*over(CAUSAL)[1:], replace(PACKED, sparse_mode=3, mask="compressed")],
 }
 
+OWN: dict[str, list[Case]] = {
+    "softcap-missing": over(replace(CAUSAL, scale=1.0, softcap=5.0), OTHERS),
+    "softcap-order": over(replace(BASE, scale=1.0, softcap=5.0, pse="full", pse_type=0)),
+}
+
 
 def operator_of(case: Case, number: int) -> str:
     """Different operators for the captures of one mistake."""
@@ -92,6 +97,9 @@ def planted() -> Iterator[tuple[str, Make]]:
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(made_gradient, case, wrong)
+    for wrong, cases in OWN.items():
+        for i, case in enumerate(cases):
+            yield f"{wrong}-{i}", partial(made_own, case, wrong)
 
 
 def correct() -> Iterator[tuple[str, Make]]:
@@ -102,6 +110,9 @@ def correct() -> Iterator[tuple[str, Make]]:
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(made_gradient, case, "")
+    for wrong, cases in OWN.items():
+        for i, case in enumerate(cases):
+            yield f"right-{wrong}-{i}", partial(made_own, case, "")
 
 
 def noisy() -> Iterator[tuple[str, Make]]:

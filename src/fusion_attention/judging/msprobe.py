@@ -93,11 +93,9 @@ def _call(file: Path, name: str, operator: str, entry: dict[str, Any]) -> Dumped
 
 def _path(file: Path, call: str, name: Any) -> Path:
     folder = file.parent
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or "\0" in name:
         raise JudgeError(f"{file}: {call}: data_name: expected a file's name, got {name!r:.60}")
-    found = folder / _TENSORS / name
-    if not found.resolve().is_relative_to(folder.resolve()):
-        raise JudgeError(f"{file}: {call}: data_name {name!r:.80} leaves the folder")
+    found = folder / _TENSORS / name  # whoever opens it looks whether it leaves the folder
     if found.suffix not in (".pt", ".npy"):
         raise JudgeError(f"{file}: {call}: data_name {name!r:.80}: expected a .pt or .npy file")
     return found
