@@ -29,6 +29,8 @@ def values_confused(case: Case) -> Iterator[Try]:
     """Keys stand for values."""
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dim_qk == p.dim_v and not p.shares_kv and s.grads is None and p.dequant_k == "none":
+        swapped = {"k": o.v, "v": o.k, "k_common": o.v_common, "v_common": o.k_common}
+        yield Try("each in the other's place", s.of_operands(**swapped))
         yield Try("keys for values", s.of_operands(v=o.k, v_common=o.k_common))
         yield Try("values for keys", s.of_operands(k=o.v, k_common=o.v_common))
 
