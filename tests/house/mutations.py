@@ -481,7 +481,7 @@ JUDGING = [
           "judging/test_formulas.py::test_the_law_forgets_no_piece"),
     house("a diagonal is tried from the wrong corner", "judging/mistakes/masks.py",
           '((-d, "upper left"), (d, "lower right"))', '((2 * d, "upper left"), (d, "lower right"))',
-          "house/test_examples.py::test_pages_run"),
+          "judging/test_judge.py::test_the_diagonal_of_the_other_corner"),
     house("verify runs pickles unasked", "judging/dumps.py",
           "weights_only=not how.unsafe_pickle", "weights_only=False", f"{FILES}::test_no_pickle_is_run"),
     house("verify follows a path out of a dump's folder", "judging/dumps.py",

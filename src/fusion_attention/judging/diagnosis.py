@@ -20,7 +20,8 @@ from fusion_attention.judging.verdict import Explanation
 LEFT = 0.25
 # From here on a first piece is not worth a second one: the law allows twice the plain program's error.
 HOPELESS = 30.0
-_CONFIRMED = 4  # equal explanations that are tried on the whole call
+_CONFIRMED = 6  # explanations that are tried on the whole call; of a large one, the best alone
+_LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 
@@ -87,17 +88,25 @@ def _left(found: Result, sample: Result, names: Sequence[str]) -> float:
 
 def _confirmed(case: Case, found: list[Found], failing: tuple[str, ...]) -> tuple[Explanation, ...]:
     """Those that hold on the whole call; what explains it equally stays beside the best."""
-    ordered = sorted(found, key=lambda f: f.result.times_plain)[: _CONFIRMED * 2]
-    whole: list[Found] = []
-    for f in ordered[:_CONFIRMED]:
+    e = case.setting.extents
+    left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
+    named: dict[str, Explanation] = {}
+    for f in sorted(found, key=lambda f: f.result.times_plain):
+        name = f.mistake.name
+        if name in named:
+            continue
+        if not left:
+            named[name] = f.explained(failing)
+            continue
+        left -= 1
         outputs = case.outputs if f.way.outputs is None else f.way.outputs
         try:
             result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)))
         except _IMPOSSIBLE:
             continue
         if result.passes:
-            whole.append(Found(f.mistake, f.way, result))
-    return tuple(_unlike([f.explained(failing, confirmed=True) for f in whole]))
+            named[name] = Found(f.mistake, f.way, result).explained(failing, confirmed=True)
+    return tuple(named.values()) if any(m.confirmed for m in named.values()) else ()
 
 
 def _unlike(found: list[Explanation]) -> list[Explanation]:
