@@ -15,8 +15,9 @@ from fusion_attention.judging.places import Map
 from fusion_attention.npu import npu_fusion_attention
 
 
-def test_the_diagonal_of_the_other_corner() -> None:
-    found = made(replace(CAUSAL, sparse_mode=2), "causal-alignment")
+@pytest.mark.parametrize("mode", [2, 3])
+def test_the_diagonal_of_the_other_corner(mode: int) -> None:
+    found = made(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
     said = fa.diagnose(found.operator, found.inputs, found.outputs)
     assert [m.name for m in said.mistakes] == ["causal-alignment"]
     lines = str(said).splitlines()

@@ -58,9 +58,9 @@ def diagnose(
 
     Example:
         >>> import fusion_attention as fa
-        >>> q = torch.randn(1, 16, 2, 64)
-        >>> out = fa.attention(q, q, q, scale=1.0)
-        >>> fa.diagnose("attention", {"q": q, "k": q, "v": q}, {"out": out}).mistakes[0].name
+        >>> q, k = torch.randn(2, 1, 16, 2, 64)
+        >>> out = fa.attention(q, k, k, scale=1.0)
+        >>> fa.diagnose("attention", {"q": q, "k": k, "v": k}, {"out": out}).mistakes[0].name
         'scale-missing'
     """
     return judged(recorded(operator, inputs, outputs, seed=seed), search=True, backends=backends)
