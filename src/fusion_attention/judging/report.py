@@ -42,14 +42,12 @@ def table(found: Judgement, standard: str) -> RenderableType:
 
 
 def _below(found: Judgement) -> list[str]:
-    lines = []
+    lines = _reasons(found) if found.searched and not found.passes else []
     for name, said in found.backends.items():
         if isinstance(said, str):
             lines.append(f"  {name} here: {said}")
         else:
             lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in said.items()) + " of plain's")
-    if found.searched and not found.passes:
-        lines += _reasons(found)
     return lines + [f"  note: {note}" for note in found.notes]
 
 
@@ -82,6 +80,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem aut
 table {{ border-collapse: collapse; }} td, th {{ padding: .25rem .75rem; text-align: left; vertical-align: top; }}
 tr + tr {{ border-top: 1px solid #8884; }} .right {{ color: #2a9d4a; }}
 .wrong {{ color: #d33; }} .noisy {{ color: #c80; }}
+td:last-child {{ min-width: 16rem; }}
 .scroll {{ overflow-x: auto; }} figure {{ display: inline-block; margin: .5rem 1rem .5rem 0; }}
 img {{ image-rendering: pixelated; width: 20rem; height: 12rem; border: 1px solid #8886; }}
 figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
@@ -141,17 +140,22 @@ def _picture(o: Any, b: int) -> str:
     off = o.map.picture(b)
     heads, rows = o.map.off[b].shape
     data = base64.b64encode(png(off)).decode()
-    text = f"{o.name}, sequence {b}: {heads} heads down, {rows} {o.map.word} across"
+    most = float(o.map.off[b].max())
+    scale = f"; red is off the most, {times(4 * most)} a plain program's error" if most > 1 else ""
+    text = f"{o.name}, sequence {b}: {heads} heads down, {rows} {o.map.word} across{scale}"
     return (
         f"<figure><img alt='{_e(text)}' src='data:image/png;base64,{data}'><figcaption>{_e(text)}</figcaption></figure>"
     )
 
 
 def png(off: torch.Tensor) -> bytes:
-    """A picture of how far rows are off: green what is right, then yellow to red on a scale of powers of ten."""
-    level = (off.clamp(min=1e-3).log10().clamp(max=4) / 4).nan_to_num(nan=1.0)
+    """A picture of how far rows are off: green what is right, then yellow to red, the logarithm of the error."""
     wrong = off > 1
-    red = torch.where(wrong, torch.full_like(level, 220), 40 + 60 * (level + 0.75).clamp(0, 1))
+    finite = off[wrong & off.isfinite()]
+    most = float(finite.max().log10()) if len(finite) else 1.0
+    least = float(finite.min().log10()) if len(finite) else 0.0
+    level = ((off.clamp(min=1e-3).log10() - least) / max(most - least, 1e-6)).clamp(-1, 1).nan_to_num(nan=1.0)
+    red = torch.where(wrong, torch.full_like(level, 220), torch.full_like(level, 60))
     green = torch.where(wrong, 200 * (1 - level), torch.full_like(level, 150))
     blue = torch.where(wrong, torch.full_like(level, 40), torch.full_like(level, 80))
     pixels = torch.stack((red, green, blue), -1).clamp(0, 255).byte()
