@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.captures.replay import recorded_call
+from fusion_attention.captures.files import read
 from fusion_attention.cli import app
 from fusion_attention.cli.replay import session
 
@@ -99,7 +99,8 @@ def test_the_order_is_that_of_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_recorded_call_is_read_without_computing(folder: Path) -> None:
-    op, args = recorded_call(folder / "0002-decode_attention.safetensors")
+    found = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
+    op, args = found.op, found.args
     assert op.name == "decode_attention"
     assert args["kv_len"] == [40, 7]
     assert args["q"].shape == (2, 1, 4, 64)

@@ -22,6 +22,7 @@ from fusion_attention.cli.explain import explain as explain_command
 from fusion_attention.cli.mask import mask as mask_command
 from fusion_attention.cli.ops import ops as ops_command
 from fusion_attention.cli.replay import replay as replay_command
+from fusion_attention.cli.verify import verify as verify_command
 
 app = typer.Typer(
     name="fusion-attention",
@@ -45,6 +46,7 @@ _add("explain", explain_command)
 _add("mask", mask_command)
 _add("ops", ops_command)
 _add("replay", replay_command)
+_add("verify", verify_command)
 
 
 def _print_version(wanted: bool) -> None:

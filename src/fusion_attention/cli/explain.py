@@ -104,11 +104,14 @@ def _words(text: str) -> str:
 
 
 def _captured(path: Path, log: str) -> Explanation:
+    import torch
+
     from fusion_attention.calls.explanation import explain_arguments
     from fusion_attention.calls.logs import read_log
-    from fusion_attention.captures.replay import recorded_call
+    from fusion_attention.captures.files import read
 
-    op, args = recorded_call(path)
+    recorded = read(path, torch.device("cpu"))
+    op, args = recorded.op, recorded.args
     return explain_arguments(op, args, read_log(_words(log)) if log else None)
 
 
