@@ -1,0 +1,28 @@
+"""Every generated file of docs/ but the operators' pages, which the package's own command writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from website import charts, house, masks, pictures
+from website.svg import Picture, site_stylesheet
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "hourglass": house.hourglass,
+    "floors": house.floors,
+    "beside_sdpa": charts.beside_sdpa,
+    "beside_masks": charts.beside_masks,
+    "bands": masks.bands,
+    "sparse_modes": masks.gallery,
+    "layouts": pictures.layouts,
+    "packing": pictures.packing,
+    "paged_cache": pictures.pages,
+    "training_stages": pictures.stages,
+}
+
+
+def generated() -> dict[str, str]:
+    """Text by name inside docs/."""
+    found = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
+    found["assets/pictures.css"] = site_stylesheet()
+    return found

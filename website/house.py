@@ -1,0 +1,97 @@
+"""Pictures of the house: what goes in above the waist and what computes below it, and the floors with their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fusion_attention as fa
+from fusion_attention.backends import BACKENDS
+from fusion_attention.ops import RECORDS
+from website.masks import of_band
+from website.svg import Picture
+
+SOURCE = Path(fa.__file__).parent
+DOORS = (
+    ("transformers", 'attn_implementation="fusion_attention"', "a"),
+    ("torch SDPA, FlexAttention", "the same calls, packed and banded", "a"),
+    ("flash-attn", "flash_attn_varlen_func on a CPU", "a"),
+    ("torch_npu", "npu_fusion_attention and its family", "c"),
+    ("aclnn", "two phases, codes, workspaces", "c"),
+    ("fusion_attention", "attention(q, k, v, band=...)", "d"),
+)
+ENGINES = {
+    "cpu": ("C++ core", "x86-64 up to AVX-512 BF16, and Arm", "b"),
+    "triton": ("Triton kernels", "NVIDIA GPUs, CUDA graphs", "b"),
+    "golden": ("golden", "float64: the judge of both", "b"),
+}
+
+
+def hourglass() -> Picture:
+    """What the library is: many faces, one problem, several ways to compute it."""
+    picture = Picture(1080, 496, "Six faces above the waist, one problem in it, three back ends below")
+    picture.text(170, 34, "code that you have", size=14, fill="soft", anchor="middle")
+    picture.text(555, 34, "one meaning", size=14, fill="soft", anchor="middle")
+    picture.text(925, 34, "the machine at hand", size=14, fill="soft", anchor="middle")
+    wx, wy, ww, wh = 420, 108, 270, 262
+    for place, (name, says, colour) in enumerate(DOORS):
+        y = 54 + place * 68
+        middle, into = y + 29, wy + 46 + place * 34
+        picture.path(f"M322 {middle}C372 {middle} 366 {into} {wx} {into}", stroke=colour, width=2)
+        picture.rect(18, y, 304, 58, "panel", r=9, stroke="rule")
+        picture.rect(18, y + 9, 5, 40, colour, r=2)
+        picture.text(40, y + 26, name, size=17, bold=True)
+        picture.text(40, y + 46, says, size=13, fill="soft")
+    engines = [ENGINES[name] for name in ("cpu", "triton", "golden") if name in BACKENDS]
+    for place, (name, says, colour) in enumerate(engines):
+        y = 88 + place * 112
+        middle, out = y + 39, wy + 84 + place * 47
+        picture.path(f"M{wx + ww} {out}C742 {out} 736 {middle} 788 {middle}", stroke=colour, width=2, arrow=True)
+        picture.rect(790, y, 272, 78, "panel", r=9, stroke="rule")
+        picture.rect(790, y + 12, 5, 54, colour, r=2)
+        picture.text(812, y + 35, name, size=18, bold=True)
+        picture.text(812, y + 57, says, size=13, fill="soft")
+    picture.rect(wx, wy, ww, wh, "panel", r=14, stroke="a")
+    picture.text(wx + ww / 2, wy + 32, "softmax over the keys", size=17, bold=True, anchor="middle")
+    picture.text(wx + ww / 2, wy + 53, "that each row sees", size=17, bold=True, anchor="middle")
+    cells = [["bg"] * 14 for _ in range(9)]
+    for start, rows, keys, band, colour in ((0, 5, 8, fa.Band.window(3), "a"), (5, 4, 6, fa.Band.causal(), "b")):
+        first = 0 if start == 0 else 8
+        for i, row in enumerate(of_band(band, rows, keys).tolist()):
+            for j, seen in enumerate(row):
+                cells[start + i][first + j] = colour if seen else "off"
+    picture.grid(wx + (ww - 14 * 16 + 2) / 2, wy + 72, cells, 14)
+    picture.text(wx + ww / 2, wy + 240, f"{len(RECORDS)} operators, one contract each", size=13, fill="soft", anchor="middle")
+    picture.text(540, 480, "a wrong call says what to do before anything is computed; golden judges every result in the tests", size=13, fill="soft", anchor="middle")
+    return picture
+
+
+# Floor -> folders, as the laws of the tree have them (tests/house/test_house.py holds imports against them).
+FLOORS = (
+    ("7", "what users call", ("cli", "api", "nn.py", "npu", "captures", "integrations")),
+    ("6", "how a call is run", ("aclnn.py", "acl", "torch_ops")),
+    ("5", "a call becomes work", ("plan.py",)),
+    ("4", "what it means | what computes it", ("ops", "backends")),
+    ("2", "the waist", ("waist",)),
+    ("1", "what a call may say", ("contract", "memory.py", "patches.py", "settings.py")),
+)
+
+
+def floors() -> Picture:
+    """The floors of the package as an hourglass: wide above, narrow at the waist."""
+    picture = Picture(900, 76 * len(FLOORS) + 44, "The package's floors; imports run down")
+    widest = 580.0
+    for line, (number, says, names) in enumerate(FLOORS):
+        missing = [name for name in names if not (SOURCE / name).exists()]
+        if missing:
+            raise FileNotFoundError(f"website/house.py: FLOORS names {missing}, which the package does not have")
+        y, width = 24 + 76 * line, {"2": 210.0, "5": 300.0}.get(number, widest)
+        x = 332 - width / 2
+        picture.rect(x, y, width, 60, "a2" if number == "2" else "panel", r=9, stroke="a" if number == "2" else "rule")
+        each = width / len(names)
+        for place, name in enumerate(names):
+            picture.text(x + each * (place + 0.5), y + 36, name, size=13.5, mono=True, anchor="middle")
+        picture.text(650, y + 28, f"floor {number}", size=12.5, fill="soft")
+        picture.text(650, y + 47, says, size=14)
+    picture.line(24, 30, 24, 76 * len(FLOORS) + 4, "soft", arrow=True)
+    picture.text(24, 76 * len(FLOORS) + 28, "imports run down", size=12.5, fill="soft")
+    return picture
