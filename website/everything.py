@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from website import charts, house, masks, pictures
+from website import charts, house, masks, pictures, reference
 from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
@@ -25,4 +25,4 @@ def generated() -> dict[str, str]:
     """Text by name inside docs/."""
     found = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
     found["assets/pictures.css"] = site_stylesheet()
-    return found
+    return found | reference.generated()

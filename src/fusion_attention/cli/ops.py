@@ -25,9 +25,10 @@ INDEX, VERSIONS = "index.md", "versions.md"
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
     """Every generated page by file name: one per record, what versions differ in, and the index."""
-    from fusion_attention.contract.doc_pages import render, versions
+    from fusion_attention.cli.op_pages import page
+    from fusion_attention.contract.doc_pages import versions
 
-    texts = {f"{name}.md": render(record) for name, record in records.items()}
+    texts = {f"{name}.md": page(record) for name, record in records.items()}
     texts[INDEX], texts[VERSIONS] = index(records), versions(records.values())
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
 

@@ -1,0 +1,55 @@
+"""mkdocs' hooks: the operators' place in the navigation, pictures inside their pages, and what search leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+GROUPS = (
+    ("This library's own", r"[a-z].*", r"npu_.*|aclnn.*"),
+    ("torch_npu: training", r"npu_fusion_attention.*", ""),
+    ("torch_npu: inference", r"npu_(incre|prompt|fused_infer).*", ""),
+    ("torch_npu: sparse", r"npu_(sparse|dense|lightning).*", ""),
+    ("aclnn: training", r"aclnnFlashAttention.*", ""),
+    ("aclnn: inference", r"aclnn(Incre|Prompt|FusedInfer).*", ""),
+    ("aclnn: sparse", r"aclnn(Sparse|Dense|Lightning).*", ""),
+)
+# Sections of the operators' pages that would be found for every word.
+QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters)[^"]*")')
+PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"\s*/?></p>')
+
+
+def operators() -> list[dict[str, list[str]] | str]:
+    """The pages of docs/ops in groups; one that no group takes stands at the end."""
+    names = sorted(path.stem for path in (DOCS / "ops").glob("*.md"))
+    left = [name for name in names if name not in ("index", "versions")]
+    nav: list[dict[str, list[str]] | str] = ["ops/index.md", "ops/versions.md"]
+    for title, take, leave in GROUPS:
+        taken = [n for n in left if re.fullmatch(take, n) and not (leave and re.fullmatch(leave, n))]
+        left = [name for name in left if name not in taken]
+        nav.append({title: [f"ops/{name}.md" for name in taken]})
+    return nav + [f"ops/{name}.md" for name in left]
+
+
+def on_config(config: Any) -> Any:
+    """Puts the operators where mkdocs.yml says "ops/"."""
+    config.nav = [{"Operators": operators()} if entry == {"Operators": "ops/"} else entry for entry in config.nav]
+    return config
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Pictures take the page's colours when they are part of it; tables may be wider than the page."""
+
+    def inside(found: re.Match[str]) -> str:
+        text = (DOCS / "pictures" / f"{found[2]}.svg").read_text(encoding="utf-8")
+        text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+        text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
+        text = text.replace("head-", f"{found[2]}-head-")  # ids are the page's
+        return f'<figure class="fa-figure fa-{found[2]}">{text}</figure>'
+
+    html = PICTURE.sub(inside, html)
+    if page.file.src_uri.startswith("ops/"):
+        html = QUIET.sub(r"\1 data-search-exclude", html)
+    return html
