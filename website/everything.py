@@ -9,6 +9,7 @@ from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
     "hourglass": house.hourglass,
+    "hourglass_tall": house.hourglass_tall,
     "floors": house.floors,
     "beside_sdpa": charts.beside_sdpa,
     "beside_masks": charts.beside_masks,

@@ -17,7 +17,7 @@ GROUPS = (
     ("aclnn: sparse", r"aclnn(Sparse|Dense|Lightning).*", ""),
 )
 # Sections of the operators' pages that would be found for every word.
-QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters)[^"]*")')
+QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters|call|example|support)[^"]*")')
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"\s*/?></p>')
 
 
@@ -39,17 +39,35 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def _of_the_page(name: str) -> str:
+    """A picture without colours and ground of its own."""
+    text = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
+    return text.replace("head-", f"{name}-head-")  # ids are the page's
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Tells search which pages answer: one that translates words does, one that records figures seldom."""
+    boost = {"words.md": 4, "lab_book.md": 0.4, "rulings.md": 0.5, "testing.md": 0.4, "release.md": 0.4, "design.md": 0.5}
+    uri = page.file.src_uri
+    if uri in boost or uri.startswith("ops/npu_"):
+        page.meta.setdefault("search", {"boost": boost.get(uri, 2)})
+    return markdown
+
+
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Pictures take the page's colours when they are part of it; tables may be wider than the page."""
 
     def inside(found: re.Match[str]) -> str:
-        text = (DOCS / "pictures" / f"{found[2]}.svg").read_text(encoding="utf-8")
-        text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
-        text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
-        text = text.replace("head-", f"{found[2]}-head-")  # ids are the page's
-        return f'<figure class="fa-figure fa-{found[2]}">{text}</figure>'
+        wide = _of_the_page(found[2])
+        tall = f"{found[2]}_tall"
+        if (DOCS / "pictures" / f"{tall}.svg").exists():
+            wide = _of_the_page(tall).replace('class="fa-pic"', 'class="fa-pic fa-tall"', 1) + wide
+        return f'<figure class="fa-figure fa-{found[2]}">{wide}</figure>'
 
     html = PICTURE.sub(inside, html)
     if page.file.src_uri.startswith("ops/"):
         html = QUIET.sub(r"\1 data-search-exclude", html)
+        html = re.sub(r"<td>(yes|no)</td>", r'<td class="fa-\1">\1</td>', html)
     return html

@@ -53,16 +53,48 @@ def hourglass() -> Picture:
     picture.rect(wx, wy, ww, wh, "panel", r=14, stroke="a")
     picture.text(wx + ww / 2, wy + 32, "softmax over the keys", size=17, bold=True, anchor="middle")
     picture.text(wx + ww / 2, wy + 53, "that each row sees", size=17, bold=True, anchor="middle")
-    cells = [["bg"] * 14 for _ in range(9)]
-    for start, rows, keys, band, colour in ((0, 5, 8, fa.Band.window(3), "a"), (5, 4, 6, fa.Band.causal(), "b")):
-        first = 0 if start == 0 else 8
-        for i, row in enumerate(of_band(band, rows, keys).tolist()):
-            for j, seen in enumerate(row):
-                cells[start + i][first + j] = colour if seen else "off"
-    picture.grid(wx + (ww - 14 * 16 + 2) / 2, wy + 72, cells, 14)
+    picture.grid(wx + (ww - 14 * 16 + 2) / 2, wy + 72, _packed_cells(), 14)
     picture.text(wx + ww / 2, wy + 240, f"{len(RECORDS)} operators, one contract each", size=13, fill="soft", anchor="middle")
     picture.text(540, 480, "a wrong call says what to do before anything is computed; golden judges every result in the tests", size=13, fill="soft", anchor="middle")
     return picture
+
+
+def hourglass_tall() -> Picture:
+    """The same for a small screen: from above to below."""
+    picture = Picture(420, 706, "Six faces above the waist, one problem in it, three back ends below")
+    picture.text(210, 20, "code that you have", size=14, fill="soft", anchor="middle")
+    for place, (name, _, colour) in enumerate(DOORS):
+        x, y = 6 + place % 2 * 207, 34 + place // 2 * 58
+        picture.rect(x, y, 201, 48, "panel", r=9, stroke="rule")
+        picture.rect(x, y + 8, 5, 32, colour, r=2)
+        picture.text(x + 18, y + 30, name.replace("torch SDPA, ", "SDPA, "), size=15.5, bold=True)
+    for x in (106, 210, 314):
+        picture.path(f"M{x} 200C{x} 226 {(x + 630) / 4:g} 222 {(x + 630) / 4:g} 246", stroke="a", width=2)
+    picture.rect(75, 246, 270, 224, "panel", r=14, stroke="a")
+    picture.text(210, 276, "softmax over the keys", size=17, bold=True, anchor="middle")
+    picture.text(210, 297, "that each row sees", size=17, bold=True, anchor="middle")
+    picture.grid(99, 314, _packed_cells(), 14)
+    picture.text(210, 500, "one meaning", size=14, fill="soft", anchor="middle")
+    for place, name in enumerate(("cpu", "triton", "golden")):
+        x = 6 + place * 138
+        title, says, colour = ENGINES[name]
+        picture.path(f"M{(x + 66 + 630) / 4:g} 512C{(x + 66 + 630) / 4:g} 540 {x + 66} 530 {x + 66} 566", stroke=colour, width=2, arrow=True)
+        picture.rect(x, 570, 132, 62, "panel", r=9, stroke="rule")
+        picture.text(x + 66, 596, title, size=15.5, bold=True, anchor="middle")
+        picture.text(x + 66, 617, ("x86-64 and Arm", "NVIDIA GPUs", "float64, judges")[place], size=12.5, fill="soft", anchor="middle")
+    picture.text(210, 662, f"{len(RECORDS)} operators, one contract each:", size=13.5, fill="soft", anchor="middle")
+    picture.text(210, 682, "a wrong call says what to do", size=13.5, fill="soft", anchor="middle")
+    return picture
+
+
+def _packed_cells() -> list[list[str]]:
+    """Two packed sequences, one with a window, one causal."""
+    cells = [["bg"] * 14 for _ in range(9)]
+    for start, first, rows, keys, band, colour in ((0, 0, 5, 8, fa.Band.window(3), "a"), (5, 8, 4, 6, fa.Band.causal(), "b")):
+        for i, row in enumerate(of_band(band, rows, keys).tolist()):
+            for j, seen in enumerate(row):
+                cells[start + i][first + j] = colour if seen else "off"
+    return cells
 
 
 # Floor -> folders, as the laws of the tree have them (tests/house/test_house.py holds imports against them).

@@ -111,15 +111,15 @@ def _methods(cls: type) -> list[str]:
     lines = []
     for name, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        text = inspect.getdoc(inner.fget if isinstance(inner, property) else inner)
-        if (name.startswith("_") or (name in inherited and name != "forward")) or not text or isinstance(value, type):
+        called = inner.fget if isinstance(inner, property) else inner
+        hidden = name.startswith("_") or (name in inherited and name != "forward") or isinstance(value, type)
+        if hidden or not inspect.getdoc(called):
             continue
         if isinstance(inner, property):
-            lines += [f"### {cls.__name__}.{name}", "", *docstrings.body(text, ROOT)]
+            lines += [f"### {cls.__name__}.{name}", "", *docstrings.body(called, ROOT)]
         elif inspect.isfunction(inner):
-            owner = cls.__name__ if not isinstance(value, (classmethod, staticmethod)) else cls.__name__
-            said = docstrings.signature(getattr(cls, name), f"{owner}.{name}")
-            lines += [f"### {cls.__name__}.{name}", "", "```pyi", said, "```", "", *docstrings.body(text, ROOT)]
+            said = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
+            lines += [f"### {cls.__name__}.{name}", "", "```pyi", said, "```", "", *docstrings.body(called, ROOT)]
     return lines
 
 
@@ -131,7 +131,7 @@ def entry(module: str, name: str) -> list[str]:
     lines = [f"## {called}", ""]
     if not (inspect.isclass(thing) and issubclass(thing, BaseException)):
         lines += ["```pyi", docstrings.signature(thing, called), "```", ""]
-    lines += [f"`from {module} import {name}`", "", *docstrings.body(inspect.getdoc(thing) or "", ROOT)]
+    lines += [f"`from {module} import {name}`", "", *docstrings.body(thing, ROOT)]
     return lines + (_methods(thing) if inspect.isclass(thing) else [])
 
 

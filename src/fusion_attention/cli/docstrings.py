@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-WIDTH = 96
+WIDTH = 84
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
 # A page of docs/ that a docstring names.
@@ -30,7 +30,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
         given.insert(keyword[0], "*")
     given = [re.sub(r": '([^']*)'", r": \1", text) for text in given if not text.startswith("**foreign")]
-    back = found.return_annotation
+    back = inspect.Signature.empty if inspect.isclass(function) else found.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
     if len(name) + len(", ".join(given)) + len(end) < WIDTH:
         return f"{name}({', '.join(given)}{end}"
@@ -95,10 +95,12 @@ def _escaped(text: str, root: str) -> str:
     return unescaped.sub(link, text)
 
 
-def arguments(text: str, root: str) -> list[str]:
-    """The entries of Args (or Raises) as a list."""
+def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
+    """The entries of Args (or Raises) as a list; names: of parameters, of which several may stand on one line."""
     entries: list[list[str]] = []
-    for line in text.splitlines():
+    known = "|".join(map(re.escape, names))
+    apart = re.sub(rf"(?<=[.;]) (?=(?:{known})(?:, (?:{known}))*: )", "\n", text) if known else text
+    for line in apart.splitlines():
         if not line.startswith(" ") and re.match(r"^[\w*., ]+:", line):
             entries.append([line])
         elif entries:
@@ -119,13 +121,22 @@ def example(text: str) -> str:
     return "\n".join(lines)
 
 
-def body(text: str, root: str, *, args: bool = True) -> list[str]:
+def parameters(function: Any) -> list[str]:
+    """The names of what a function or class takes."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def body(function: Any, root: str) -> list[str]:
     """Everything that a docstring says, as lines of Markdown."""
+    text, names = inspect.getdoc(function) or "", parameters(function)
     found = sections(text)
     lines = [prose(found[""], root), ""] if found[""] else []
     for name, title in (("Args", "Arguments"), ("Attributes", "Attributes"), ("Raises", "Raises")):
-        if name in found and (args or name != "Args"):
-            lines += [f"**{title}**", "", *arguments(found[name], root), ""]
+        if name in found:
+            lines += [f"**{title}**", "", *arguments(found[name], root, names), ""]
         if name == "Attributes":
             for back in ("Returns", "Yields"):
                 if found.get(back):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fusion_attention.contract import Op
 
-WIDTH = 96
+WIDTH = 84
 MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
 
 
@@ -257,7 +257,7 @@ DENSE_LOSS = Call(
 OWN = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
-k, v = (torch.randn(2, 128, 2, 64, requires_grad=True) for _ in range(2))  # four query heads share one key head
+k, v = (torch.randn(2, 128, 2, 64, requires_grad=True) for _ in range(2))  # grouped heads
 
 out = fa.attention(q, k, v, band=fa.Band.causal())
 out = fa.attention(q, k, v, band=fa.Band.window(63, 0), sink=torch.zeros(8))
@@ -265,7 +265,9 @@ out, lse = fa.attention(q, k, v, alibi_slopes=torch.rand(8), keep_prob=0.9, retu
 out.sum().backward()
 
 packed = torch.randn(300, 8, 64)  # three sequences end to end
-out = fa.attention(packed, packed, packed, layout="TND", q_len=[100, 150, 50], band=fa.Band.causal())
+out = fa.attention(
+    packed, packed, packed, layout="TND", q_len=[100, 150, 50], band=fa.Band.causal()
+)
 """,
     "decode_attention": """
 cache = fa.PagedKVCache(heads=2, dim=64, pages=32, page_size=16, stored="int8")

@@ -64,7 +64,7 @@ def _text(called: Any) -> str:
     lines = [docstrings.prose("\n\n".join(kept), ROOT), ""] if kept else []
     if found.get("Args"):
         lines += ['<details markdown="1"><summary>Arguments, as the docstring says them</summary>', ""]
-        lines += [*docstrings.arguments(found["Args"], ROOT), "", "</details>", ""]
+        lines += [*docstrings.arguments(found["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
         if found.get(name):
             said = docstrings.arguments(found[name], ROOT) if name == "Raises" else [docstrings.prose(found[name], ROOT)]
