@@ -67,7 +67,8 @@ def beside_sdpa() -> Picture:
 SHAPED = (
     ("doors", "Gemma 3 bf16, S 8192, a layer with a window of 512: attention's forward", "sdpa + mask",
      "a window layer of Gemma 3: 512 of 8192 tokens", "SDPA + mask"),
-    ("packed", "bf16, 100 sequences, 9241 of 51200 tokens", "padded SDPA + mask", "100 packed sequences", "padded SDPA + mask"),
+    ("packed", "bf16, 100 sequences, 9241 of 51200 tokens", "padded SDPA + mask", "100 packed sequences",
+     "padded SDPA + mask"),
     ("masks", "window 256, S2048", "SDPA + mask", "a window of 256 over 2048 tokens", "SDPA + mask"),
     ("doors", "FlexAttention bf16, S 8192, a block mask of 36 documents, forward", "compiled",
      "36 documents in 8192 tokens", "compiled FlexAttention"),
@@ -76,14 +77,17 @@ SHAPED = (
     ("sparse", "indexer and top 2048, bf16", "einsum + topk", "indexer and its top 2048 of 8192 keys", "einsum + topk"),
     ("doors", "Llama, 4 layers of 1024, bf16, S 2048: attention, forward and backward", "sdpa",
      "Llama's attention, forward and backward", "SDPA"),
-    ("doors", "BERT base bf16, 32 texts, 3769 of 8000 tokens, packed", "padded, sdpa", "BERT base on packed texts, a whole model", "padded, SDPA"),
+    ("doors", "BERT base bf16, 32 texts, 3769 of 8000 tokens, packed", "padded, sdpa",
+     "BERT base on packed texts, a whole model", "padded, SDPA"),
     ("doors", "the same, whole training step", "sdpa", "a whole training step of that Llama", "SDPA"),
 )  # fmt: skip
 
 
 def beside_masks() -> Picture:
     """Work with a shape, beside what a user would pick instead; whole models last."""
-    picture = Picture(900, 116 + 40 * len(SHAPED), "Times faster where work has a shape, beside what a user would pick instead")
+    picture = Picture(
+        900, 116 + 40 * len(SHAPED), "Times faster where work has a shape, beside what a user would pick instead"
+    )
     picture.text(32, 36, "Times faster where attention has a shape", size=18, bold=True)
     picture.text(32, 57, f"bfloat16; beside what each line names; {machine()}", size=13, fill="soft")
     left, scale, top = 372.0, 11.6, 76.0
@@ -91,7 +95,9 @@ def beside_masks() -> Picture:
     for tick in (1, 10, 20, 30, 40):
         x = left + (tick - 1) * scale
         picture.line(x, top, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
-        picture.text(x, bottom + 22, "as fast" if tick == 1 else f"{tick} times", size=12.5, fill="soft", anchor="middle")
+        picture.text(
+            x, bottom + 22, "as fast" if tick == 1 else f"{tick} times", size=12.5, fill="soft", anchor="middle"
+        )
     for place, (group, name, peer, shown, beside) in enumerate(SHAPED):
         y, value = top + 6 + 40 * place, ratio(group, name, peer)
         picture.text(left - 12, y + 12, shown, size=13, anchor="end")

@@ -49,7 +49,14 @@ def _of_the_page(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Tells search which pages answer: one that translates words does, one that records figures seldom."""
-    boost = {"words.md": 4, "lab_book.md": 0.4, "rulings.md": 0.5, "testing.md": 0.4, "release.md": 0.4, "design.md": 0.5}
+    boost = {
+        "words.md": 4,
+        "lab_book.md": 0.4,
+        "rulings.md": 0.5,
+        "testing.md": 0.4,
+        "release.md": 0.4,
+        "design.md": 0.5,
+    }
     uri = page.file.src_uri
     if uri in boost or uri.startswith("ops/npu_"):
         page.meta.setdefault("search", {"boost": boost.get(uri, 2)})

@@ -54,8 +54,17 @@ def hourglass() -> Picture:
     picture.text(wx + ww / 2, wy + 32, "softmax over the keys", size=17, bold=True, anchor="middle")
     picture.text(wx + ww / 2, wy + 53, "that each row sees", size=17, bold=True, anchor="middle")
     picture.grid(wx + (ww - 14 * 16 + 2) / 2, wy + 72, _packed_cells(), 14)
-    picture.text(wx + ww / 2, wy + 240, f"{len(RECORDS)} operators, one contract each", size=13, fill="soft", anchor="middle")
-    picture.text(540, 480, "a wrong call says what to do before anything is computed; golden judges every result in the tests", size=13, fill="soft", anchor="middle")
+    picture.text(
+        wx + ww / 2, wy + 240, f"{len(RECORDS)} operators, one contract each", size=13, fill="soft", anchor="middle"
+    )
+    picture.text(
+        540,
+        480,
+        "a wrong call says what to do before anything is computed; golden judges every result in the tests",
+        size=13,
+        fill="soft",
+        anchor="middle",
+    )
     return picture
 
 
@@ -77,11 +86,23 @@ def hourglass_tall() -> Picture:
     picture.text(210, 500, "one meaning", size=14, fill="soft", anchor="middle")
     for place, name in enumerate(("cpu", "triton", "golden")):
         x = 6 + place * 138
-        title, says, colour = ENGINES[name]
-        picture.path(f"M{(x + 66 + 630) / 4:g} 512C{(x + 66 + 630) / 4:g} 540 {x + 66} 530 {x + 66} 566", stroke=colour, width=2, arrow=True)
+        title, _says, colour = ENGINES[name]
+        picture.path(
+            f"M{(x + 66 + 630) / 4:g} 512C{(x + 66 + 630) / 4:g} 540 {x + 66} 530 {x + 66} 566",
+            stroke=colour,
+            width=2,
+            arrow=True,
+        )
         picture.rect(x, 570, 132, 62, "panel", r=9, stroke="rule")
         picture.text(x + 66, 596, title, size=15.5, bold=True, anchor="middle")
-        picture.text(x + 66, 617, ("x86-64 and Arm", "NVIDIA GPUs", "float64, judges")[place], size=12.5, fill="soft", anchor="middle")
+        picture.text(
+            x + 66,
+            617,
+            ("x86-64 and Arm", "NVIDIA GPUs", "float64, judges")[place],
+            size=12.5,
+            fill="soft",
+            anchor="middle",
+        )
     picture.text(210, 662, f"{len(RECORDS)} operators, one contract each:", size=13.5, fill="soft", anchor="middle")
     picture.text(210, 682, "a wrong call says what to do", size=13.5, fill="soft", anchor="middle")
     return picture
@@ -90,7 +111,10 @@ def hourglass_tall() -> Picture:
 def _packed_cells() -> list[list[str]]:
     """Two packed sequences, one with a window, one causal."""
     cells = [["bg"] * 14 for _ in range(9)]
-    for start, first, rows, keys, band, colour in ((0, 0, 5, 8, fa.Band.window(3), "a"), (5, 8, 4, 6, fa.Band.causal(), "b")):
+    for start, first, rows, keys, band, colour in (
+        (0, 0, 5, 8, fa.Band.window(3), "a"),
+        (5, 8, 4, 6, fa.Band.causal(), "b"),
+    ):
         for i, row in enumerate(of_band(band, rows, keys).tolist()):
             for j, seen in enumerate(row):
                 cells[start + i][first + j] = colour if seen else "off"

@@ -6,6 +6,7 @@ is seen.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,10 +49,9 @@ def scattered(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
 
 def packed(mode: int, q_len: list[int], kv_len: list[int], next_tokens: int) -> torch.Tensor:
     """A packed call: three sequences one after the other, the cut one shifted by next_tokens."""
-    return seen(
-        sum(q_len), sum(kv_len), "TND", atten_mask=COMPRESSED, sparse_mode=mode, next_tockens=next_tokens,
-        actual_seq_qlen=torch.tensor(q_len).cumsum(0).tolist(), actual_seq_kvlen=torch.tensor(kv_len).cumsum(0).tolist(),
-    )  # fmt: skip
+    ends = {"actual_seq_qlen": list(accumulate(q_len)), "actual_seq_kvlen": list(accumulate(kv_len))}
+    call = {"atten_mask": COMPRESSED, "sparse_mode": mode, "next_tockens": next_tokens, **ends}
+    return seen(sum(q_len), sum(kv_len), "TND", **call)
 
 
 def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
@@ -94,11 +94,18 @@ def gallery() -> Picture:
         for i in range(rows):
             removed = [False] * keys if taken is None else taken[i].tolist()
             colour = "abc"[int((torch.tensor(CUTS) <= i).sum())] if mode in (7, 8) else "a"
-            cells.append([colour if s else "c2" if t else "off" for s, t in zip(result[i].tolist(), removed, strict=True)])
+            cells.append(
+                [colour if s else "c2" if t else "off" for s, t in zip(result[i].tolist(), removed, strict=True)]
+            )
             tips.append([f"row {i}, key {j}: {'seen' if s else 'not seen'}" for j, s in enumerate(result[i].tolist())])
         picture.grid(x, y + 46, cells, size, tips=tips)
     y = 3 * high + 44
-    for x, fill, words in ((32, "a", "seen"), (112, "off", "not seen"), (214, "c2", "removed by the mask tensor"), (428, "b", "another sequence")):
+    for x, fill, words in (
+        (32, "a", "seen"),
+        (112, "off", "not seen"),
+        (214, "c2", "removed by the mask tensor"),
+        (428, "b", "another sequence"),
+    ):
         picture.rect(x, y - 12, side - 9, side - 9, fill)
         picture.text(x + 22, y, words, size=13, fill="soft")
     picture.text(3 * wide + 8, y, "rows are queries, columns are keys", size=13, fill="soft", anchor="end")

@@ -32,8 +32,12 @@ def layouts() -> Picture:
     """The same two sequences of two heads, in every layout."""
     lengths, heads, size = [4, 2], 2, 46
     names = RECORDS["attention"].layouts
-    picture = Picture(900, 84 + 66 * len(names), "How two sequences of four and two tokens lie in memory, layout by layout")
-    picture.text(104, 34, "one box: a token's row of one head, D elements; memory runs from left to right", size=13, fill="soft")
+    picture = Picture(
+        900, 84 + 66 * len(names), "How two sequences of four and two tokens lie in memory, layout by layout"
+    )
+    picture.text(
+        104, 34, "one box: a token's row of one head, D elements; memory runs from left to right", size=13, fill="soft"
+    )
     for line, layout in enumerate(names):
         y = 54 + 66 * line
         picture.text(28, y + 29, layout, size=17, bold=True, mono=True)
@@ -42,7 +46,9 @@ def layouts() -> Picture:
             colour = SEQUENCES[b] if n == 0 else SEQUENCES[b] + "2"
             picture.rect(x, y, size, size, colour if held else "off", r=5)
             if held:
-                picture.text(x + size / 2, y + 22, f"t{s}", size=15, anchor="middle", fill="on" if n == 0 else "ink", bold=True)
+                picture.text(
+                    x + size / 2, y + 22, f"t{s}", size=15, anchor="middle", fill="on" if n == 0 else "ink", bold=True
+                )
                 picture.text(x + size / 2, y + 37, f"h{n}", size=11, anchor="middle", fill="on" if n == 0 else "ink")
     y = 66 + 66 * len(names)
     for x, fill, words in ((104, "a", "first sequence"), (244, "b", "second sequence"), (398, "off", "padding")):
@@ -92,7 +98,9 @@ def pages() -> Picture:
     cache = fa.PagedKVCache(heads=1, dim=1, pages=8, page_size=4)
 
     def tokens(sequence: int, first: int, count: int) -> torch.Tensor:
-        return torch.tensor([100 * sequence + first + i for i in range(count)], dtype=torch.float32).reshape(1, count, 1, 1)
+        return torch.tensor([100 * sequence + first + i for i in range(count)], dtype=torch.float32).reshape(
+            1, count, 1, 1
+        )
 
     a, b = cache.allocate(), cache.allocate()
     cache.append([a], tokens(1, 0, 6), tokens(1, 0, 6))
@@ -120,7 +128,9 @@ def pages() -> Picture:
             bend = 330 + line * 26 + place * 6
             target = 62 + page * 42 + 17 + (line - 1) * 6
             start = x + 24
-            picture.path(f"M{start} {y + 38}v{14 + place * 8}H{bend + 60}V{target}H514", stroke=colour, width=1.4, arrow=True)
+            picture.path(
+                f"M{start} {y + 38}v{14 + place * 8}H{bend + 60}V{target}H514", stroke=colour, width=1.4, arrow=True
+            )
     for page, slots in enumerate(pool):
         y = 62 + page * 42
         picture.text(536, y + 22, str(page), size=15, anchor="middle", fill="soft", bold=True)
@@ -136,7 +146,7 @@ def pages() -> Picture:
 
 
 def stages() -> Picture:
-    """What attention reads and what learns in each stage; scores are whole numbers, so that they are the same anywhere."""
+    """What attention reads and what learns in each stage; scores are whole numbers: the same on any machine."""
     size, tokens, top = 11, 20, 5
     numbers = torch.arange(tokens * 8).reshape(1, tokens, 2, 4)
     q, k = (numbers * 7 % 5 - 2).float(), (numbers[:, :, :1] * 11 % 7 - 3).float()

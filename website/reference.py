@@ -53,9 +53,7 @@ PAGES = {
     "settings": Page(
         "Settings and errors",
         "What holds where a call says nothing, and what a wrong call raises.",
-        (
-            ("fusion_attention", ("use_backend", "strict", "ContractError", "ContractWarning", "BackendError")),
-        ),
+        (("fusion_attention", ("use_backend", "strict", "ContractError", "ContractWarning", "BackendError")),),
     ),
     "captures": Page(
         "Captures",
@@ -146,8 +144,8 @@ def render(page: Page) -> str:
 
 def index() -> str:
     """The page that lists what every page shows."""
-    lines = ["# Reference", "", "The pythonic face, from its docstrings. Operators by CANN's names and torch_npu's, with "
-             "their rules, have [pages of their own](../ops/index.md).", ""]  # fmt: skip
+    words = "The pythonic face, from its docstrings. Operators by CANN's names and torch_npu's have their rules on "
+    lines = ["# Reference", "", f"{words}[pages of their own](../ops/index.md).", ""]
     for file, page in PAGES.items():
         lines += [f"## [{page.title}]({file}.md)", "", "| | |", "|---|---|"]
         for module, names in page.shown:

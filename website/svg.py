@@ -57,13 +57,23 @@ class Picture:
         self._parts: list[str] = []
 
     def rect(
-        self, x: float, y: float, w: float, h: float, fill: str = "off", *, r: float = 3, stroke: str = "", tip: str = ""
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        fill: str = "off",
+        *,
+        r: float = 3,
+        stroke: str = "",
+        tip: str = "",
     ) -> None:
         """A box with round corners; tip: what appears under a pointer."""
         line = f' class="f-{fill} s-{stroke}" stroke-width="1.5"' if stroke else f' class="f-{fill}"'
         text = f"<title>{escape(tip)}</title>" if tip else ""
         self._parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}"{line}' + (f">{text}</rect>" if tip else "/>")
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}"{line}'
+            + (f">{text}</rect>" if tip else "/>")
         )
 
     def text(
@@ -78,7 +88,9 @@ class Picture:
             f"{escape(words)}</text>"
         )
 
-    def path(self, d: str, *, stroke: str = "", fill: str = "", width: float = 1.5, dash: str = "", arrow: bool = False) -> None:
+    def path(
+        self, d: str, *, stroke: str = "", fill: str = "", width: float = 1.5, dash: str = "", arrow: bool = False
+    ) -> None:
         """Any path; arrow: a head at its end."""
         classes = " ".join([*([f"s-{stroke}"] if stroke else []), *([f"f-{fill}"] if fill else [])])
         none = "" if fill else ' fill="none"'
@@ -92,7 +104,13 @@ class Picture:
         self.path(f"M{x1:g} {y1:g}L{x2:g} {y2:g}", stroke=stroke, **more)  # type: ignore[arg-type]
 
     def grid(
-        self, x: float, y: float, cells: list[list[str]], size: float = 16, gap: float = 2, tips: list[list[str]] | None = None
+        self,
+        x: float,
+        y: float,
+        cells: list[list[str]],
+        size: float = 16,
+        gap: float = 2,
+        tips: list[list[str]] | None = None,
     ) -> None:
         """Rows of squares, each a colour of the palette; without tips those of a colour are one path."""
         step, soft = size + gap, min(3.0, size / 5)
@@ -110,21 +128,23 @@ class Picture:
                 if fill == colour
             )
             self._parts.append(
-                f'<path d="{squares}" class="f-{colour} s-{colour}" stroke-width="{2 * soft:g}" stroke-linejoin="round"/>'
+                f'<path d="{squares}" class="f-{colour} s-{colour}" stroke-width="{2 * soft:g}" '
+                'stroke-linejoin="round"/>'
             )
 
     def render(self) -> str:
         """The file."""
         heads = "".join(
-            f'<marker id="head-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<marker id="head-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto">'
             f'<path d="M0 0L8 4L0 8z" class="f-{name}"/></marker>'
             for name in PALETTE
             if any(f"#head-{name})" in part for part in self._parts)
         )
         style = f"{stylesheet()}\n@media(prefers-color-scheme:dark){{{stylesheet(scheme=1)}}}"
         return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="fa-pic" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'role="img" aria-label="{escape(self.title)}">',
+            (f'<svg xmlns="http://www.w3.org/2000/svg" class="fa-pic" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'role="img" aria-label="{escape(self.title)}">'),
             f"<style>{style}</style>",
             *([f"<defs>{heads}</defs>"] if heads else []),
             f'<rect class="f-bg ground" width="{self.width:g}" height="{self.height:g}" rx="12"/>',

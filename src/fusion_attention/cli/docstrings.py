@@ -115,12 +115,6 @@ def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
     return lines
 
 
-def example(text: str) -> str:
-    """What a docstring shows, as a program: the lines behind its prompts."""
-    lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... "))]
-    return "\n".join(lines)
-
-
 def parameters(function: Any) -> list[str]:
     """The names of what a function or class takes."""
     try:

@@ -85,13 +85,17 @@ PACKED = Call(
 ROPE = "query_rope, key_rope = torch.randn(300, 8, 64), torch.randn(300, 8, 64)"
 SINK = "sink = torch.zeros(8)"
 GRADS = {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"}
-MORE_GRADS = {"dq_rope": "torch.empty_like(query_rope)", "dk_rope": "torch.empty_like(key_rope)", "dsink": "torch.empty(8)"}
+MORE_GRADS = {
+    "dq_rope": "torch.empty_like(query_rope)",
+    "dk_rope": "torch.empty_like(key_rope)",
+    "dsink": "torch.empty(8)",
+}
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
     """The gradient's program: the forward first, by torch_npu's name."""
     given = [*("query", "key", "value", "8"), call.values["input_layout"]]
-    words = [name for name in ("scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more)]
+    words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
     lines = filled(f"attention_in, softmax_max, softmax_sum, *_ = {forward}(", given)
     return Call(
@@ -218,9 +222,7 @@ INDEX_OUTPUTS = {
 }
 LOSS = Call(
     (*SELECT_GRAD.setup[:-1], *TEACHER),
-    SELECT.values
-    | named("query_index", "key_index", "weights", "softmax_max", "softmax_sum")
-    | {"layout": '"BSND"'},
+    SELECT.values | named("query_index", "key_index", "weights", "softmax_max", "softmax_sum") | {"layout": '"BSND"'},
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
@@ -246,7 +248,9 @@ DENSE_LOSS = Call(
         ")",
         "softmax_max = lse.unsqueeze(-1)  # [B, N2, S1, G]; the lse is max + ln(sum)",
         "softmax_sum = torch.ones_like(softmax_max)",
-        "softmax_max_index, softmax_sum_index = npu_dense_lightning_indexer_softmax_lse(query_index, key_index, weights)",
+        "softmax_max_index, softmax_sum_index = npu_dense_lightning_indexer_softmax_lse(",
+        "    query_index, key_index, weights",
+        ")",
     ),
     named("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
     | named("softmax_sum", "softmax_max_index", "softmax_sum_index")
@@ -365,7 +369,7 @@ def program(op: Op) -> str:
 
 def _function(op: Op, call: Call) -> str:
     """By torch_npu's name: what has to be given by its place, the rest by name."""
-    from fusion_attention.contract.record import REQUIRED, Attr
+    from fusion_attention.contract import REQUIRED, Attr
 
     arguments, by_place = [], True
     for p in op.params:
@@ -379,7 +383,7 @@ def _function(op: Op, call: Call) -> str:
 
 def _two_phase(op: Op, call: Call) -> str:
     """Both phases; None is a null pointer."""
-    from fusion_attention.contract.record import Attr, Tensor
+    from fusion_attention.contract import Attr, Tensor
 
     arguments, outputs = [], []
     for p in op.params:
@@ -394,7 +398,7 @@ def _two_phase(op: Op, call: Call) -> str:
             given = f"of({given})"
         arguments.append(f"{p.shown}={given}")
     lines = [
-        "acl.init(device=\"cpu\")",
+        'acl.init(device="cpu")',
         "acl.rt.set_device(0)",
         "of = acl.Tensor.of",
         *filled(f"ret, size, executor = aclnn.{op.name}GetWorkspaceSize(", arguments),

@@ -23,6 +23,13 @@ def page(op: Op) -> str:
     """The whole page, in Markdown."""
     from fusion_attention.contract.doc_pages import render
 
+    return render(op, shown(op), tex=True)
+
+
+def terminal_page(op: Op) -> str:
+    """The same with its formula as plain text."""
+    from fusion_attention.contract.doc_pages import render
+
     return render(op, shown(op))
 
 
@@ -49,7 +56,9 @@ def function(op: Op) -> Any:
 
 def _phases(op: Op) -> str:
     names = [p.shown for p in op.params]
-    first = op_examples.filled(f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", [*names, "*", *_FLAGS])
+    first = op_examples.filled(
+        f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", [*names, "*", *_FLAGS]
+    )
     return "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
 
 
@@ -67,7 +76,9 @@ def _text(called: Any) -> str:
         lines += [*docstrings.arguments(found["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
         if found.get(name):
-            said = docstrings.arguments(found[name], ROOT) if name == "Raises" else [docstrings.prose(found[name], ROOT)]
+            said = (
+                docstrings.arguments(found[name], ROOT) if name == "Raises" else [docstrings.prose(found[name], ROOT)]
+            )
             lines += [f"**{name}**", "", *said, ""]
     return "\n".join(lines).rstrip()
 
@@ -80,7 +91,10 @@ def _support(op: Op) -> str:
         cells = [row[name] or "no" for name in (*op_support.COLUMNS, op_support.CHIP)]
         lines.append(f"| {dtype} | {' | '.join(cells)} |")
     layouts = f", in {', '.join(op.layouts)}" if op.layouts else ""
-    lines += ["", f"Asked of the back ends about sample calls of this record{layouts}; the last column is a `strict` call."]
+    lines += [
+        "",
+        f"Asked of the back ends about sample calls of this record{layouts}; the last column is a `strict` call.",
+    ]
     for name, refused in op_support.gaps(op).items():
         if refused:
             lines += ["", f"{op_support.COLUMNS[name]} refuses, with its reason, what goes beyond this:", ""]

@@ -120,17 +120,17 @@ def _beside(folder: Path, expected: Mapping[Path, str]) -> str:
 
 
 def _print_page(name: str, records: Mapping[str, Op]) -> None:
-    from fusion_attention.contract.doc_pages import render
+    from fusion_attention.cli.op_pages import page, terminal_page
 
     if name not in records:
         close = _close_names(name, list(records))
         hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists them."
         raise typer.BadParameter(f"no operator {name!r}; {hint}", param_hint="NAME")
-    page, console = render(records[name]), Console()
+    console = Console()
     if console.is_terminal:
-        console.print(Markdown(page))
+        console.print(Markdown(terminal_page(records[name])))
     else:
-        typer.echo(page)  # The source itself, for a file or a pager.
+        typer.echo(page(records[name]))  # The source itself, for a file or a pager.
 
 
 def _close_names(name: str, names: list[str]) -> list[str]:

@@ -77,10 +77,10 @@ class Shown:
         return found
 
 
-def render(op: Op, shown: Shown | None = None) -> str:
-    """The page of a record; its formula is set in TeX where the record has it so, and the page is for a browser."""
+def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
+    """The page of a record; tex: for a browser, which sets the formula."""
     lines = [f"# {op.name}", "", op.summary, ""]
-    if op.tex and shown:
+    if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
     elif op.formula:
         lines += ["```text", op.formula, "```", ""]

@@ -208,7 +208,9 @@ int8 output: out = round(out * quant_scale2 + quant_offset2), saturated"""
 PROMPT_TEX = r"""\begin{aligned}
 S &= scale\; QK^\top + pse \\
 out &= \operatorname{softmax}(S)\, V \quad \text{over the keys that mask, mode and window leave} \\
-\text{int8 query:}\quad S &= scale \cdot deq_1\, QK^\top + pse, \quad W = \operatorname{round}\!\big(q_1\, e^{S - \max S}\big), \quad out = \frac{deq_2\, WV}{\sum e^{S - \max S}} \\
+\text{int8 query:}\quad S &= scale \cdot deq_1\, QK^\top + pse,
+  \quad W = \operatorname{round}\!\big(q_1\, e^{S - \max S}\big),
+  \quad out = \frac{deq_2\, WV}{\sum e^{S - \max S}} \\
 \text{int8 output:}\quad out &\leftarrow \operatorname{sat}\!\big(\operatorname{round}(out \cdot q_2 + offset_2)\big)
 \end{aligned}"""
 FORMULA = """K, V = (stored + offset) * scale           where the cache holds integers
@@ -220,7 +222,8 @@ int8 query, query_quant_mode 0: as PromptFlashAttention's; 3: scores times dequa
 TEX = r"""\begin{aligned}
 K, V &= (stored + offset)\, scale_{anti} \quad \text{where the cache holds integers} \\
 S &= scale\,(QK^\top + Q_{rope} K_{rope}^\top) + pse \\
-out &= \operatorname{softmax}(S)\, V \quad \text{over the keys that lengths, mask, mode and window leave, with the sink} \\
+out &= \operatorname{softmax}(S)\, V
+  \quad \text{over the keys that lengths, mask, mode and window leave, with the sink} \\
 lse &= \max S + \ln \sum e^{S - \max S} \\
 \text{int8 output:}\quad out &\leftarrow \operatorname{sat}\!\big(\operatorname{round}(out \cdot q_2 + offset_2)\big)
 \end{aligned}"""

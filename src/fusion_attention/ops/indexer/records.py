@@ -149,7 +149,8 @@ BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
 dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
 BACKWARD_TEX = r"""\begin{aligned}
 S_{hk} &= q_h \cdot k_{idx(k)}, \qquad dS_{hk} = dy_k\, w_h\, [S_{hk} > 0] \\
-dw_h &= \sum_k dy_k \max(0, S_{hk}), \qquad dq_h = \sum_k dS_{hk}\, k_{idx(k)}, \qquad dk_{idx(k)} \mathrel{+}= \sum_h dS_{hk}\, q_h
+dw_h &= \sum_k dy_k \max(0, S_{hk}), \qquad dq_h = \sum_k dS_{hk}\, k_{idx(k)},
+  \qquad dk_{idx(k)} \mathrel{+}= \sum_h dS_{hk}\, q_h
 \end{aligned}"""
 TRAINS = {"sparse_values_out": DIFFERENTIABLE}
 INDEXER_SIZES = {**SIZES, "D": 128}

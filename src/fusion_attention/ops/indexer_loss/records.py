@@ -186,10 +186,13 @@ I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = soft
 loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y - p
 dweights_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dquery_index = dS k,   dkey_index = sum_h dS^T q"""
 TEX = r"""\begin{aligned}
-p_j &= \frac{1}{N} \sum_h \frac{e^{s_{hj} - m_h}}{\ell_h}, \qquad s_{hj} = scale\,(q_h \cdot k_j + q^{rope}_h \cdot k^{rope}_j) \\
-I_j &= \sum_h w_h \max(0, S_{hj}), \qquad S_{hj} = q^{index}_h \cdot k^{index}_j, \qquad y = \operatorname{softmax}(I) \\
+p_j &= \frac{1}{N} \sum_h \frac{e^{s_{hj} - m_h}}{\ell_h},
+  \qquad s_{hj} = scale\,(q_h \cdot k_j + q^{rope}_h \cdot k^{rope}_j) \\
+I_j &= \sum_h w_h \max(0, S_{hj}), \qquad S_{hj} = q^{index}_h \cdot k^{index}_j,
+  \qquad y = \operatorname{softmax}(I) \\
 loss &= \sum_j p_j\,\big(\ln \max(p_j, 10^{-8}) - \ln \max(y_j, 10^{-8})\big), \qquad dI = y - p \\
-dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0], \quad dq^{index}_h = \sum_j dS_{hj}\, k^{index}_j, \quad dk^{index}_j = \sum_h dS_{hj}\, q^{index}_h
+dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
+  \quad dq^{index}_h = \sum_j dS_{hj}\, k^{index}_j, \quad dk^{index}_j = \sum_h dS_{hj}\, q^{index}_h
 \end{aligned}"""
 SPARSE_SIZES = {**SIZES, "N1": 8, "G": 8, "Ni": 8, "Di": 128}
 DENSE_SIZES = {**SPARSE_SIZES, "N1": 32, "N2": 32, "G": 1, "D": 128}
