@@ -15,6 +15,7 @@ from fusion_attention import __version__
 # Under other names: the modules of these names stay reachable as attributes of the package.
 from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
+from fusion_attention.cli.mask import mask as mask_command
 from fusion_attention.cli.ops import ops as ops_command
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
+app.command("mask")(mask_command)
 app.command("ops")(ops_command)
 
 
