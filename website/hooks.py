@@ -1,4 +1,4 @@
-"""mkdocs' hooks: the operators' place in the navigation, pictures inside their pages, and what search leaves out."""
+"""mkdocs' hooks: the operators in the navigation, pictures inside pages, the explorer, what search leaves out."""
 
 from __future__ import annotations
 
@@ -6,37 +6,32 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fusion_attention.cli.op_pages import groups
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-GROUPS = (
-    ("This library's own", r"[a-z].*", r"npu_.*|aclnn.*"),
-    ("torch_npu: training", r"npu_fusion_attention.*", ""),
-    ("torch_npu: inference", r"npu_(incre|prompt|fused_infer).*", ""),
-    ("torch_npu: sparse", r"npu_(sparse|dense|lightning).*", ""),
-    ("aclnn: training", r"aclnnFlashAttention.*", ""),
-    ("aclnn: inference", r"aclnn(Incre|Prompt|FusedInfer).*", ""),
-    ("aclnn: sparse", r"aclnn(Sparse|Dense|Lightning).*", ""),
-)
 # Sections of the operators' pages that would be found for every word.
 QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters|call|example|support)[^"]*")')
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"\s*/?></p>')
 
 
 def operators() -> list[dict[str, list[str]] | str]:
-    """The pages of docs/ops in groups; one that no group takes stands at the end."""
-    names = sorted(path.stem for path in (DOCS / "ops").glob("*.md"))
-    left = [name for name in names if name not in ("index", "versions")]
-    nav: list[dict[str, list[str]] | str] = ["ops/index.md", "ops/versions.md"]
-    for title, take, leave in GROUPS:
-        taken = [n for n in left if re.fullmatch(take, n) and not (leave and re.fullmatch(leave, n))]
-        left = [name for name in left if name not in taken]
-        nav.append({title: [f"ops/{name}.md" for name in taken]})
-    return nav + [f"ops/{name}.md" for name in left]
+    """The pages of docs/ops by family, as their index lists them."""
+    found = groups(sorted(path.stem for path in (DOCS / "ops").glob("*.md") if path.stem not in ("index", "versions")))
+    families = [{title: [f"ops/{name}.md" for name in names]} for title, names in found.items()]
+    return ["ops/index.md", "ops/versions.md", *families]
 
 
 def on_config(config: Any) -> Any:
     """Puts the operators where mkdocs.yml says "ops/"."""
     config.nav = [{"Operators": operators()} if entry == {"Operators": "ops/"} else entry for entry in config.nav]
     return config
+
+
+def on_post_build(config: Any) -> None:
+    """The mask explorer is made of the library's rules anew for every site."""
+    from fusion_attention.explorer.page import page
+
+    (Path(config.site_dir) / "assets" / "explorer.html").write_text(page(), encoding="utf-8")
 
 
 def _of_the_page(name: str) -> str:

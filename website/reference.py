@@ -147,7 +147,7 @@ def index() -> str:
     words = "The pythonic face, from its docstrings. Operators by CANN's names and torch_npu's have their rules on "
     lines = ["# Reference", "", f"{words}[pages of their own](../ops/index.md).", ""]
     for file, page in PAGES.items():
-        lines += [f"## [{page.title}]({file}.md)", "", "| | |", "|---|---|"]
+        lines += [f"## [{page.title}]({file}.md)", "", "| name | what it is |", "|---|---|"]
         for module, names in page.shown:
             found = importlib.import_module(module)
             for name in names_of(found, names):

@@ -6,6 +6,8 @@ Knows where the function of a record is. Refuses to know any of them.
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,44 @@ if TYPE_CHECKING:
     from fusion_attention.contract.doc_pages import Shown
 
 ROOT = "../"  # from a page to docs/
+OTHERS = "Others"
+GROUPS = {
+    "This library's own": r"(?!npu_|aclnn).*",
+    "torch_npu: training": r"npu_fusion_attention.*",
+    "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
+    "torch_npu: sparse": r"npu_(sparse|dense|lightning).*",
+    "aclnn: training": r"aclnnFlashAttention.*",
+    "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
+    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning).*",
+}
+
+
+def groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Operators by family, in the order of the pages' index; those of no family come last."""
+    found: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
+    for name in names:
+        found[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
+    return {title: listed for title, listed in found.items() if listed}
+
+
+def index(records: Mapping[str, Op]) -> str:
+    """The page that lists all pages."""
+    lines = [
+        "# Operators",
+        "",
+        "Every page is made of the operator's contract record: its call, a program, which back end",
+    ]
+    lines += [
+        "computes what, parameters, shapes and rules. Which version has which parameter: [versions](versions.md).",
+        "",
+    ]
+    for title, names in groups(sorted(records)).items():
+        lines += [f"## {title}", "", "| operator | what it computes |", "|---|---|"]
+        for name in names:
+            said = records[name].summary.replace("|", r"\|").replace("\n", " ")
+            lines.append(f"| [{name}]({name}.md) | {said} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 @cache

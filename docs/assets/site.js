@@ -5,3 +5,9 @@ document$.subscribe(() => {
     katex.render(text.slice(2, -2), place, { displayMode: text.startsWith("\\["), throwOnError: false })
   }
 })
+
+// The explorer shows what an address of its page says: explorer.html#mode=4&q=5&kv=8&pre=2&next=1
+document$.subscribe(() => {
+  const frame = document.querySelector("iframe.fa-explorer")
+  if (frame && location.hash.includes("mode=")) frame.src = frame.src.split("#")[0] + location.hash
+})
