@@ -57,7 +57,7 @@ def packed(mode: int, q_len: list[int], kv_len: list[int], next_tokens: int) -> 
 def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     """(mode, its name, what the call says, seen, what the mask tensor took inside the band)."""
     mask = scattered()
-    window = {"pre_tockens": 3, "next_tockens": 2}
+    window: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 2}
     found: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
 
     def add(mode: int, name: str, says: str, result: torch.Tensor, whole: torch.Tensor | None = None) -> None:
@@ -68,7 +68,7 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     add(1, "your mask alone", "a full mask", seen(atten_mask=mask, sparse_mode=1), torch.ones_like(mask))
     add(2, "causal, from the upper left", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=2))
     add(3, "causal, to the lower right", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=3))
-    band = {"pre_tockens": 3, "next_tockens": 1}
+    band: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 1}
     add(4, "band, to the lower right", "pre 3, next 1", seen(atten_mask=COMPRESSED, sparse_mode=4, **band))
     below = torch.ones(ROWS, KEYS, dtype=torch.bool).triu(KEYS - ROWS + 1)
     below[:, :6] = False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 import fusion_attention as fa
-from fusion_attention.nn import STAGES, SparseSelfAttention, set_stage
+from fusion_attention.nn import SparseSelfAttention, Stage, set_stage
 from fusion_attention.ops import RECORDS
 from website.masks import of_band
 from website.svg import Picture
@@ -168,7 +169,7 @@ def stages() -> Picture:
         "warmup": ("the indexer learns where it looks", "loss: KL over all keys"),
         "sparse": (f"attention over the {top} keys of largest score", "loss: the model's + KL over those"),
     }
-    for place, stage in enumerate(STAGES):
+    for place, stage in enumerate(get_args(Stage)):
         x = 32 + place * 290
         set_stage(layer, stage)
         learns = {name.startswith("indexer"): p.requires_grad for name, p in layer.named_parameters()}

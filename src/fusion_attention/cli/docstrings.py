@@ -67,7 +67,8 @@ def prose(text: str, root: str) -> str:
         text: of a docstring.
         root: the way from the page to docs/, "../" or "".
     """
-    lines, code = [], False
+    lines: list[str] = []
+    code = False
     for line in text.splitlines():
         indented = line.startswith("    ")
         if indented and not code:

@@ -33,10 +33,9 @@ class Call:
     outputs: Mapping[str, str] = field(default_factory=dict)
     returns: str = "out"
 
-    def plus(self, *setup: str, drop: tuple[str, ...] = (), **values: str) -> Call:
-        """The same with more lines and other values."""
-        kept = {name: text for name, text in {**self.values, **values}.items() if name not in drop}
-        return replace(self, setup=(*self.setup, *setup), values=kept)
+    def plus(self, *setup: str, **values: str) -> Call:
+        """The same with more lines and values."""
+        return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
 
 
 def filled(head: str, arguments: list[str]) -> list[str]:
@@ -110,22 +109,22 @@ def _grad_of(name: str) -> str:
     return {"dq_rope": "query_rope", "dk_rope": "key_rope", "dsink": "sink"}[name]
 
 
-STEP = Call(
-    (
-        "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences",
-        "key, value = (torch.randn(2, 256, 2 * 128, dtype=torch.float16) for _ in range(2))",
-    ),
-    QKV
-    | {"num_heads": "8", "num_key_value_heads": "2", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
-    | {"actual_seq_lengths": "[256, 100]"},
-    {"attention_out": "torch.empty_like(query)"},
-)
-PAGED = STEP.plus(
+TOKEN = "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences"
+PAGES = (
     "key, value = (torch.randn(5, 128, 2 * 128, dtype=torch.float16) for _ in range(2))  # five pages of 128",
     "block_table = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)",
-    block_table="block_table", block_size="128",
-)  # fmt: skip
-PAGED = replace(PAGED, setup=(STEP.setup[0], *PAGED.setup[2:]))
+)
+HEADS = {"num_heads": "8", "num_key_value_heads": "2", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
+STEP = Call(
+    (TOKEN, "key, value = (torch.randn(2, 256, 2 * 128, dtype=torch.float16) for _ in range(2))"),
+    QKV | HEADS | {"actual_seq_lengths": "[256, 100]"},
+    {"attention_out": "torch.empty_like(query)"},
+)
+PAGED = replace(
+    STEP,
+    setup=(TOKEN, *PAGES),
+    values=QKV | HEADS | {"actual_seq_lengths": "[256, 100]", "block_table": "block_table", "block_size": "128"},
+)
 PROMPT = Call(
     ("query, key, value = (torch.randn(2, 256, 8 * 128, dtype=torch.float16) for _ in range(3))", MASK),
     QKV
@@ -134,14 +133,8 @@ PROMPT = Call(
     {"attention_out": "torch.empty_like(query)"},
 )
 FUSED = Call(
-    (
-        "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences",
-        "key, value = (torch.randn(5, 128, 2 * 128, dtype=torch.float16) for _ in range(2))  # five pages of 128",
-        "block_table = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)",
-    ),
-    QKV
-    | {"num_heads": "8", "num_key_value_heads": "2", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
-    | {"actual_seq_lengths_kv": "[256, 200]", "block_table": "block_table", "block_size": "128"},
+    (TOKEN, *PAGES),
+    QKV | HEADS | {"actual_seq_lengths_kv": "[256, 200]", "block_table": "block_table", "block_size": "128"},
     {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(0)"},
     "out, lse",
 )
@@ -222,7 +215,7 @@ INDEX_OUTPUTS = {
 }
 LOSS = Call(
     (*SELECT_GRAD.setup[:-1], *TEACHER),
-    SELECT.values | named("query_index", "key_index", "weights", "softmax_max", "softmax_sum") | {"layout": '"BSND"'},
+    {**SELECT.values, **named("query_index", "key_index", "weights", "softmax_max", "softmax_sum"), "layout": '"BSND"'},
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
