@@ -34,20 +34,27 @@ def ratio(group: str, name: str, peer: str = "SDPA") -> float:
     return float(found[0])
 
 
-def beside_sdpa() -> Picture:
-    """Plain attention of each dtype: the case that every library has."""
+def beside_sdpa(tall: bool = False) -> Picture:
+    """Plain attention of each dtype: the case that every library has; tall: for a small screen."""
     colours, names = {"bf16": "a", "fp32": "b", "fp16": "c"}, {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-    picture = Picture(900, 452, "Times faster than torch's SDPA, by dtype, full and causal, forward and backward")
-    picture.text(32, 36, "Times faster than torch SDPA", size=18, bold=True)
-    picture.text(32, 57, f"S 2048, 8 heads of 128; {machine()}", size=13, fill="soft")
-    left, scale, limit = 214.0, 280.0, 3.0
+    picture = Picture(
+        440 if tall else 900, 482 if tall else 452,
+        "Times faster than torch's SDPA, by dtype, full and causal, forward and backward",
+    )  # fmt: skip
+    edge = 4 if tall else 32
+    picture.text(edge, 36, "Times faster than torch SDPA", size=18, bold=True)
+    picture.text(edge, 57, "S 2048, 8 heads of 128" + ("" if tall else f"; {machine()}"), size=13, fill="soft")
+    left, scale, limit = (136.0, 118.0, 3.0) if tall else (214.0, 280.0, 3.0)
     for tick in (1.0, 1.5, 2.0, 2.5, 3.0):
         x = left + (tick - 1) * scale
-        picture.line(x, 76, x, 416, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
-        picture.text(x, 438, "as fast" if tick == 1 else f"{tick:g} times", size=12.5, fill="soft", anchor="middle")
+        bottom = 446 if tall else 416
+        picture.line(x, 76, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
+        said = "as fast" if tick == 1 else f"{tick:g}" if tall else f"{tick:g} times"
+        picture.text(x, bottom + 22, said, size=12.5, fill="soft", anchor="middle")
     y = 84.0
     for dtype, colour in colours.items():
-        picture.text(32, y + 46, names[dtype], size=15, bold=True, fill=colour)
+        picture.text(edge, y + (12 if tall else 46), names[dtype], size=15, bold=True, fill=colour)
+        y += 20 if tall else 0
         for group in ("forward", "backward"):
             for mask in ("full", "causal"):
                 value = ratio(group, f"{dtype} D128 S2048 {mask}")
@@ -60,7 +67,7 @@ def beside_sdpa() -> Picture:
                     picture.path(f"M{end - 10} {y - 2}l-8 26h7l8 -26z", fill="bg")
                 picture.text(end + 8, y + 16, f"{value:.1f}" if value > limit else f"{value:.2f}", size=13, bold=True)
                 y += 25
-        y += 12
+        y += 2 if tall else 12
     return picture
 
 
@@ -83,25 +90,34 @@ SHAPED = (
 )  # fmt: skip
 
 
-def beside_masks() -> Picture:
-    """Work with a shape, beside what a user would pick instead; whole models last."""
+def beside_masks(tall: bool = False) -> Picture:
+    """Work with a shape, beside what a user would pick instead; whole models last; tall: for a small screen."""
+    step = 64 if tall else 40
     picture = Picture(
-        900, 116 + 40 * len(SHAPED), "Times faster where work has a shape, beside what a user would pick instead"
-    )
-    picture.text(32, 36, "Times faster where attention has a shape", size=18, bold=True)
-    picture.text(32, 57, f"bfloat16; beside what each line names; {machine()}", size=13, fill="soft")
-    left, scale, top = 372.0, 11.6, 76.0
-    bottom = top + 40 * len(SHAPED)
+        440 if tall else 900, 116 + step * len(SHAPED),
+        "Times faster where work has a shape, beside what a user would pick instead",
+    )  # fmt: skip
+    edge = 4 if tall else 32
+    picture.text(edge, 36, "Times faster where attention has a shape", size=18, bold=True)
+    words = "bfloat16; beside what each line names"
+    picture.text(edge, 57, words if tall else f"{words}; {machine()}", size=13, fill="soft")
+    left, scale, top = (6.0, 9.6, 76.0) if tall else (372.0, 11.6, 76.0)
+    bottom = top + step * len(SHAPED)
     for tick in (1, 10, 20, 30, 40):
         x = left + (tick - 1) * scale
         picture.line(x, top, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
-        picture.text(
-            x, bottom + 22, "as fast" if tick == 1 else f"{tick} times", size=12.5, fill="soft", anchor="middle"
-        )
+        said = "as fast" if tick == 1 else f"{tick} times"
+        anchor = "start" if tall and tick == 1 else "middle"
+        picture.text(x, bottom + 22, said, size=12.5, fill="soft", anchor=anchor)
     for place, (group, name, peer, shown, beside) in enumerate(SHAPED):
-        y, value = top + 6 + 40 * place, ratio(group, name, peer)
-        picture.text(left - 12, y + 12, shown, size=13, anchor="end")
-        picture.text(left - 12, y + 28, f"beside {beside}", size=11.5, fill="soft", anchor="end")
+        y, value = top + 6 + step * place, ratio(group, name, peer)
+        if tall:
+            picture.text(left + 8, y + 10, shown, size=13.5)
+            picture.text(left + 8, y + 26, f"beside {beside}", size=12, fill="soft")
+            y += 28
+        else:
+            picture.text(left - 12, y + 12, shown, size=13, anchor="end")
+            picture.text(left - 12, y + 28, f"beside {beside}", size=11.5, fill="soft", anchor="end")
         picture.rect(left, y + 4, max(1.5, (value - 1) * scale), 22, "a", r=2)
         picture.text(left + (value - 1) * scale + 8, y + 20, f"{value:.3g}", size=13, bold=True)
     return picture

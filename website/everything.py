@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from website import charts, house, masks, pictures, reference
 from website.svg import Picture, site_stylesheet
@@ -12,7 +13,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "hourglass_tall": house.hourglass_tall,
     "floors": house.floors,
     "beside_sdpa": charts.beside_sdpa,
+    "beside_sdpa_tall": partial(charts.beside_sdpa, tall=True),
     "beside_masks": charts.beside_masks,
+    "beside_masks_tall": partial(charts.beside_masks, tall=True),
     "bands": masks.bands,
     "sparse_modes": masks.gallery,
     "layouts": pictures.layouts,

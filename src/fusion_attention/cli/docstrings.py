@@ -29,7 +29,9 @@ def signature(function: Callable[..., Any], name: str) -> str:
     keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
         given.insert(keyword[0], "*")
-    given = [re.sub(r": '([^']*)'", r": \1", text) for text in given if not text.startswith("**foreign")]
+    given = [
+        re.sub(r": (?:ForwardRef\()?'([^']*)'\)?", r": \1", text) for text in given if not text.startswith("**foreign")
+    ]
     back = inspect.Signature.empty if inspect.isclass(function) else found.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
     if len(name) + len(", ".join(given)) + len(end) < WIDTH:
