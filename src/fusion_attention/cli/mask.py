@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.syntax import Syntax
 from rich.text import Text
 
 if TYPE_CHECKING:
     from fusion_attention.explorer.seen import Setting
 
 NO_EDGE = 2**31 - 1
+EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no edge"}
 LONGEST = 1 << 20
 # Rows that text and JSON name one by one.
 NAMED_ROWS = 4096
@@ -42,9 +42,9 @@ def mask(
     mode: str = typer.Argument("", help='A sparse_mode, 0 to 9, or a Band: "window(3, 0)", "causal", "Band(hi=2)".'),
     q: str = typer.Option("6", "--q", metavar="N[,N...]", help="Query rows; several: a packed batch (TND)."),
     kv: str = typer.Option("", "--kv", metavar="N[,N...]", help="Keys; as --q where left out."),
-    pre: int = typer.Option(NO_EDGE, help="pre_tokens of the modes 0 and 4."),
-    next_: int = typer.Option(NO_EDGE, "--next", help="next_tokens of the modes 0, 4, 7 and 8."),
-    prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of the modes 5 and 6, one per sequence."),
+    pre: int = typer.Option(NO_EDGE, **EDGE, help="pre_tokens of modes 0, 4 (7, 8: read by the chip's rules)."),
+    next_: int = typer.Option(NO_EDGE, "--next", **EDGE, help="next_tokens of modes 0, 4, 7, 8."),
+    prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of modes 5 and 6, one per sequence."),
     packed: bool = typer.Option(False, "--packed", help="Layout TND for a single sequence too."),
     own: str = typer.Option(
         "zeros", "--mask", metavar="WORD|FILE",
@@ -111,6 +111,8 @@ def _setting(given: dict[str, Any]) -> Setting:
     kv_len = _numbers(given["kv"], "--kv") if given["kv"] else q_len
     if len(kv_len) != len(q_len):
         raise typer.BadParameter(f"expected {len(q_len)} numbers as in --q, got {len(kv_len)}", param_hint="--kv")
+    if not max(q_len) or not max(kv_len):
+        raise typer.BadParameter("expected at least one row and one key", param_hint="--q")
     prefix = _numbers(given["prefix"], "--prefix") if given["prefix"] else ()
     s = Setting(0, q_len, kv_len, given["packed"] or len(q_len) > 1, given["pre"], given["next"], prefix)
     if given["mode"].isdigit() and int(given["mode"]) in MODES:
@@ -308,9 +310,8 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
     console.print()
     width = console.width - 10
     lines = text(cells, width, plain)
-    by_row = len(lines) == len(cells) and cells.shape[1] * 2 <= width
     for number, line in enumerate(lines):
-        label = f"row {number:>3}  " if by_row else "  "
+        label = f"row {number:>3}  " if len(lines) == len(cells) else "  "
         console.print(Text(label, "dim") + Text(line, "blue"), no_wrap=True, overflow="crop")
     console.print()
     report, share = _report(s, face), float(is_seen(cells).mean()) if cells.size else 0.0
@@ -329,6 +330,8 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
 
 
 def _show_face(found: dict[str, Any], console: Console, whole: bool) -> None:
+    from rich.syntax import Syntax
+
     colour, state = VERDICTS[found["verdict"]]
     console.print()
     console.print(Text(found["operator"], "bold"), Text(f"  {state}", colour), sep="")

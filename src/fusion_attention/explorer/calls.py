@@ -5,20 +5,31 @@ Refuses to know which keys it sees. Written in the Python that translate.py know
 
 from __future__ import annotations
 
-from fusion_attention.explorer.seen import BAND, FULL_MODES, Mask, Setting, as_mode, mask_of, own_band, picture
+from fusion_attention.explorer.seen import (
+    BAND,
+    FULL_MODES,
+    Mask,
+    Setting,
+    as_mode,
+    mask_of,
+    own_band,
+    own_says,
+    picture,
+    window_of,
+)
 from fusion_attention.ops.shared.sparse_modes import sparse_band
 from fusion_attention.waist.mask import UNLIMITED, Band
 
 HEADS, DIM = 8, 64
-# An own mask with more ones than this is not written out.
-MOST_CELLS = 48
+# An own mask with more ones than this, or of more elements, is not written out.
+MOST_ONES, MOST_CELLS = 48, 4096
 
 
 def call(s: Setting, face: str) -> dict[str, str] | None:
     """{"before", "call"} of a setting at a face; None where no operator of that face says the same."""
     known = as_mode(s)
     if face == "own":
-        return _own(s)
+        return _own(s) if known is None or own_says(known) else None
     if known is None:
         return None
     if face == "training":
@@ -42,11 +53,11 @@ def _ends(lengths: tuple[int, ...]) -> list[int]:
 def _call(function: str, words: list[str]) -> str:
     """A call on one line, or with as many arguments on a line as fit."""
     line = f"{function}({', '.join(words)})"
-    if len(line) <= 74:
+    if len(line) <= 60:
         return line
     lines, current = [], "   "
     for word in words:
-        if len(current) + len(word) > 72 and current != "   ":
+        if len(current) + len(word) > 58 and current != "   ":
             lines.append(current)
             current = "   "
         current = f"{current} {word},"
@@ -61,25 +72,25 @@ def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
     """Lines that make `mask`: compressed, or what the setting says."""
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:
-        lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}, dtype=torch.bool{place}).triu(1)"]
+        lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}{place}).triu(1).bool()"]
         if s.mode == 6:
             lines.append(f"mask[{shape.shape[1]}:] = torch.arange({shape.shape[1]}{place}) >= {shape.shape[1] // 2}")
         return lines
     rows = max(s.q_len)
     columns = rows if s.mode == 9 else max(s.kv_len)
     if s.mask == "triangle":
-        return [f"mask = torch.ones({rows}, {columns}, dtype=torch.bool{place}).triu(1)"]
+        return [f"mask = torch.ones({rows}, {columns}{place}).triu(1).bool()"]
     lines = [f"mask = torch.zeros({rows}, {columns}, dtype=torch.bool{place})"]
     cells = [] if s.mask != "own" else _cells(s, rows, columns)
-    if len(cells) > MOST_CELLS:
-        lines.append(f"mask[...] = your_mask  # {len(cells)} ones")
+    if s.mask == "own" and (len(cells) > MOST_ONES or rows * columns > MOST_CELLS):
+        lines.append("mask[...] = your_mask")
     elif len(cells) > 0:
         lines.append(f"mask[{_list([i for i, _ in cells])}, {_list([j for _, j in cells])}] = True")
     return lines
 
 
 def _cells(s: Setting, rows: int, columns: int) -> list[list[int]]:
-    if s.own is None:
+    if s.own is None or rows * columns > MOST_CELLS:
         return []
     high = min(rows, len(s.own))
     return [[i, j] for i in range(high) for j in range(min(columns, len(s.own[i]))) if s.own[i][j]]
@@ -116,7 +127,7 @@ def _own(s: Setting) -> dict[str, str]:
         band = _own_band(s)
         if band != Band.full():
             words.append(f"band=fa.{band!r}")
-    if p is not None and p["mask"] != "" and s.mask != "zeros":
+    if p is not None and p["mask"] != "":
         lines += mask_lines(s, Mask((0, 0)), False)
         lines += _tree_of_own(s) if p["mask"] == "tree" else []
         words.append("blocked=mask")
@@ -142,23 +153,19 @@ def _tree_of_own(s: Setting) -> list[str]:
 
 
 def _tensors(s: Setting) -> list[str]:
-    options = 'dtype=torch.bfloat16, device="npu"'
     return [
         "import torch",
         "import torch_npu",
         "",
-        f"query = torch.randn({_shape(s, 'q')}, {options})",
-        f"key, value = torch.randn(2, {_shape(s, 'k')}, {options})",
+        'options = {"dtype": torch.bfloat16, "device": "npu"}',
+        f"query = torch.randn({_shape(s, 'q')}, **options)",
+        f"key, value = torch.randn(2, {_shape(s, 'k')}, **options)",
     ]
 
 
 def _window(s: Setting, pre: str, next_: str) -> list[str]:
-    words = []
-    if s.mode in (0, 4, 7, 8) and s.pre < UNLIMITED:
-        words.append(f"{pre}={s.pre}")
-    if s.mode in (0, 4, 7, 8) and s.next < UNLIMITED:
-        words.append(f"{next_}={s.next}")
-    return words
+    given = [(pre, window_of(s)[0]), (next_, window_of(s)[1])]
+    return [f"{name}={count}" for name, count in given if count < UNLIMITED]
 
 
 def _training(s: Setting) -> dict[str, str]:
@@ -224,12 +231,12 @@ def _two_phase(s: Setting) -> dict[str, str]:
     words.append(_list(s.prefix) if s.mode in (5, 6) and len(s.prefix) > 0 else "None")
     if s.packed:
         words += [_list(_ends(s.q_len)), _list(_ends(s.kv_len))]
-    words += ["None", "None", f"{DIM}**-0.5", "1.0", str(s.pre), str(s.next), str(HEADS)]
+    words += ["None", "None", f"{DIM}**-0.5", "1.0", *map(str, window_of(s)), str(HEADS)]
     words.append('"TND"' if s.packed else '"BSND"')
     words += ["0", str(s.mode), "1", "softmax_max", "softmax_sum", "None", "attention_out"]
     text = _call(f"ret, size, executor = aclnn.{operator}GetWorkspaceSize", words)
     second = [
-        "workspace = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)[0] if size else None",
+        "workspace = acl.rt.malloc(size, 0)[0] if size else None",
         f"ret = ret or aclnn.{operator}(workspace, size, executor, stream)",
     ]
     return {"before": "\n".join(lines), "call": text + "\n" + "\n".join(second)}

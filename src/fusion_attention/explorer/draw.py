@@ -43,7 +43,7 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
     """[rows, keys] bool: what a mask removes of one sequence."""
     found = np.zeros((rows, keys), bool)
-    if kind == "" or s.mask == "zeros":
+    if kind == "":
         return found
     history = max(keys - rows, 0) if kind == "tree" else 0
     skipped = max(rows - keys, 0) if kind == "tree" else 0  # of a tree with fewer keys than rows, which is refused
@@ -95,11 +95,12 @@ def text(cells: np.ndarray, width: int, plain: bool = False) -> list[str]:
     if keys * 2 <= width and rows <= 64:
         words = {kind: sign * 2 for kind, sign in enumerate(ASCII)} if plain else FULL_BLOCKS
         return ["".join(words[int(kind)] for kind in row) for row in cells]
-    step = max(-(-keys // max(width, 1)), -(-rows // 64))
+    across = -(-keys // max(width, 1))
+    down = 1 if rows <= 64 else max(-(-rows // 64), 2 * across)  # A character is twice as high as wide.
     lines = []
     shades = ASCII_SHADES if plain else SHADES
-    for i in range(0, rows, step * 2):  # A character is twice as high as wide.
-        tiles = [is_seen(cells[i : i + step * 2, j : j + step]).mean() for j in range(0, keys, step)]
+    for i in range(0, rows, down):
+        tiles = [is_seen(cells[i : i + down, j : j + across]).mean() for j in range(0, keys, across)]
         lines.append("".join(shades[0 if share == 0 else 1 + min(3, int(share * 4 - 1e-9))] for share in tiles))
     return lines
 

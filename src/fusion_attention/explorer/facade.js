@@ -8,7 +8,7 @@ function remarksOn(s, face) {
   return remarks(asked.rules, names_of(known, face), s.packed ? "TND" : "BSND", asked.spelled);
 }
 function verdictOn(s, face) {
-  if (call(s, face) === null) return "none";
+  if (picture(s, face) === null) return "none";
   return verdict(remarksOn(s, face));
 }
 function settingOf(x) {
@@ -19,7 +19,6 @@ function paintKinds(s, p, cells, keys) {
   cells.fill(0);
   let row = 0, first = 0;
   for (let b = 0; b < p.q_len.length; b++) {
-    const free = p.mask === "" || s.mask === "zeros";
     for (let i = 0; i < p.q_len[b]; i++) {
       const at = (row + i) * keys + first;
       const [from, to] = edges_of(p, b, i);
@@ -28,7 +27,10 @@ function paintKinds(s, p, cells, keys) {
       cells.fill(3, at + from, at + to);
       const shared = Math.min(p.prefix[b], to);
       if (shared > from) cells.fill(4, at + from, at + shared);
-      if (!free) for (let j = from; j < to; j++) if (removed(s, p.mask, b, i, j)) cells[at + j] = 2;
+      if (p.mask === "") continue;
+      const [last, start, own] = mask_row(s, p.mask, b, i);
+      if (last < to) cells.fill(2, at + Math.max(last, from), at + to);
+      for (let j = Math.max(from, start); j < Math.min(to, start + own.length); j++) if (own[j - start]) cells[at + j] = 2;
     }
     row += p.q_len[b];
     first += p.kv_len[b];

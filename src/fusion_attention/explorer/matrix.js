@@ -32,19 +32,20 @@ class Matrix {
     if (this.cursor && (this.cursor[0] >= this.rows || this.cursor[1] >= this.keys)) this.cursor = null;
   }
   counts() {
-    let seen = 0, empty = 0, cut = 0;
+    let seen = 0, empty = 0, cut = 0, hidden = 0;
     for (let i = 0; i < this.rows; i++) {
       let own = 0;
-      for (let j = 0; j < this.keys; j++) { const kind = this.cells[i * this.keys + j]; if (kind >= 3) own++; else if (kind === 2) cut++; }
+      for (let j = 0; j < this.keys; j++) { const kind = this.cells[i * this.keys + j]; if (kind >= 3) own++; else if (kind === 2) cut++; else if (kind === 1) hidden++; }
       seen += own;
       if (!own) empty++;
     }
-    return { seen, empty, cut };
+    return { seen, empty, cut, hidden };
   }
   measure() {
     const width = Math.max(this.canvas.parentElement.clientWidth, 120);
-    const most = Math.max(Math.min(innerHeight * 0.7, 680), 260);
-    let cell = Math.min((width - LEFT - 2) / Math.max(this.keys, 1), (most - TOP) / Math.max(this.rows, 1), 40);
+    // A frame grows with the page in it, so its height says nothing.
+    const most = window === parent ? Math.max(Math.min(innerHeight * 0.7, 680), 260) : 520;
+    let cell = Math.min((width - LEFT - 2) / Math.max(this.keys, 1), (most - TOP) / Math.max(this.rows, 1), 56);
     if (cell > 2) cell = Math.floor(cell * 2) / 2;
     const ratio = devicePixelRatio || 1;
     const high = Math.ceil(TOP + cell * this.rows + 2);

@@ -1,8 +1,8 @@
 // The page: what is chosen, and everything that is shown of it. Which keys are seen and what is refused say the rules.
-const FACES_ = { own: "Pythonic", training: "torch_npu training", inference: "torch_npu inference", two_phase: "aclnn" };
+const FACES_ = { own: "Pythonic", training: "Training", inference: "Inference", two_phase: "Two-phase" };
 const OPERATORS_ = { own: "fusion_attention.attention", training: "torch_npu.", inference: "torch_npu.", two_phase: "" };
 const VERDICTS = { ok: "Legal", note: "Runs, with a warning", chip: "Computed here; the chip refuses it", refused: "Refused", none: "No operator of this interface says the same" };
-const MASKS = { zeros: "all zeros", triangle: "triangle", own: "your own", none: "no mask" };
+const MASKS = { zeros: "zeros", triangle: "triangle", own: "own", none: "none" };
 const MODES_ = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1];
 const MOST = 512;
 const x = { mode: 3, packed: false, q_len: [6], kv_len: [8], pre: 3, next: 0, free: { pre: false, next: false }, prefix: [3], prefixed: false, align: "end", mask: "zeros", own: null, face: "training", scale: 16 };
@@ -10,6 +10,8 @@ const matrix = new Matrix($("matrix"));
 let waiting = false, spoken = 0;
 const make = (tag, given = {}, ...children) => { const made = Object.assign(document.createElement(tag), given); made.append(...children); return made; };
 const clamp = (n, low, high) => Math.min(Math.max(n, low), high);
+// All sequences together stay a picture that is drawn between two frames.
+const most = () => (x.packed ? Math.floor((2 * MOST) / Math.max(x.q_len.length, 2)) : MOST);
 const ownRows = () => Math.max(...x.q_len), ownKeys = () => (x.mode === 9 ? ownRows() : Math.max(...x.kv_len));
 function setting() {
   const read = reads(x.mode), prefixed = x.mode === -1 ? x.prefixed : read.prefix;
@@ -29,7 +31,7 @@ function choose(mode) {
   else if (x.face === "inference" && !(mode >= 0 && mode <= 4)) x.face = "training";
   if (mode === -1) x.face = "own"; else if (mode < 9 && x.face === "own") x.face = "training";
   if (!read.mask && x.mask !== "none") x.mask = "zeros";
-  if ((mode === 7 || mode === 8) && x.free.next) x.free.next = false;
+  if (mode === 7 || mode === 8) x.free = { pre: true, next: false };
   build();
 }
 function pack(on) {
@@ -58,22 +60,23 @@ function turn(event, box) {
   all[target].click();
   box.querySelectorAll("button")[target]?.focus();
 }
-function slide(id, label, get, set, low, high, disabled = false) {
+function slide(id, label, get, set, low, high, top, disabled = false) {
   const range = make("input", { type: "range", min: low, max: high, step: 1, value: get(), id, disabled });
-  const exact = make("input", { type: "number", min: Math.min(low, -MOST), max: MOST, value: disabled ? "" : get(), disabled });
+  const exact = make("input", { type: "number", min: low < 0 ? -top : low, max: top, value: disabled ? "" : get(), disabled });
   if (disabled) exact.placeholder = "∞";
   exact.setAttribute("aria-label", `${label}, exact`);
   const fill = () => range.style.setProperty("--fill", `${(100 * (clamp(range.value, low, high) - low)) / Math.max(high - low, 1)}%`);
   const put = (value, other) => { set(value); other.value = value; fill(); later(); };
   range.oninput = () => put(Number(range.value), exact);
-  exact.oninput = () => { const n = Math.trunc(Number(exact.value)); if (exact.value !== "" && Number.isFinite(n)) put(clamp(n, low < 0 ? -MOST : low, MOST), range); };
+  exact.oninput = () => { const n = Math.trunc(Number(exact.value)); if (exact.value !== "" && Number.isFinite(n)) put(clamp(n, low < 0 ? -top : low, top), range); };
   exact.onblur = () => { exact.value = disabled ? "" : get(); };
   fill();
   return make("div", { className: "slide" }, make("label", { htmlFor: id, textContent: label }), range, exact);
 }
 function build() {
-  const read = reads(x.mode), high = x.scale;
-  document.querySelectorAll(".mode").forEach((button) => { const on = Number(button.dataset.mode) === x.mode; button.setAttribute("aria-checked", on); button.tabIndex = on ? 0 : -1; });
+  const read = reads(x.mode), high = Math.min(x.scale, most());
+  for (const list of [x.q_len, x.kv_len]) list.forEach((n, b) => { list[b] = Math.min(n, most()); });
+  document.querySelectorAll(".mode").forEach((button) => { const on = Number(button.dataset.mode) === x.mode; button.setAttribute("aria-checked", on); button.tabIndex = on ? 0 : -1; if (on) inView(button); });
   segments($("scale"), [[16, "16"], [64, "64"], [512, "512"]], x.scale, (n) => { x.scale = n; build(); });
   $("items").replaceChildren(...x.q_len.map((_, b) => {
     const box = make("div", { className: "item" });
@@ -83,7 +86,7 @@ function build() {
       box.append(make("div", { className: "head" }, make("span", { textContent: `sequence ${b}` }), drop));
     }
     const shared = x.mode === -1 ? x.prefixed : read.prefix, of = x.packed ? ` of sequence ${b}` : "";
-    const one = (name, list, low) => { const row = slide(`${name}${b}`, name, () => list[b] ?? 0, (n) => { list[b] = n; }, low, Math.max(high, list[b] ?? 0)); row.querySelector("label").append(make("span", { className: "unseen", textContent: of })); return row; };
+    const one = (name, list, low) => { const row = slide(`${name}${b}`, name, () => list[b] ?? 0, (n) => { list[b] = n; }, low, Math.max(high, list[b] ?? 0), most()); row.querySelector("label").append(make("span", { className: "unseen", textContent: of })); return row; };
     box.append(one("Sq", x.q_len, 1), one("Skv", x.kv_len, 1));
     if (shared) box.append(one("prefix", x.prefix, 0));
     return box;
@@ -94,7 +97,7 @@ function build() {
   $("window").hidden = !(read.pre || read.next) || prefixed;
   $("tokens").replaceChildren(...["pre", "next"].filter((name) => read[name]).flatMap((name) => {
     const free = make("input", { type: "checkbox", checked: x.free[name], onchange: (event) => { x.free[name] = event.target.checked; build(); $(`free-${name}`).focus(); }, id: `free-${name}` });
-    return [slide(name, name, () => x[name], (n) => { x[name] = n; }, -high, high, x.free[name]), make("label", { className: "switch free" }, free, make("span", { textContent: "no limit (2147483647)" }))];
+    return [slide(name, name, () => x[name], (n) => { x[name] = n; }, -high, high, MOST, x.free[name]), make("label", { className: "switch free" }, free, make("span", { textContent: "no limit (2147483647)" }))];
   }));
   $("band").hidden = x.mode !== -1;
   $("prefixed").checked = x.prefixed;
@@ -115,6 +118,11 @@ function build() {
   $("panel").setAttribute("aria-labelledby", `tab-${x.face}`);
   later();
 }
+// In the strip alone: scrollIntoView would move the page too.
+function inView(button) {
+  const strip = $("modes"), left = button.offsetLeft - strip.offsetLeft;
+  if (left < strip.scrollLeft || left + button.offsetWidth > strip.scrollLeft + strip.clientWidth) strip.scrollLeft = left - (strip.clientWidth - button.offsetWidth) / 2;
+}
 function ownFrom() {
   const before = setting();
   x.own = Array.from({ length: MOST }, (_, i) => Array.from({ length: MOST }, (_, j) => (before.mask === "triangle" && j > i ? 1 : before.mask === "own" && before.own?.[i]?.[j] ? 1 : 0)));
@@ -131,26 +139,42 @@ function show() {
   $("title").textContent = title;
   $("rule").textContent = RULES[x.mode];
   matrix.visible = p !== null && state !== "refused";
-  matrix.fill(s, p ?? picture(s, "own"));
+  matrix.fill(s, p ?? picture(s, "own") ?? nothing(s));
   matrix.draw();
   $("refused").hidden = matrix.visible;
-  $("refused").textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
-  const { seen, empty, cut } = matrix.counts(), cells = s.q_len.reduce((sum, n, b) => sum + n * s.kv_len[b], 0);
-  $("counts").innerHTML = `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
-  $("matrix").setAttribute("aria-label", `${title}: ${matrix.rows} rows by ${matrix.keys} keys, ${seen} scores seen${empty ? `, ${empty} rows see no key` : ""}. Arrow keys read it cell by cell.`);
-  showLegend(cut, p);
+  $("refused").firstElementChild.textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
+  const { seen, empty, cut, hidden } = matrix.counts(), cells = s.q_len.reduce((sum, n, b) => sum + n * s.kv_len[b], 0);
+  $("counts").innerHTML = !matrix.visible ? "Nothing is computed." : `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
+  const others = sized(s) ? Object.keys(FACES_).filter((face) => face !== x.face && differs(s, face)) : [];
+  $("elsewhere").textContent = others.length ? `Other keys are seen at: ${others.map((face) => FACES_[face]).join(", ")}.` : "";
+  $("matrix").setAttribute("aria-label", `${title}: ${matrix.rows} rows by ${matrix.keys} keys, ${matrix.visible ? `${seen} scores seen` : "refused"}${matrix.visible && empty ? `, ${empty} rows see no key` : ""}. Arrow keys read it cell by cell.`);
+  showLegend(cut, hidden, p);
   $("formulas").replaceChildren(...(p ? s.q_len.map((_, b) => make("div", {}, make("span", { textContent: s.packed ? `sequence ${b}, row i:  ` : "row i:  " }), formula(p, b))) : []));
-  $("formulas").hidden = !p;
+  $("formulas").hidden = $("legend").hidden = !matrix.visible;
   if ($("rows").open) showRows(p);
   showCall(s, found, state);
   readOut(s, p);
   save(s);
   clearTimeout(spoken);
-  spoken = setTimeout(() => { $("live").textContent = `${seen} of ${cells} scores seen. ${VERDICTS[state]}.`; }, 700);
+  spoken = setTimeout(() => { $("live").textContent = `${matrix.visible ? `${seen} of ${cells} scores seen. ` : ""}${VERDICTS[state]}.`; }, 700);
 }
-function showLegend(cut, p) {
+// Whether another face sees other keys of the same setting; asked of pictures that are small enough to compare.
+const sized = (s) => matrix.rows * matrix.keys <= 4096;
+function differs(s, face) {
+  const p = picture(s, face);
+  if (!p || verdictOn(s, face) === "refused" || !matrix.visible) return false;
+  const cells = new Uint8Array(matrix.cells.length);
+  paintKinds(s, p, cells, matrix.keys);
+  return cells.some((kind, at) => kind >= 3 !== matrix.cells[at] >= 3);
+}
+// Where there is no call at all, no key is seen.
+function nothing(s) {
+  const zeros = s.q_len.map(() => 0);
+  return { q_len: s.q_len, kv_len: s.kv_len, lo: zeros, hi: zeros.map(() => -MOST), prefix: zeros, mask: "" };
+}
+function showLegend(cut, hidden, p) {
   const shared = p && p.prefix.some((n) => n > 0);
-  const all = [[3, "seen"], ...(shared ? [[4, "seen, in the prefix"]] : []), ...(cut ? [[2, "removed by the mask"]] : []), [1, "outside the band"]];
+  const all = [[3, "seen"], ...(shared ? [[4, "seen, in the prefix"]] : []), ...(cut ? [[2, "removed by the mask"]] : []), ...(hidden ? [[1, "outside the band"]] : [])];
   $("legend").replaceChildren(...all.map(([kind, label]) => { const mark = make("i"); mark.style.background = colours.kinds[kind]; return make("li", {}, mark, label); }));
 }
 function operatorOf(s) {
@@ -207,7 +231,7 @@ function save(s) {
 }
 function load(text) {
   const given = new URLSearchParams(text.replace(/^#/, ""));
-  const whole = (name, low, high) => (given.get(name) ?? "").split(",").map(Number).filter((n) => Number.isInteger(n) && n >= low && n <= high).slice(0, 8);
+  const whole = (name, low, high) => (given.get(name) ?? "").split(",").filter(Boolean).map(Number).filter((n) => Number.isInteger(n) && n >= low && n <= high).slice(0, 8);
   const mode = given.get("mode") === "band" ? -1 : Number(given.get("mode") ?? NaN);
   if (!MODES_.includes(mode)) return;
   const q = whole("q", 1, MOST), kv = whole("kv", 1, MOST);
@@ -240,6 +264,8 @@ function embed() {
   if (window === parent && !/[#&?]embed/.test(location.href)) return;
   document.body.classList.add("embedded");
   try {
+    const frame = window.frameElement;
+    if (frame) new ResizeObserver(() => { frame.style.height = `${document.body.offsetHeight}px`; }).observe(document.body);
     const host = parent.document.body, follow = () => theme(host.dataset.mdColorScheme === "slate" ? "dark" : "light");
     if (host.dataset.mdColorScheme) { follow(); new MutationObserver(follow).observe(host, { attributeFilter: ["data-md-color-scheme"] }); }
   } catch { /* another origin: the system's preference holds */ }
@@ -282,9 +308,9 @@ function start() {
   $("matrix").onpointerleave = () => { matrix.cursor = null; later(); };
   $("matrix").onpointerdown = (event) => {
     const at = matrix.at(event);
+    matrix.cursor = at;
     if (!at || !reads(x.mode).mask || x.mask === "none") return;
-    const { b, row, key, inside } = place(at), s = setting(), p = picture(s, x.face);
-    if (inside && p) { painting = removed(s, p.mask, b, row, key) ? 0 : 1; paint(place(at), painting); }
+    if (place(at).inside) { painting = matrix.cells[at[0] * matrix.keys + at[1]] === 2 ? 0 : 1; paint(place(at), painting); }
   };
   addEventListener("pointerup", () => { painting = null; });
   $("matrix").onkeydown = (event) => {
@@ -309,5 +335,6 @@ function start() {
   theme(kept() ?? "auto");
   embed();
   show();
+  requestAnimationFrame(() => performance.mark("first picture"));
 }
 start();

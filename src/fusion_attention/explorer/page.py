@@ -23,7 +23,7 @@ from fusion_attention.waist.mask import UNLIMITED
 _HERE = Path(__file__).parent
 # What page.js and matrix.js call by name.
 ENTRIES = (
-    *(seen.Setting, seen.picture, seen.removed, seen.edges_of, seen.as_mode, seen.own_band),
+    *(seen.Setting, seen.picture, seen.mask_row, seen.edges_of, seen.as_mode, seen.own_band),
     *(remarks.remarks, remarks.names_of, remarks.verdict, calls.call, words.formula, words.reads),
 )
 TABLES = ("NAMES", "RULES", "USES")

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fusion_attention.contract import Attr, Op, Rule, evaluate, parse, scope
 from fusion_attention.explorer.seen import Setting, as_mode, inference_names, training_names
 from fusion_attention.ops import RECORDS
@@ -22,7 +24,7 @@ OPERATORS = {
     "two_phase": ("aclnnFlashAttentionScoreV2", "aclnnFlashAttentionVarLenScoreV2"),
 }
 # Functions of rules that read numbers alone.
-PURE = ("dense_window", "packed_window", "prefix_fits", "prefixes_differ", "meets", "no_more_rows")
+PURE = ("dense_window", "packed_window", "prefix_fits", "prefixes_differ", "meets", "no_more_rows", "mask_fits")
 _PYTHON = {"all", "any", "len", "max", "min", "sum"}
 _ANY = Setting(0, (1,), (1,))
 
@@ -118,8 +120,15 @@ def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
     """The values of what a rule reads."""
     used = [name for name in rule["shown"] if name in n]
     if used == [rule["blamed"]]:
-        return str(n[used[0]])
-    return ", ".join([f"{name}={n[name]}" for name in used])
+        return shown(n[used[0]])
+    return ", ".join([f"{name}={shown(n[name])}" for name in used])
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it."""
+    if not isinstance(value, np.ndarray):
+        return repr(value)
+    return "[" + ", ".join([str(n) for n in value[:8]]) + (", ...]" if len(value) > 8 else "]")
 
 
 def respell(text: str, other_names: dict[str, str]) -> str:

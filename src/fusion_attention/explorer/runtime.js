@@ -61,7 +61,7 @@ const py = {
   call: (owner, name, given) => {
     const table = typeof owner === "string" ? methods.str : isVec(owner) ? methods.vec : Array.isArray(owner) ? methods.list : plain(owner) ? methods.dict : null;
     if (table) return table[name] ? table[name](owner, ...given) : fail(`no method ${name}`);
-    return owner[name](...given);
+    return given.at(-1) instanceof py.Words ? fail(`words by name for ${name}`) : owner[name](...given);
   },
   getattr: (owner, name) => (typeof owner[name] === "function" ? owner[name].bind(owner) : owner[name]),
   type: (x) => (typeof x === "boolean" ? py.bool : Number.isInteger(x) ? py.int : typeof x === "string" ? py.str : Object),
@@ -126,6 +126,7 @@ const methods = {
 };
 const np = {
   int64: null,
+  ndarray: Vec,
   array: (x) => vec(py.iter(x)),
   asarray: (x) => vec(py.iter(x)),
   ndim: (x) => (isVec(x) ? 1 : 0),

@@ -14,7 +14,6 @@ import numpy as np
 
 from fusion_attention.ops.fused.geometry import TRIANGLE, visibility
 from fusion_attention.ops.fused.lower import fused_band
-from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.lower import dense_extents
 from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band, tokens
 
@@ -86,6 +85,16 @@ def as_mode(s: Setting) -> Setting | None:
     return Setting(mode, s.q_len, s.kv_len, s.packed, s.pre, s.next)
 
 
+def window_of(s: Setting) -> list[int]:
+    """[pre_tokens, next_tokens] as a call hands them over: where the mode reads none, none are given."""
+    return [s.pre, s.next] if s.mode in WINDOWED_MODES else [UNLIMITED, UNLIMITED]
+
+
+def own_says(s: Setting) -> bool:
+    """Whether our own function says the same as a mode: a tree's rows are the newest keys, so there are as many."""
+    return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
+
+
 def mask_of(s: Setting) -> Mask | None:
     """The mask that a call of CANN's has beside this setting's mode."""
     if s.mask == "none":
@@ -102,8 +111,8 @@ def training_names(s: Setting) -> dict[str, Any]:
     """What lowering and rules of training attention read of a call."""
     return {
         "sparse_mode": s.mode,
-        "pre_tokens": s.pre,
-        "next_tokens": s.next,
+        "pre_tokens": window_of(s)[0],
+        "next_tokens": window_of(s)[1],
         "prefix": np.array(s.prefix) if len(s.prefix) > 0 else None,
         "q_len": np.array(s.q_len),
         "kv_len": np.array(s.kv_len),
@@ -121,8 +130,8 @@ def inference_names(s: Setting) -> dict[str, Any]:
     one_token = not s.packed and s.q_len[0] == 1
     given = {
         "sparse_mode": s.mode,
-        "pre_tokens": s.pre,
-        "next_tokens": s.next,
+        "pre_tokens": window_of(s)[0],
+        "next_tokens": window_of(s)[1],
         "atten_mask": mask_of(s),
         "query_padding_size": None,
         "kv_padding_size": None,
@@ -136,6 +145,8 @@ def inference_names(s: Setting) -> dict[str, Any]:
         "common": 0,
         "B": len(s.q_len),
         "S1": max(s.q_len),
+        "T1": sum(s.q_len) if s.packed else None,
+        "columns": max(s.kv_len),
         "query_rope": None,
         "key_shared_prefix": None,
         "pse_shift": None,
@@ -152,18 +163,18 @@ def picture(s: Setting, face: str) -> dict[str, Any] | None:
     if face == "own" and s.mode == BAND:
         return _found(q_len, kv_len, own_band(s).resolve(q_len, kv_len), "")
     known = as_mode(s)
-    if known is None:
+    if known is None or (face == "own" and not own_says(known)):
         return None
     if face == "inference":
         n = inference_names(known)
-        kind = n["mask_kind"] if n["mask_kind"] in ("full", "tree") else ""
-        return _found(q_len, kv_len, fused_band(n).resolve(q_len, kv_len), kind)
-    if face == "own" and known.mode == 9:
-        edges = mode_band(1, True, known.pre, known.next, None, q_len, kv_len)
-        return _found(q_len, kv_len, edges, "" if known.mask == "none" else "tree")
-    e = dense_extents(training_names(known))
-    acts = known.mask != "none" and known.mode in (0, 1, 5)
-    return _found(q_len, kv_len, (e.lo, e.hi, e.prefix), "full" if acts else "")
+        edges, kind = fused_band(n).resolve(q_len, kv_len), n["mask_kind"]
+    elif face == "own" and known.mode == 9:
+        edges, kind = Band.full().resolve(q_len, kv_len), "tree"
+    else:
+        e = dense_extents(training_names(known))
+        edges, kind = (e.lo, e.hi, e.prefix), "full" if known.mode in (0, 1, 5) else ""
+    acts = kind in ("full", "tree") and known.mask in ("triangle", "own")
+    return _found(q_len, kv_len, edges, kind if acts else "")
 
 
 def _found(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, ...], kind: str) -> dict[str, Any]:
@@ -178,15 +189,17 @@ def _found(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, ...],
     }
 
 
-def removed(s: Setting, kind: str, b: int, i: int, j: int) -> bool:
-    """Whether the mask removes key j of row i of sequence b; kind: how a picture says that it acts."""
-    if kind == "tree":
-        j = j - (s.kv_len[b] - s.q_len[b])
-    if kind == "" or j < 0 or s.mask == "zeros":
-        return False
+def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
+    """[first, start, cells]: what the mask removes of row i of sequence b; kind: how a picture says that it acts.
+
+    Every key from `first` on, and key start + n where cells[n] is not 0.
+    """
+    start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
+    if kind == "":
+        return [INFINITE, start, []]
     if s.mask == "triangle":
-        return j > i
-    return s.own is not None and i < len(s.own) and j < len(s.own[i]) and bool(s.own[i][j])
+        return [max(0, start + i + 1), start, []]
+    return [INFINITE, start, s.own[i] if s.own is not None and i < len(s.own) else []]
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:

@@ -27,21 +27,24 @@ COMPARED = {
     ast.In: "py.within({}, {})", ast.NotIn: "!py.within({}, {})",
 }  # fmt: skip
 # Words of JavaScript that Python may use as names.
-RESERVED = {"default", "new", "var", "let", "const", "this", "function", "delete", "void", "typeof", "py", "np"}
-RESERVED |= {
-    "arguments",
-    "eval",
-    "switch",
-    "case",
-    "catch",
-    "enum",
-    "export",
-    "super",
-    "null",
-    "true",
-    "false",
-    "interface",
-    "static",
+RESERVED = {
+    *("arguments", "case", "catch", "const", "default", "delete", "enum", "eval", "export", "false", "function"),
+    *(
+        "interface",
+        "let",
+        "new",
+        "np",
+        "null",
+        "py",
+        "static",
+        "super",
+        "switch",
+        "this",
+        "true",
+        "typeof",
+        "var",
+        "void",
+    ),
 }
 
 

@@ -66,7 +66,7 @@ USES = {
 def reads(mode: int) -> dict[str, bool]:
     """Which settings a mode reads: pre, next, prefix, and a mask of its own."""
     return {
-        "pre": mode in (0, 4, -1),
+        "pre": mode in WINDOWED_MODES or mode == -1,
         "next": mode in WINDOWED_MODES or mode == -1,
         "prefix": mode in PREFIX_MODES or mode == -1,
         "mask": mode in FULL_MODES,
