@@ -121,33 +121,47 @@ def _packed_cells() -> list[list[str]]:
     return cells
 
 
-# Floor -> folders, as the laws of the tree have them (tests/house/test_house.py holds imports against them).
-FLOORS = (
-    ("7", "what users call", ("cli", "api", "nn.py", "npu", "captures", "integrations")),
-    ("6", "how a call is run", ("aclnn.py", "acl", "torch_ops")),
-    ("5", "a call becomes work", ("plan.py",)),
-    ("4", "what it means | what computes it", ("ops", "backends")),
-    ("2", "the waist", ("waist",)),
-    ("1", "what a call may say", ("contract", "memory.py", "patches.py", "settings.py")),
-)
+# Floor -> what it is, and its folders and files, as the laws of the tree have them (tests/house/test_house.py); on the
+# highest is what stands on no other.
+FLOORS = {
+    7: ("what users call", ()),
+    6: ("how a call is run", ("aclnn.py", "acl", "torch_ops")),
+    5: ("a call becomes work", ("plan.py",)),
+    4: ("what it means | what computes it", ("ops", "backends")),
+    2: ("the waist", ("waist",)),
+    1: ("what a call may say", ("contract", "memory.py", "patches.py", "settings.py")),
+}
+BESIDE = ("testing",)  # stands beside the house
+ON_A_LINE = 5
+
+
+def highest() -> list[str]:
+    """What of the package is on no floor below."""
+    below = {*BESIDE, *(name for _, names in FLOORS.values() for name in names)}
+    found = [path for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"]
+    return sorted(path.name for path in found if not path.name.startswith("_") and path.name not in below)
 
 
 def floors() -> Picture:
     """The floors of the package as an hourglass: wide above, narrow at the waist."""
-    picture = Picture(900, 76 * len(FLOORS) + 44, "The package's floors; imports run down")
-    widest = 580.0
-    for line, (number, says, names) in enumerate(FLOORS):
-        missing = [name for name in names if not (SOURCE / name).exists()]
-        if missing:
-            raise FileNotFoundError(f"website/house.py: FLOORS names {missing}, which the package does not have")
-        y, width = 24 + 76 * line, {"2": 210.0, "5": 300.0}.get(number, widest)
+    above = highest()
+    lines = [above[i : i + ON_A_LINE] for i in range(0, len(above), ON_A_LINE)]
+    rest = 26 * (len(lines) - 1)
+    picture = Picture(900, 76 * len(FLOORS) + rest + 44, "The package's floors; imports run down")
+    y = 24.0
+    for number, (says, names) in FLOORS.items():
+        width = {2: 210.0, 5: 300.0}.get(number, 580.0)
+        rows = lines if number == 7 else [list(names)]
+        height = 60.0 + 26 * (len(rows) - 1)
         x = 332 - width / 2
-        picture.rect(x, y, width, 60, "a2" if number == "2" else "panel", r=9, stroke="a" if number == "2" else "rule")
-        each = width / len(names)
-        for place, name in enumerate(names):
-            picture.text(x + each * (place + 0.5), y + 36, name, size=13.5, mono=True, anchor="middle")
-        picture.text(650, y + 28, f"floor {number}", size=12.5, fill="soft")
-        picture.text(650, y + 47, says, size=14)
-    picture.line(24, 30, 24, 76 * len(FLOORS) + 4, "soft", arrow=True)
-    picture.text(24, 76 * len(FLOORS) + 28, "imports run down", size=12.5, fill="soft")
+        picture.rect(x, y, width, height, "a2" if number == 2 else "panel", r=9, stroke="a" if number == 2 else "rule")
+        for line, row in enumerate(rows):
+            for place, name in enumerate(row):
+                at = x + width / len(row) * (place + 0.5)
+                picture.text(at, y + 36 + 26 * line, name, size=13.5, mono=True, anchor="middle")
+        picture.text(650, y + height / 2 - 2, f"floor {number}", size=12.5, fill="soft")
+        picture.text(650, y + height / 2 + 17, says, size=14)
+        y += height + 16
+    picture.line(24, 30, 24, y - 12, "soft", arrow=True)
+    picture.text(24, y + 12, "imports run down", size=12.5, fill="soft")
     return picture
