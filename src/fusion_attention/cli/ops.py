@@ -25,19 +25,12 @@ INDEX, VERSIONS = "index.md", "versions.md"
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
     """Every generated page by file name: one per record, what versions differ in, and the index."""
-    from fusion_attention.contract.doc_pages import render, versions
+    from fusion_attention.cli.op_pages import index, page
+    from fusion_attention.contract.doc_pages import versions
 
-    texts = {f"{name}.md": render(record) for name, record in records.items()}
+    texts = {f"{name}.md": page(record) for name, record in records.items()}
     texts[INDEX], texts[VERSIONS] = index(records), versions(records.values())
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
-
-
-def index(records: Mapping[str, Op]) -> str:
-    """The page that lists all pages."""
-    lines = [f"| [{name}]({name}.md) | {_cell(record.summary)} |" for name, record in sorted(records.items())]
-    head = ["# Operators", "", "Generated from the contract records by `fusion-attention ops --write`.", ""]
-    head += [f"Which version has which parameter: [versions]({VERSIONS}).", ""]
-    return "\n".join([*head, "| Operator | What it computes |", "|---|---|", *lines])
 
 
 def files(folder: Path, stub: Path | None, records: Mapping[str, Op]) -> dict[Path, str]:
@@ -137,13 +130,13 @@ def _print_page(record: Op) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from fusion_attention.contract.doc_pages import render
+    from fusion_attention.cli.op_pages import page, terminal_page
 
-    page, console = render(record), Console()
+    console = Console()
     if console.is_terminal:
-        console.print(Markdown(page))
+        console.print(Markdown(terminal_page(record)))
     else:
-        typer.echo(page)  # The source itself, for a file or a pager.
+        typer.echo(page(record))  # The source itself, for a file or a pager.
 
 
 def _entry(record: Op) -> dict[str, Any]:
@@ -203,8 +196,3 @@ def _listing(records: Mapping[str, Op]) -> Table:
     for name, record in sorted(records.items()):
         table.add_row(name, Text(record.summary), " ".join(record.layouts))
     return table
-
-
-def _cell(text: str) -> str:
-    """Text inside a Markdown table."""
-    return text.replace("|", r"\|").replace("\n", " ")
