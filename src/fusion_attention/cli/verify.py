@@ -66,6 +66,7 @@ def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, ba
     from rich.console import Console
     from rich.progress import Progress
 
+    from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.dumps import read_calls
     from fusion_attention.judging.judge import judged
 
@@ -75,7 +76,14 @@ def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, ba
         for file in files:
             for call in read_calls(file, how):
                 progress.update(task, description=f"verifying {call.source}")
-                found.append(judged(call, search=search, backends=backends))
+                try:
+                    found.append(judged(call, search=search, backends=backends))
+                except JudgeError as error:
+                    raise JudgeError(f"{call.source}: {error}") from None
+                except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+                    # Files say anything: what no rule has caught is still one sentence.
+                    why = " ".join(str(error).split())[:160]
+                    raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
     return found
 
 
