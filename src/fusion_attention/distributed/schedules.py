@@ -132,7 +132,8 @@ def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
         some = turn == n
         part = Pieces(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
         met = m.pairs(("owned", n), rows.pieces, part)
-        g = pieces.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend)
+        # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
+        g = pieces.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
             continue
