@@ -124,13 +124,15 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
+	$(BIN)/python -m website --check
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.extra-docs ## regenerate docs/ops and aclnn's stub from the records, and build the site into site/
+docs: $(VENV)/.extra-docs ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
 	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
-	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m website
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean: ## remove what builds, tests and checks left behind (not .venv)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,6 @@ from rich.console import Console
 from benchmarks import (
     backward,
     busy,
-    chart,
     decode_rows,
     dense,
     distributed,
@@ -31,9 +30,10 @@ from benchmarks import (
     schedule,
     sparse,
 )
-from benchmarks.pair import REACHED, Pair, Timing, measure
-from benchmarks.report import Report
 from fusion_attention import _native
+from fusion_attention.bench import chart
+from fusion_attention.bench.pair import REACHED, Pair, Timing, measure
+from fusion_attention.bench.report import Report
 
 
 def processor() -> str:

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, packed_lengths, padded, rows, triangle
 from benchmarks.features import with_threads
-from benchmarks.pair import Pair
+from fusion_attention.bench.pair import Pair
 
 Call = Callable[[], object]
 MATMULS = 5

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import fusion_attention as fa
-from benchmarks.report import Report
+from fusion_attention.bench.report import Report
 
 CALLS = 6000
 TITLE = "A decode of 512 keys, 8 heads of 128, bfloat16, beside a busy process on every core: microseconds of a call"

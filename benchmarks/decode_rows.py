@@ -1,7 +1,8 @@
 """What `make bench` shows of decode: the cases, the goal of each, and how much of it is reached.
 
 A case is measured in turns with its peers, with other forms of itself and with reading memory and multiplying in
-registers, so that a drifting machine slows all alike. A share is our rate of reading the cache / the rate of reading.
+registers, so that a drifting machine slows all alike. A share is our rate of reading the cache / the rate of reading
+memory in pages of the same size.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.decode import READ_BYTES, Shape, onnx_peer, peers, reader, step
-from benchmarks.pair import REACHED, Probe, seconds
-from benchmarks.report import Report
 from fusion_attention import npu
 from fusion_attention import plan as planning
+from fusion_attention.bench.pair import REACHED, Probe, seconds
+from fusion_attention.bench.report import Report
 
 # A machine that reads faster than this, in GB/s, need not be read from at the same share.
 FAST = 40.0
@@ -78,6 +79,7 @@ class Latency:
 
 
 FOLDED, ROWS, PAGES, INT8, BATCH8, PLANNED = "SDPA folded", "rows", "pages", "int8", "batch 8", "planned, huge pages"
+CACHED = "in a cache"
 BF16, INT = Shape("bf16 pages"), Shape("int8 pages", kind="int8")
 _REST = {"part": 0.75}
 CASES = (
@@ -85,10 +87,10 @@ CASES = (
     Case(Shape("fp16 pages", kind="float16"), slow=0, fast=0),
     Case(INT, peers=True, others={ROWS: replace(INT, page=0)}, by_time=True, goals={FOLDED: 6, ROWS: 1 / 1.05},
          slow=0, fast=0.6),
-    Case(replace(BF16, name="bf16 pages, as called", called=True), peers=True, others={PLANNED: BF16}, by_time=True,
-         goals={FOLDED: 3.2}, slow=0, fast=0),
-    Case(replace(INT, name="int8 pages, as called", called=True), peers=True, others={PLANNED: INT}, by_time=True,
-         goals={FOLDED: 6}, slow=0, fast=0),
+    Case(replace(BF16, name="bf16 pages, as called", called=True), peers=True, by_time=True, goals={FOLDED: 3.2},
+         slow=0, fast=0, others={PLANNED: BF16, CACHED: replace(BF16, cached=True)}),
+    Case(replace(INT, name="int8 pages, as called", called=True), peers=True, by_time=True, goals={FOLDED: 6},
+         slow=0, fast=0, others={PLANNED: INT, CACHED: replace(INT, cached=True)}),
     Case(Shape("int4 pages", kind="int4"), others={INT8: INT}, by_time=True, goals={INT8: 1.0}, slow=0, fast=0),
     Case(Shape("bf16 batch 1", batch=1, keys=32768), others={BATCH8: BF16}, goals={BATCH8: 0.85}, slow=0, fast=0),
     Case(Shape("int8 batch 1", batch=1, keys=65536, kind="int8"), others={BATCH8: INT}, goals={BATCH8: 0.85}, slow=0,
@@ -106,7 +108,7 @@ CASES = (
 def measure(case: Case, turns: int) -> Row:
     """Times a case, its peers, its other forms, reading and multiplying in turns, after one of each."""
     s, t = case.shape, step(case.shape)
-    calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader()}
+    calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader(s.called)}
     named = {name: step(other) for name, other in case.others.items()}
     calls |= {name: other.ours for name, other in named.items()}
     if case.peers and s.stored:

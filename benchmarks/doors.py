@@ -19,7 +19,7 @@ import torch
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, compiled_flex, rows, triangle
-from benchmarks.pair import Pair
+from fusion_attention.bench.pair import Pair
 
 Tensor = torch.Tensor
 OURS = "fusion_attention"

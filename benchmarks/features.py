@@ -13,9 +13,9 @@ import torch
 
 import fusion_attention as fa
 from benchmarks.dense import arithmetic, forward, rows, triangle
-from benchmarks.pair import Pair
 from fusion_attention import _native
 from fusion_attention.backends import cpu
+from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_v2
 from fusion_attention.ops.shared.sparse_modes import mode_band

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.decode import rows
-from benchmarks.pair import Pair
 from fusion_attention import plan as planning
+from fusion_attention.bench.pair import Pair
 from fusion_attention.memory import zeros
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import Band

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.dense import DTYPES, PEAKS
 from benchmarks.features import with_threads
-from benchmarks.pair import Pair
 from benchmarks.sparse import CHOSEN, DIM, HEADS, INDEX_DIM, INDEX_HEADS, KEYS, ROPE, TWO_THREADS, goals, lengths, one
 from fusion_attention.backends import cpu
+from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import dtype_text
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import (

@@ -19,8 +19,8 @@ from rich.console import Console
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, rows
-from benchmarks.report import Report
 from fusion_attention.backends import cpu
+from fusion_attention.bench.report import Report
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Problem
 

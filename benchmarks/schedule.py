@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.report import Report
+from fusion_attention.bench.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = (2, 4, 8, 16, 32, 64)

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.dense import DTYPES, PEAKS
 from benchmarks.features import with_threads
-from benchmarks.pair import Pair, seconds
 from fusion_attention.backends import cpu
+from fusion_attention.bench.pair import Pair, seconds
 from fusion_attention.contract import dtype_text
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE

@@ -39,7 +39,7 @@ private:
 };
 
 SparseProblem sparse_problem_of(const nb::tuple &t) {
-    if (t.size() != 13) refuse("a problem of selected keys has 13 fields");
+    if (t.size() != 14) refuse("a problem of selected keys has 14 fields");
     SparseProblem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -54,6 +54,7 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
     p.select_block = item<std::int64_t>(t, 10);
     p.indexes = item<bool>(t, 11);
     p.weights_dtype = static_cast<Dtype>(choice(t[12], "weights_dtype", 3));
+    p.wide_values = item<bool>(t, 13);
     return p;
 }
 
@@ -86,15 +87,16 @@ struct SparseArgument {
         const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
-        operands = {q.rows,       q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
-                    v.keys,       out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
-                    weights.rows, values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
-                    dk.rows,      dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink)};
+        operands = {q.rows,           q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
+                    v.keys,           out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
+                    weights.rows,     values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
+                    dk.rows,          dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink),
+                    item<bool>(t, 20)};
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 20) refuse("operands of selected keys are 20 values");
+        if (t.size() != 21) refuse("operands of selected keys are 21 values");
         return nb::borrow(t[i]);
     }
 };

@@ -24,6 +24,7 @@ struct SparseProblem {
     std::int64_t select_block;  // keys that an entry stands for
     bool indexes;               // the lightning indexer
     Dtype weights_dtype;        // of its weights
+    bool wide_values = false;   // its values are float32, whatever dtype is
 };
 
 struct SparseOperands {
@@ -35,6 +36,7 @@ struct SparseOperands {
     Rows dout, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues
     Rows dweights;
     float *dsink = nullptr;  // [heads_q]
+    bool wide_keys = false;  // dk, dk_rope and dv are float32, whatever dtype is
 };
 
 struct SparseJob {

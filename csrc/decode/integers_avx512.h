@@ -42,13 +42,6 @@ struct Integer {
         return __builtin_shufflevector(row[0], row[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
                __builtin_shufflevector(row[0], row[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     }
-    // Four lanes to each of four rows.
-    static FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
-        store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
-        store(to + stride, __builtin_shufflevector(x, x, 4, 5, 6, 7));
-        store(to + 2 * stride, __builtin_shufflevector(x, x, 8, 9, 10, 11));
-        store(to + 3 * stride, __builtin_shufflevector(x, x, 12, 13, 14, 15));
-    }
     static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         char *to = reinterpret_cast<char *>(row) + at * 2;

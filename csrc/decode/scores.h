@@ -10,7 +10,7 @@ namespace decode {
 
 // A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and
 // once more this many keys ahead, which costs little where they have come.
-constexpr std::int64_t again_keys = 2 * lanes, again_values = 16;
+constexpr std::int64_t again_keys = lanes, again_values = 32;
 
 // Into the second cache.
 FUSION_INLINE void fetch_line(const char *at) { __builtin_prefetch(at, 0, 2); }
@@ -53,7 +53,19 @@ public:
         for (std::int64_t i = 0; at_ && i < count; ++i) step();
     }
 
+    // The next `count` lines are asked for by the caller, from where this says on. Behind the last, some of the last.
+    FUSION_INLINE const char *take(std::int64_t count) {
+        const char *const from = at_;
+        if (__builtin_expect(end_ - from <= count * 64, 0)) return take_last(count);
+        at_ += count * 64;
+        return from;
+    }
+
 private:
+    __attribute__((noinline)) const char *take_last(std::int64_t count) {
+        for (std::int64_t i = 0; i < count; ++i) step();
+        return at_;
+    }
     FUSION_INLINE void step() {
         fetch_line(at_);
         at_ += 64;
@@ -163,53 +175,61 @@ template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const R
 }
 
 #if defined(__AVX512F__)
-constexpr int narrow_keys = 8;  // that are met together
+constexpr int wide_keys = 4;  // whose sums are gathered together
 
-// Three or four rows, a pair of them in a vector: each key has a sum of either pair.
-template <class F>
-FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
-                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
-    for (std::int64_t line = 0; line < steps; line += 4) {
-        ahead.fetch<narrow_keys>();
-        again.fetch<narrow_keys>(row, line * 16);
-        for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
-            const char *const query = reinterpret_cast<const char *>(q + step);
-            const NarrowWords low = load<NarrowWords>(query), high = load<NarrowWords>(query + 32);
-            FUSION_UNROLL for (int k = 0; k < narrow_keys; ++k) {
-                const NarrowWords words = repeat_narrow(rows[k] + step * 16);
-                sum[0][k] = F::dot(sum[0][k], low, words);
-                sum[1][k] = F::dot(sum[1][k], high, words);
+// Three or four rows, each in a vector of its own: no word is repeated. F::together keys meet a row's words while they
+// are in a register: of float32 one, which is read from end to end, with requests evenly between its lines, since in
+// that order memory answers fastest; more where products take longer than that. Steps: 0 or how many.
+template <class F, int Steps>
+FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
+                            LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
+    constexpr int together = F::together, met = F::widened ? 2 : 1;  // met: lines of a key for each line of the cache
+    FUSION_UNROLL for (int k = 0; k < wide_keys; k += together) {
+        const char *key[together], *next[together], *soon[together];
+        FUSION_UNROLL for (int j = 0; j < together; ++j) {
+            key[j] = rows[k + j];
+            next[j] = ahead.any() ? ahead.take(steps / met) : key[j];
+            soon[j] = again.rows ? again.rows[row + k + j] : next[j];
+            __asm__("" : "+r"(key[j]), "+r"(q));  // gcc would compute all addresses before, and keep them in memory
+        }
+        const auto add = [&](std::int64_t step) __attribute__((always_inline)) {
+            Words words[together];
+            FUSION_UNROLL for (int j = 0; j < together; ++j) {
+                if (step % met == 0) fetch_line(next[j], step / met * 64), fetch_line(soon[j], step / met * 64);
+                words[j] = load<Words>(key[j] + step * 64);
             }
+            FUSION_UNROLL for (int i = 0; i < 4; ++i) {
+                const Words query = load<Words>(q + 4 * step + i);
+                FUSION_UNROLL for (int j = 0; j < together; ++j) {
+                    sum[4 * i + k + j] = F::dot(sum[4 * i + k + j], query, words[j]);
+                }
+            }
+        };
+        if constexpr (Steps > 0) {
+            FUSION_UNROLL for (int step = 0; step < Steps; ++step) add(step);
+        } else {
+            for (std::int64_t step = 0; step < steps; ++step) add(step);
         }
     }
 }
 
-template <class F>
+template <class F, int Steps>
 __attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                           const LinePrefetch &ahead) {
-    const Words *q = w.query(b.row);
-    const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
+    const Words *const q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / lanes, rope_steps = w.sizes.rope_words / lanes;
     LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
         widen_keys(w, b, t, from);
-        for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
-            NarrowFloats sum[2][narrow_keys] = {};
-            add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
-            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {}, 0);
-            FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
-                FUSION_UNROLL for (int k = 0; k < narrow_keys; k += 4) {
-                    const NarrowFloats x = add_quads(sum[pair] + k);
-                    float *const to = w.s.scores + 2 * pair * decode_tile + key + k;
-                    store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
-                    store(to + decode_tile, __builtin_shufflevector(x, x, 4, 5, 6, 7));
-                }
-            }
+        for (std::int64_t key = from; key < from + lanes; key += wide_keys) {
+            Floats sum[lanes] = {};  // [row][key]
+            add_wide<F, Steps>(sum, q, w.s.key_rows + key, Steps ? Steps : steps, next, again, key - from);
+            if (rope_steps) add_wide<F, 0>(sum, q + 4 * steps, w.s.rope_rows + key, rope_steps, none, {}, 0);
+            store_quads(w.s.scores + key, decode_tile, sums_of(sum));
         }
     }
 }
-#endif
-
 FUSION_INLINE void fetch_four(const char *const *rows, std::int64_t byte) {
     FUSION_UNROLL for (int i = 0; i < 4; ++i) fetch_line(rows[i], byte);
 }
@@ -259,7 +279,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
         }
         if (Fetches) next.fetch<4>(), fetch_four(upcoming, 0);
         add_pairs<F>(digit, row, 0, digits);
-        F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+        store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
         to_scores = scores + key;
         std::int64_t byte = 32;
         for (; byte + 32 < bytes; byte += 64) {
@@ -271,8 +291,9 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
         FUSION_UNROLL for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = F::joined(&digit[i / 4][0][i % 4], 4);
         if (Fetches) upcoming += 4;
     }
-    F::store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
+    store_quads(to_scores, decode_tile, __builtin_convertvector(F::gather_pairs(sum), Floats) * scale + plus);
 }
+#endif
 
 template <class F, int P>
 __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
@@ -309,21 +330,26 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
     switch (b.phases) {
         case 1: return score_rows<F, 1>(w, b, t, ahead);
         case 2: return score_rows<F, 2>(w, b, t, ahead);
-#if defined(__AVX512F__)
-        case 4:
-            if constexpr (!F::integer) return score_four(w, b, t, ahead);
-            else return score_rows<F, 4>(w, b, t, ahead);
-#else
         case 4: return score_rows<F, 4>(w, b, t, ahead);
-#endif
         case 8:
-            if constexpr (F::integer && lanes == 16) {
+#if defined(__AVX512F__)
+            if constexpr (F::integer) {
                 if (b.vectors == 2)
                     return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
             }
+#endif
             if constexpr (lanes >= 8) return score_rows<F, 8>(w, b, t, ahead);
             break;
         case 16:
+#if defined(__AVX512F__)
+            if constexpr (!F::integer) {
+                if (b.vectors == 4) {
+                    return w.sizes.key_words == 8 * lanes   ? score_four<F, 8>(w, b, t, ahead)
+                           : w.sizes.key_words == 4 * lanes ? score_four<F, 4>(w, b, t, ahead)
+                                                            : score_four<F, 0>(w, b, t, ahead);
+                }
+            }
+#endif
             if constexpr (lanes >= 16) return score_rows<F, 16>(w, b, t, ahead);
             break;
     }

@@ -4,6 +4,7 @@
 
 #include "dense/bias.h"
 #include "dense/stored.h"
+#include "simd/formats.h"
 #include "simd/masks.h"
 #include "simd/prefetch.h"
 #include "simd/tile.h"

@@ -108,13 +108,13 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
         const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
         const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
-        const Floats to = Format::fused ? rounded(peak * w.factor) : peak;
+        const Floats to = shift_of<Format>(peak, w.factor);
         store(peaks, peak);
         store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
         Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
         if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
-        if (nonfinite) share = from > all(-infinity) ? larger(all(least_weight), share) : share;
+        if (nonfinite) share = before > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
@@ -138,8 +138,8 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
     return sum + other;
 }
 
-// Beside a peak whose product with the factor is no finite number, only keys with the same score weigh anything: the
-// row becomes one whose peak is 0.
+// Beside a peak whose shift is no finite number, only keys with the same score weigh anything: the row becomes one
+// whose peak is 0.
 inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
     for (std::int64_t c = 0; c < count; ++c) {
         if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;

@@ -54,7 +54,7 @@ FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Float
             if (first + i >= M) continue;
             FUSION_UNROLL for (int j = 0; j < N; ++j) best[i] = larger(best[i], scores[first + i][j]);
         }
-        const Floats peak = maxima_of(best), shift = Format::fused ? rounded(peak * w.factor) : peak;
+        const Floats peak = maxima_of(best), shift = shift_of<Format>(peak, w.factor);
         const auto rows = static_cast<std::uint32_t>(low_bits(least(M - first, lanes)));
         finite &= (mask_of((all(-infinity) < shift) & (shift < all(infinity))) & rows) == rows;
         store(w.s.peak + b.row + first, peak);

@@ -41,6 +41,12 @@ Alone computed() {  // by this thread, since it began
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
+// What this thread passed waiting inside its work: by the clock, and computing nothing but whether to wait on.
+struct Waits {
+    Alone passed = Alone(0), computed = Alone(0);
+};
+thread_local Waits waits;
+
 }  // namespace
 
 // Counters that all threads write have cache lines of their own.
@@ -60,11 +66,20 @@ void Backoff::pause() {
     const auto waited = now - begun_;
     if (waited < spinning) {
         for (int i = 0; i < 8; ++i) relax();
-    } else if (waited < yielding) {
+        return;
+    }
+    if (computed_ == never_computed) computed_ = computed();
+    if (waited < yielding) {
         std::this_thread::yield();
     } else {  // a small part of what it has taken already
         std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, longest_nap));
     }
+}
+
+Backoff::~Backoff() {
+    if (computed_ == never_computed) return;
+    waits.passed += Clock::now() - begun_;
+    waits.computed += computed() - computed_;
 }
 
 bool Team::cancelled() const {
@@ -103,22 +118,24 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
     const Clock::time_point begun = Clock::now();
     if (little && !experience.recommends_team(alone, begun)) size = 1;
     Team::Run run;
-    Alone own;  // time of this thread's work
+    Alone own;  // time of this thread's work, without waits
     on_threads(size, [&](int thread, int members) {
         const FlushDenormals flushed;
         const Team team{thread, members, run};
         if (thread == 0) {
             const Clock::time_point at = Clock::now();
+            const Alone before = waits.passed;
             work(context, team);
-            own = Clock::now() - at;
+            own = Clock::now() - at - (waits.passed - before);
             // The calling thread waits here, where it can be interrupted, and not for the threads' own end.
             team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
         } else {
-            const Alone before = little ? computed() : Alone(0);
+            const Alone before = little ? computed() - waits.computed : Alone(0);
             work(context, team);
             if (little) {
-                const auto saved = std::chrono::duration_cast<std::chrono::nanoseconds>(computed() - before);
-                run.saved.fetch_add(saved.count(), std::memory_order_relaxed);
+                const Alone saved = computed() - waits.computed - before;
+                run.saved.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(saved).count(),
+                                    std::memory_order_relaxed);
             }
             run.left.fetch_add(1, std::memory_order_release);
         }

@@ -30,10 +30,18 @@ struct Interrupted : std::exception {
 // may have the core, since there may be more threads than cores, or a quota that idle threads use up.
 class Backoff {
 public:
+    Backoff() = default;
+    ~Backoff();
+    Backoff(const Backoff &) = delete;
+    Backoff &operator=(const Backoff &) = delete;
+
     void pause();
 
 private:
     std::chrono::steady_clock::time_point begun_;
+    Alone computed_ = never_computed;  // by this thread, when it began to wait for long
+
+    static constexpr Alone never_computed = Alone(-1);
 };
 
 // What each thread of a team knows of it. Every thread calls barrier() and share(), in the same order.

@@ -108,5 +108,14 @@ private:
 };
 #endif
 
+// What is subtracted from scores beside these peaks. Where a score's last bit is worth so much that rounding the shift
+// would make weights overflow, it is infinite: what is less than the peak then weighs nothing.
+constexpr float largest_shift = 0x1p30f;
+template <class Format> FUSION_INLINE Floats shift_of(Floats peak, float factor) {
+    if constexpr (!Format::fused) return peak;
+    const Floats shift = rounded(peak * factor);
+    return larger(shift, -shift) < all(largest_shift) ? shift : shift * infinity;
+}
+
 }  // namespace
 }  // namespace fusion

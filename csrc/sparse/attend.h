@@ -83,12 +83,28 @@ template <class Format> void raise_head_peaks(const SparseWork<Format> &w, std::
         }
         const Floats top = larger(larger(found[0], found[1]), larger(found[2], found[3]));
         const Floats peak = load<Floats>(w.s.peak + h), from = load<Floats>(w.s.shift + h);
-        const Floats now = top > peak ? top : peak, to = Format::fused ? (top > peak ? top * w.factor : from) : now;
+        const Floats now = top > peak ? top : peak, to = shift_of<Format>(now, w.factor);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
+        Floats share = now == peak ? all(1.0f) : exp2(apart);
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
         store(w.s.peak + h, now);
         store(w.s.shift + h, to);
-        store(w.s.fade + h, from == to ? all(1.0f) : exp2(apart));
+        store(w.s.fade + h, share);
     }
+}
+
+// Heads beside whose finite peaks only equal scores weigh anything become heads whose peaks are 0. Returns the shifts.
+template <class Format>
+FUSION_INLINE Floats bring_heads_to_zero(const SparseWork<Format> &w, std::int64_t h, std::int64_t padded) {
+    const Floats shift = load<Floats>(w.s.shift + h), peak = load<Floats>(w.s.peak + h);
+    const auto large = (peak - peak == Floats{}) & (shift - shift != Floats{});
+    if (!any((Words)large)) return shift;
+    for (std::int64_t c = 0; c < padded; ++c) {
+        float *const at = w.s.scores + c * w.s.padded_heads + h;
+        const Floats x = load<Floats>(at);
+        store(at, large & (x == x) ? (x == peak ? Floats{} : all(-infinity)) : x);
+    }
+    return large ? Floats{} : shift;
 }
 
 // The weights of a chunk, summed down the lanes and transposed.
@@ -97,7 +113,7 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const SparseW
     const std::int64_t pitch = w.s.padded_heads;
     const float factor = w.factor;
     for (std::int64_t h = 0; h < pitch; h += lanes) {
-        Floats shift = load<Floats>(w.s.shift + h), sums[depth] = {};
+        Floats shift = bring_heads_to_zero(w, h, padded), sums[depth] = {};
         shift = shift == all(-infinity) ? Floats{} : shift;
         sums[0] = load<Floats>(w.s.sum + h) * load<Floats>(w.s.fade + h);
         auto *const to = w.s.weights + h * w.s.deep;
@@ -160,13 +176,17 @@ __attribute__((noinline)) void mend(const SparseWork<Format> &w, std::int64_t i,
         }
         return w.scale_pass ? found * static_cast<float>(w.p.scale) : found;
     };
-    const float shift = w.s.shift[i] == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
+    const float peak = w.s.peak[i], shift = peak == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
+    const bool large = peak - peak == 0.0f && shift - shift != 0.0f;
+    float top = -infinity;  // as this sums products
+    for (std::int64_t at = 0; large && at < count; ++at) top = most(top, score(w.s.keys[at]));
     float *const out = w.s.out + i * w.sizes.value_columns;
     std::memset(out, 0, w.sizes.value_columns * sizeof *out);
     for (std::int64_t at = 0; at < count; ++at) {
         const float found = score(w.s.keys[at]);
         if (found == -infinity) continue;
-        const Floats weight = exp2(all(Format::fused ? found * w.factor - shift : (found - shift) * w.factor));
+        const float power = Format::fused ? found * w.factor - shift : (found - shift) * w.factor;
+        const Floats weight = large ? all(found == top ? 1.0f : 0.0f) : exp2(all(power));
         const Floats lasting = larger(all(least_weight), weight);
         const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
@@ -192,7 +212,7 @@ template <class Format, class T> void store_heads(const SparseWork<Format> &w, s
         float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
         if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
             const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
-            if (rounding == rounding) share = __builtin_exp2f(-rounding);
+            if (rounding - rounding == 0.0f) share = __builtin_exp2f(-rounding);
             sum *= share;
         }
         if (w.p.has_sink) share *= join_sink(w.o.sink[head], peak, sum);

@@ -367,20 +367,28 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 
-// Sums of keys [first, end) as the gradients' rows.
-template <class Format, class T>
-void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const KeySums &table, std::int64_t first,
-                std::int64_t end) {
+template <class Format, class Out>
+void store_sums_as(const SparseJob &job, std::int64_t b, std::int64_t head, const KeySums &table, std::int64_t first,
+                   std::int64_t end) {
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
     const Sizes<Format> sizes(p);
     const std::int64_t pitch = sum_columns<Format>(p);
     for (std::int64_t j = first; j < end; ++j) {
         const float *from = table.memory + j * pitch;
-        store_scaled(row_of<T>(o.dk, b, head, j), from, p.dim_qk, 1.0f);
-        if (p.dim_rope) store_scaled(row_of<T>(o.dk_rope, b, head, j), from + sizes.main_columns, p.dim_rope, 1.0f);
-        if (!p.indexes && !p.shares_kv) store_scaled(row_of<T>(o.dv, b, head, j), from + sizes.columns, p.dim_v, 1.0f);
+        store_scaled(row_of<Out>(o.dk, b, head, j), from, p.dim_qk, 1.0f);
+        if (p.dim_rope) store_scaled(row_of<Out>(o.dk_rope, b, head, j), from + sizes.main_columns, p.dim_rope, 1.0f);
+        if (p.indexes || p.shares_kv) continue;
+        store_scaled(row_of<Out>(o.dv, b, head, j), from + sizes.columns, p.dim_v, 1.0f);
     }
+}
+
+// Sums of keys [first, end) as the gradients' rows.
+template <class Format, class T>
+void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const KeySums &table, std::int64_t first,
+                std::int64_t end) {
+    if (job.operands->wide_keys) store_sums_as<Format, float>(job, b, head, table, first, end);
+    else store_sums_as<Format, T>(job, b, head, table, first, end);
 }
 
 }  // namespace

@@ -309,12 +309,15 @@ template <class Format, class T> void store_choice(const IndexWork<Format> &w, s
     for (std::int64_t i = 0; i < w.sizes.chosen; ++i)
         indices[i] = i < count ? static_cast<std::int32_t>(sorted[i]) : -1;
     if (!w.job.operands->values.base) return;
-    T *const values = row_of<T>(w.job.operands->values, w.seq, 0, row);
-    for (std::int64_t i = 0; i < w.sizes.chosen; ++i) {
-        const auto rank =
-            static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
-        store_floats(values + i, all(i < count ? score_of(rank) : -infinity), 1);
-    }
+    const auto store_values = [&](auto *values) {
+        for (std::int64_t i = 0; i < w.sizes.chosen; ++i) {
+            const auto rank =
+                static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
+            store_floats(values + i, all(i < count ? score_of(rank) : -infinity), 1);
+        }
+    };
+    if (w.p.wide_values) store_values(row_of<float>(w.job.operands->values, w.seq, 0, row));
+    else store_values(row_of<T>(w.job.operands->values, w.seq, 0, row));
 }
 
 // --------------------------------------------------------------------------------------------------------- statistics

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from fusion_attention.api.latents import divided_rope
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
     from fusion_attention.backends import use_backend
+    from fusion_attention.calls.explanation import explain
     from fusion_attention.captures.capture import capture
-    from fusion_attention.captures.replay import CaptureError, Replay, replay
+    from fusion_attention.captures.files import CaptureError
+    from fusion_attention.captures.replay import Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
+    from fusion_attention.judging.calls import JudgeError
+    from fusion_attention.judging.judge import diagnose, judge
+    from fusion_attention.judging.verdict import Judgement
     from fusion_attention.settings import strict
     from fusion_attention.waist.mask import Band
 
@@ -28,13 +33,18 @@ __all__ = [
     "CaptureError",
     "ContractError",
     "ContractWarning",
+    "JudgeError",
+    "Judgement",
     "PagedKVCache",
     "Replay",
     "attention",
     "capture",
     "decode_attention",
+    "diagnose",
     "divided_rope",
+    "explain",
     "indexer_loss",
+    "judge",
     "lightning_indexer",
     "replay",
     "sparse_attention",
@@ -48,16 +58,21 @@ _HOMES = {
     "BackendError": "contract",
     "Band": "waist.mask",
     "CacheFullError": "api.cache",
-    "CaptureError": "captures.replay",
+    "CaptureError": "captures.files",
     "ContractError": "contract",
     "ContractWarning": "contract",
+    "JudgeError": "judging.calls",
+    "Judgement": "judging.verdict",
     "PagedKVCache": "api.cache",
     "Replay": "captures.replay",
     "attention": "api.attention",
     "capture": "captures.capture",
     "decode_attention": "api.decode",
+    "diagnose": "judging.judge",
     "divided_rope": "api.latents",
+    "explain": "calls.explanation",
     "indexer_loss": "api.sparse",
+    "judge": "judging.judge",
     "lightning_indexer": "api.sparse",
     "replay": "captures.replay",
     "sparse_attention": "api.sparse",

@@ -77,6 +77,22 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
         same_bits(pieces.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_golden_knows_parts(seed: int) -> None:
+    """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
+    call, rng = draw(40 + seed), random.Random(seed)
+    call.args["keep_prob"] = 0.6
+    exact, one, whole, cuts = run(call, "golden"), run(call), call.whole(), cuts_of(rng)
+    rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
+    found = pieces.forward(whole, rows, keys, backend="golden", partial=True)
+    if whole.sink is not None:
+        join_sink(found, whole.sink)
+    for piece in each(call.pieces("q")):
+        b, at = place(piece)
+        want, plain = (call.tokens(t["out"])[b, at] for t in (exact, one))
+        compare("out", found.out[b, at].to(call.dout.dtype), want, plain, max(call.args["kv_len"]))
+
+
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
     whole, cuts = call.whole(), cuts_of(rng)

@@ -87,7 +87,7 @@ def strides(**given: Any) -> dict[str, Any]:
         ({"operator": "../../etc/passwd"}, "has no record here"),
         ({"operator": "npu_fusion_attention_grad"}, "not one of npu_fusion_attention_grad: .*dy: expected a value"),
         ({"operator": "attention"}, "tensors: expected names of parameters, got 'key'"),
-        ({"version": "2"}, "format version 2"),
+        ({"version": "3"}, "format version '3', and this library reads 1 and 2"),
         ({"seed": None}, "not one that capture"),
         ({"seed": "x"}, "seed: expected JSON"),
         ({"seed": 1.5}, "seed: expected an integer, got 1.5"),

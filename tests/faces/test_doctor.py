@@ -1,24 +1,40 @@
-"""`fusion-attention doctor`: what it says of the processor."""
+"""`fusion-attention doctor`: what it says of the machine, and what its self test sees."""
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.text import Text
+from support.sources import ROOT
 from typer.testing import CliRunner
 
 from fusion_attention import _native
-from fusion_attention.cli import app
+from fusion_attention.cli import app, machine, selftest
 from fusion_attention.cli import doctor as module
 
 FOUND = _native.cpu_features()
 
 
-def said() -> str:
-    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["doctor"], terminal_width=200)
-    assert outcome.exit_code == 0
-    return " ".join(Text.from_ansi(outcome.output).plain.split())
+def run(*arguments: str) -> tuple[int, str]:
+    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["doctor", *arguments], terminal_width=200)
+    return outcome.exit_code, outcome.output
+
+
+def said(*arguments: str, code: int = 0) -> str:
+    exit_code, output = run(*(arguments or ("--quick",)))
+    assert exit_code == code, output
+    return " ".join(Text.from_ansi(output).plain.split())
+
+
+def facts(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("--json", *(arguments or ("--quick",)))[1])
+    return found
 
 
 def test_it_names_features_and_instruction_sets() -> None:
@@ -26,6 +42,7 @@ def test_it_names_features_and_instruction_sets() -> None:
     for name in (*FOUND["features"], *FOUND["built"]):
         assert f" {name} " in text
     assert f"chosen {FOUND['chosen']} " in text
+    assert facts()["native"] == FOUND
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo to compare with")
@@ -43,3 +60,163 @@ def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cpu_features", lambda: {**FOUND, "features": amx})
     assert " ".join(module.AMX_NOTE.split()) in said()
     assert module.notes(["avx2", "avx512_bf16"]) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps")
+def test_the_openmp_runtime_is_the_one_that_torch_brought() -> None:
+    found = facts()["openmp"]
+    assert found
+    assert all(re.search(r"lib(gomp|iomp5|omp)", Path(path).name) for path in found)
+    assert found == machine.openmp_runtimes()
+
+
+def test_two_runtimes_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = tmp_path / "maps"
+    line = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
+    files = ("/a/libgomp.so.1", "/b/libiomp5.so", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1", "/d/libcompress.so")
+    maps.write_text("".join(line.format(file) for file in files))
+    found = machine.openmp_runtimes(str(maps))
+    assert found == ["/a/libgomp.so.1", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1"]
+    assert machine.openmp_runtimes(str(tmp_path / "gone")) == []
+    monkeypatch.setattr(machine, "openmp_runtimes", lambda: found)
+    assert module.RUNTIMES_NOTE in facts()["notes"]
+    assert facts()["problems"] == []
+
+
+def test_more_threads_than_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: {"system": 64, "usable": 64, "quota": 1.0})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    found = facts()
+    assert "set OMP_NUM_THREADS=1." in " ".join(found["notes"])
+    assert found["environment"]["OMP_NUM_THREADS"] == "4"
+    assert "64 of 64, a quota of 1" in said()
+
+
+# ------------------------------------------------------------------------------------------------- packages and devices
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "says"),
+    [
+        ("torch", "2.13.0+cpu", "tested"),
+        ("torch", "2.6.0", "tested"),
+        ("torch", "2.5.1", "older than tested"),
+        ("torch", "2.15.3", "tested"),
+        ("torch", "2.16.0.dev1+cu130", "newer than tested"),
+        ("torch", "3.0", "newer than tested"),
+        ("torch", "", "missing"),
+        ("triton", "", "not installed"),
+    ],
+)
+def test_releases_are_held_against_the_tested_ones(name: str, installed: str, says: str) -> None:
+    assert machine.release(name, installed).says == says
+
+
+def test_an_old_release_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "releases", lambda: [machine.release("torch", "2.1.0"), machine.release("numpy", "")])
+    text = said("--quick", code=1)
+    assert "PROBLEM: torch 2.1.0 is older than the tested 2.6 to 2.15" in text
+    assert "PROBLEM: numpy is not installed" in text
+
+
+def test_the_tested_releases_are_those_of_the_project() -> None:
+    """Pinned releases lie in the ranges, and what is needed begins where the range does."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for name in ("torch", "numpy", "triton", "transformers", "safetensors"):
+        for pinned in re.findall(rf"^{name}==([\d.]+)", pins, re.M):
+            assert machine.release(name, pinned).says == "tested", name
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={machine.TESTED["torch"][0]}"' in project
+    assert f'requires-python = ">={machine.TESTED["python"][0]}"' in project
+    assert re.findall(r"Python :: (3\.\d+)", project)[-1] == machine.TESTED["python"][1]
+
+
+def test_why_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = facts()["gpus"]
+    assert not found["computes"]
+    assert found["devices"] == []
+    assert "the triton back end finds no GPU" in found["why_not"]
+    if torch.version.cuda is None:
+        assert "built without CUDA" in found["why_not"]
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert "triton is not installed" in machine.gpus()["why_not"]
+
+
+def test_a_driver_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise RuntimeError("the driver is too old\nsecond line")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", fails)
+    assert machine.gpus() == {"devices": [], "computes": False, "why_not": "the driver is too old"}
+
+
+def test_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import fusion_attention
+
+    monkeypatch.setitem(sys.modules, "fusion_attention._native", None)
+    monkeypatch.delattr(fusion_attention, "_native", raising=False)
+    found = module.facts()
+    assert any("the native core cannot be loaded" in problem for problem in found["problems"])
+    assert found["native"]["chosen"] == ""
+
+
+# ----------------------------------------------------------------------------------------------------------- self test
+
+
+def test_everything_is_measured_and_right() -> None:
+    found = facts("--seconds", "2")
+    assert found["problems"] == []
+    assert set(found["peaks"]) == {"float32", "float16", "bfloat16", "read"}
+    assert all(rate > 0 for rate in found["peaks"].values())
+    assert found["self_test"]["wrong"] == []
+    assert found["self_test"]["steps"] > 10
+    assert "cpu" in found["self_test"]["back_ends"]
+
+
+def test_the_self_test_ends_when_its_time_is_up() -> None:
+    start = time.monotonic()
+    outcomes = list(selftest.outcomes(["cpu"], 1.0))
+    assert time.monotonic() - start < 20  # the last step may begin just before
+    assert outcomes
+    assert list(selftest.outcomes([], 1.0)) == []
+
+
+def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same() -> None:
+    outcomes = list(selftest.outcomes(["cpu"], 7.0))
+    fixed = [one.name for one in outcomes if not one.name.startswith("drawn ")]
+    assert [one for one in outcomes if one.fault] == []
+    assert {"decoding over pages", "the indexer's choice", f"instruction set {FOUND['chosen']}"} <= set(fixed)
+    drawn = [one.name for one in outcomes if one.name.startswith("drawn ")]
+    again = [one.name for one in selftest.outcomes(["cpu"], 5.0) if one.name.startswith("drawn ")]
+    common = min(len(drawn), len(again))
+    assert drawn[:common] == again[:common]
+
+
+@pytest.mark.parametrize("part", ["out", "dq", "indices"])
+def test_a_wrong_result_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part == "indices":
+        from fusion_attention.testing import sparse
+
+        chosen = sparse.chosen
+        monkeypatch.setattr(sparse, "chosen", lambda call, name: (chosen(call, name)[0] + (name == "cpu"), None))
+    else:
+        run_ = selftest.run
+
+        def wrong(*args: Any) -> dict[str, torch.Tensor]:
+            found = run_(*args)
+            found[part].view(-1)[1] += 1
+            return found
+
+        monkeypatch.setattr(selftest, "run", wrong)
+    found = facts("--seconds", "6")
+    assert found["self_test"]["wrong"]
+    assert found["problems"][0].startswith("self test: ")
+    assert len(found["problems"]) <= module.SHOWN + 1

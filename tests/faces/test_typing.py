@@ -4,6 +4,7 @@ tests/typed holds what the checkers must make of it.
 """
 
 import ast
+import inspect
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -59,7 +60,7 @@ def test_overloads_are_the_implementation(name: str) -> None:
     "name", ["LightningIndexer", "SparseAttention", "SparseSelfAttention", "SparseLatentAttention"]
 )
 def test_a_layers_call_is_its_forward(name: str) -> None:
-    tree = ast.parse(Path(nn.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(inspect.getfile(getattr(nn, name))).read_text(encoding="utf-8"))
     layer = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     (shown,) = (node for block in layer.body if isinstance(block, ast.If) for node in block.body)
     decorator = "called_as(attend)" if name == "SparseAttention" else "called_as(forward)"

@@ -27,12 +27,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
-from mutations import MUTANTS, Mutant
+from mutations import MUTANTS as OF_THE_PACKAGE
+from mutations import Mutant
+from mutations_site import SITE
 
 T = TypeVar("T")
 R = TypeVar("R")
 ROOT = Path(__file__).parents[2]
-COPIED = ("pyproject.toml", "src", "tests", "csrc", "docs")
+COPIED = ("pyproject.toml", "src", "tests", "csrc", "docs", "website", "benchmarks", "examples")
+COPIED += ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")
+MUTANTS = (*OF_THE_PACKAGE, *SITE)
 CORE_TEST = "make test-core"  # what the mutants of csrc name, in place of tests of Python
 SECONDS = 300.0  # on a busy machine; a quiet core needs a tenth
 # The finder of an editable install comes first otherwise, and finds the tree that it was made from.

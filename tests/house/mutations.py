@@ -7,7 +7,8 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
-from mutations_of_ranks import RANKS
+from mutations_of_ranks import PIECES, RANKS
+from mutations_of_tools import EXPLORER, JUDGING
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -145,7 +146,7 @@ DECODING = [
     house("padding to the right of a sequence forgotten", "ops/inference/lower.py",
           "first = capacity - max(int(padding[0]), 0) - kv_len", "first = capacity - kv_len", DECODE),
     house("a shared page written without a copy", "api/cache.py",
-          "pool[pages[-1]] = pool[old]", "pass",
+          "pool[pages[-1] // self._ranks] = pool[old // self._ranks]", "pass",
           "inference/test_decode.py::test_a_cache_shares_pages_until_somebody_writes"),
 ]  # fmt: skip
 FUSED = "inference/test_fused.py::test_golden_agrees_with_dense_formulas"
@@ -385,7 +386,7 @@ NATIVE = [
     core("core: what common keys give goes to the first row of a block", "plan/decode.cpp",
          "std::memcpy(results + (from - block->row) * stride,", "std::memcpy(results,"),
     core("core: chunks of selected keys are joined without fading", "sparse/attend.h",
-         "store(w.s.fade + h, from == to ? all(1.0f) : exp2(apart));", "store(w.s.fade + h, all(1.0f));"),
+         "store(w.s.fade + h, share);", "store(w.s.fade + h, all(1.0f));"),
     core("core: dS of selected keys forgets D", "sparse/gradient.h",
          "(load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h));",
          "load<Floats>(dprobs + key * pitch + h);"),
@@ -396,7 +397,9 @@ NATIVE = [
     core("core: a thread that came late is waited for again", "plan/team.cpp",
          "!experience.recommends_team(alone, begun)", "false"),
     core("core: what the others computed is not counted", "plan/team.cpp",
-         "run.saved.fetch_add(saved.count(),", "run.saved.fetch_add(0,"),
+         "const Alone saved = computed() - waits.computed - before;", "const Alone saved(0);"),
+    core("core: a thread that waits inside its work counts as computing", "plan/team.cpp",
+         "waits.computed += computed() - computed_;", "waits.computed += Alone(0);"),
     core("core: one loss of a team outweighs many gains", "plan/experience.h",
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip
@@ -446,5 +449,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *RANKS),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING),
 )

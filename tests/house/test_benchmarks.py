@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import captures, memory
-from benchmarks.pair import Pair, measure
+from fusion_attention.bench.pair import Pair, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 slow = pytest.mark.slow

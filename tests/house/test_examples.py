@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.markdown import blocks
 from support.sources import ROOT, modules
 
 import fusion_attention as fa
@@ -61,11 +62,7 @@ def test_docstrings_say_what_happens(name: str) -> None:
     assert found.failed == 0
 
 
-def blocks(path: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
 def test_pages_run(path: Path) -> None:
     """From top to bottom: a page is read so."""
     names: dict[str, object] = {}

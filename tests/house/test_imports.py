@@ -256,7 +256,11 @@ print(json.dumps([first, same, len(made)]))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["demo", "--help"], ["ops", "--help"], ["demo", "--runs=0"], []]
+    "arguments",
+    [
+        *(["--help"], ["--version"], ["demo", "--runs=0"], []),
+        *([command, "--help"] for command in ("bench", "demo", "doctor", "explain", "ops", "replay")),
+    ],
 )
 def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:
     program = """
@@ -272,6 +276,21 @@ print(json.dumps([code, [m for m in ("torch", "numpy", "fusion_attention.api.att
     code, loaded = run(program, *arguments)
     assert loaded == []
     assert code == (0 if "--help" in arguments or "--version" in arguments else 2)
+
+
+def test_commands_load_nothing_that_only_they_need() -> None:
+    """Modules, not seconds: what `--help` waits for is typer, and what typer shows help with."""
+    program = """
+import typer
+known = set(sys.modules)
+import fusion_attention.cli
+print(json.dumps(sorted(set(sys.modules) - known)))
+"""
+    loaded = run(program)
+    ours = [m for m in loaded if m.split(".")[0] == "fusion_attention"]
+    assert len(ours) < 20
+    assert [m for m in loaded if m.split(".")[0] not in {"fusion_attention", *sys.stdlib_module_names}] == []
+    assert len(loaded) < 60
 
 
 def test_python_m() -> None:

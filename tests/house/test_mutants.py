@@ -6,8 +6,8 @@ import ast
 import re
 
 import pytest
-from mutants import CORE_TEST, ROOT, Run, misfit, row
-from mutations import MUTANTS, Mutant
+from mutants import CORE_TEST, MUTANTS, ROOT, Run, misfit, row
+from mutations import Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

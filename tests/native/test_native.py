@@ -173,6 +173,23 @@ def test_scores_near_the_largest_float_are_finite(dtype: torch.dtype) -> None:
         assert lse.item() == (q.float() ** 2).sum().item() * max(signs)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("power", [14, 15, 20, 45])
+def test_beside_a_large_score_nothing_else_weighs_anything(variant: str, power: int, sign: int) -> None:
+    """Scores whose last bits are worth more than a weight can hold, and peaks that rise from step to step."""
+    problem = Problem(2, 1, 16, 16, dtype="bfloat16", scale=1.0)
+    call = converted(make(problem, (3, 40, 13), (33, 40, 1300)), problem.torch_dtype)
+    for q, k in zip(call.q, call.k, strict=True):
+        number = 100 + torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(power))
+        q.fill_(2.0**power), k.zero_()
+        k[..., 0], k[..., 1] = (part * sign * 2.0**power for part in (number // 256 * 256, number % 256))
+    found = native(call, variant)["out"]
+    for out, q, k, v in zip(found, call.q, call.k, call.v, strict=True):
+        best = (q[:1, :1].double() @ k.double().mT)[0, 0].argmax()
+        same_bits(out, v[:, best].expand_as(out).to(out.dtype))
+
+
 def test_denormals_count_as_zero_inside_only() -> None:
     problem = Problem(1, 1, 16, 16)
     call = converted(make(problem, (40,), (40,)), torch.float32)

@@ -257,6 +257,23 @@ def test_infinite_values_outlast_weights_that_no_float_can_hold(variant: str, dt
     assert (out[:, 2, 3:].abs() <= 2.0**-144).all()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("power", [14, 15, 20, 45])
+def test_beside_a_large_score_no_other_key_weighs_anything(variant: str, power: int, sign: int) -> None:
+    sizes = {"heads_q": 3, "dim_qk": 16, "dim_v": 16, "scale": 1.0, "count": 700, "lists": "all"}
+    args = drawn(SparseCase("TND", 0, "bfloat16", (5,), (700,), mode=0, **sizes))
+    k, number = args["key"][:, 0], 100 + torch.randperm(700, generator=torch.Generator().manual_seed(power))
+    args["query"].fill_(2.0**power), k.zero_()
+    k[:, 0], k[:, 1] = (part * sign * 2.0**power for part in (number // 256 * 256, number % 256))
+    args["sparse_indices"][:] = torch.arange(700, dtype=torch.int32)
+    args["value"][7, 0, 3] = math.inf  # a weight of nothing is still more than 0
+    out, best = forward(args, variant)["out"], (sign * number).argmax()
+    want = args["value"][best, 0].expand_as(out).clone()
+    want[..., 3] = math.inf
+    same_bits(out, want)
+
+
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 

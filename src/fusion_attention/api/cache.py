@@ -28,13 +28,17 @@ class CacheFullError(RuntimeError):
 class PagedKVCache:
     """Keys and values of many sequences in pages of one pool; sequences may share pages.
 
+    With a group the pages of every sequence go round its ranks: each has a pool of its own, keeps the tokens of its
+    pages, and knows whose the others are. Every rank calls every method with the same arguments.
+
     Args:
         heads: key heads. dim: elements of a key row. dim_v: of a value row; None: as keys.
-        pages: how many there are. page_size: tokens of a page.
+        pages: how many there are; on every rank of a group. page_size: tokens of a page.
         dtype: of the rows that come in, and of the pool where it is not quantised.
         stored: "" (as dtype), or "int8" or "int4": quantised on append with a scale per token and head.
         shares_kv: there are no values of their own: they are the first dim_v elements of the keys.
         device: where the pool lies.
+        group: a process group, or a DeviceMesh of one dimension; None: the cache is this process's alone.
 
     Example:
         >>> cache = PagedKVCache(heads=2, dim=64, pages=8, page_size=16)
@@ -60,6 +64,7 @@ class PagedKVCache:
         stored: str = "",
         shares_kv: bool = False,
         device: torch.device | str = "cpu",
+        group: Any = None,
     ) -> None:
         dim_v = dim if dim_v is None else dim_v
         if min(heads, dim, dim_v, pages, page_size) < 1:
@@ -78,14 +83,26 @@ class PagedKVCache:
             )
         self.heads, self.dim, self.dim_v, self.page_size = heads, dim, dim_v, page_size
         self.dtype, self.stored, self.shares_kv = dtype, stored, shares_kv
+        self.group, self._rank, self._ranks = None, 0, 1
+        if group is not None:
+            from fusion_attention.distributed.groups import group_of
+
+            self.group = group_of(group)
+            if self.group.axes:
+                raise ValueError(
+                    "PagedKVCache: group: expected a group of one dimension, got a mesh of two (pages go round its "
+                    'ranks: mesh["name"] is one dimension of it)'
+                )
+            self._rank, self._ranks = self.group.rank, self.group.world
         sides = (dim,) if shares_kv else (dim, dim_v)
         kind = {"": dtype, "int8": torch.int8, "int4": torch.uint8}[stored]
         rows = (pages, heads, page_size)
         with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
             self._pools = [zeros((*rows, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides]
             self._scales = [torch.zeros(rows, dtype=torch.float32, device=device) for _ in sides if stored]
-        self._free = list(range(pages))[::-1]
-        self._shared = [0] * pages  # how many sequences hold a page
+        # Pages are numbered over all ranks: page // ranks of the pool of rank page % ranks.
+        self._free = [list(range(rank, pages * self._ranks, self._ranks))[::-1] for rank in range(self._ranks)]
+        self._shared = [0] * (pages * self._ranks)  # how many sequences hold a page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens
         self._tables: dict[tuple[int, ...], Tensor] = {}  # of the sequences asked for last
         self._next = 0
@@ -95,22 +112,23 @@ class PagedKVCache:
         dims = f"{self.heads} x {self.dim}" + ("" if self.dim_v == self.dim else f" (values {self.dim_v})")
         stored = self.stored or str(self.dtype).removeprefix("torch.")
         pages, count = len(self._shared), len(self._sequences)
-        used = f"{pages - len(self._free)} of {pages} pages of {self.page_size} used"
+        used = f"{pages - self.free_pages} of {pages} pages of {self.page_size} used"
+        used += f" on {self._ranks} ranks" * (self.group is not None)
         return f"<PagedKVCache: {dims}, {stored}, {used}, {count} sequence{'s' * (count != 1)}>"
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds."""
-        return len(self._free)
+        """Pages that no sequence holds, over all ranks."""
+        return sum(map(len, self._free))
 
     @property
     def pages(self) -> int:
-        """All pages of the pool."""
+        """All pages of the pool; of those of all ranks."""
         return len(self._shared)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool, scales included."""
+        """Bytes of this process's pool, scales included."""
         return sum(t.nbytes for t in (*self._pools, *self._scales))
 
     @property
@@ -158,19 +176,22 @@ class PagedKVCache:
         self._keep(sequence, slice(gone, len(pages)), held - gone * self.page_size)
 
     def add_pages(self, count: int) -> None:
-        """A larger pool: so many more pages, free; what is stored is copied."""
-        count, pages = self._count(count), len(self._shared)
+        """A larger pool: so many more pages on every rank, free; what is stored is copied."""
+        count, ranks = self._count(count), self._ranks
+        pages = len(self._shared) // ranks
         with torch.inference_mode(False):
             larger = [zeros((pages + count, *t.shape[1:]), t.dtype, t.device) for t in (*self._pools, *self._scales)]
             for new, old in zip(larger, (*self._pools, *self._scales), strict=True):
                 new[:pages] = old
         self._pools, self._scales = larger[: len(self._pools)], larger[len(self._pools) :]
-        self._free = [*range(pages, pages + count)[::-1], *self._free]
-        self._shared += [0] * count
+        for rank, free in enumerate(self._free):
+            free[:0] = range(pages * ranks + rank, (pages + count) * ranks, ranks)[::-1]
+        self._shared += [0] * (count * ranks)
 
     def rows(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype."""
-        pages, held = self._of(sequence)
+        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a group
+        the tokens of this rank's pages."""
+        (pages,), (held,) = self._own((sequence,)), self._held((sequence,))
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
         found = []
         for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
@@ -186,26 +207,50 @@ class PagedKVCache:
         return [self._of(s)[1] for s in (self._sequences if sequences is None else self._named(sequences))]
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """int32 [sequences, pages]: the pages of sequences, behind the last one 0."""
+        """int32 [sequences, pages]: the pages of sequences in this process's pool, behind the last one 0."""
         return self._table(sequences).clone()
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
         """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
         asked = tuple(self._sequences) if sequences is None else self._named(sequences)
         if asked not in self._tables:
-            rows = [self._of(s)[0] for s in asked]
+            rows = self._own(asked)
             width = max(map(len, rows), default=0)
             table = [row + [0] * (width - len(row)) for row in rows]
             made = torch.tensor(table, dtype=torch.int32, device=self._pools[0].device)
             self._tables = {asked: made.reshape(len(rows), width)}
         return self._tables[asked]
 
+    def own_pages(self, sequences: Sequence[int] | None = None) -> list[list[int]]:
+        """Which pages of sequences lie in this process's pool: 0 is a sequence's first; without a group all."""
+        asked = self._sequences if sequences is None else self._named(sequences)
+        return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in asked]
+
+    def _own(self, sequences: Sequence[int]) -> list[list[int]]:
+        """The pages of sequences that lie in this process's pool, as it counts them."""
+        if self._ranks == 1:
+            return [self._of(s)[0] for s in sequences]
+        return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
+
+    def _held(self, sequences: Sequence[int] | None) -> list[int]:
+        """Tokens of sequences in this process's pool."""
+        lengths = self.lengths(sequences)
+        if self._ranks == 1:
+            return lengths
+        size, owned = self.page_size, self.own_pages(sequences)
+        # Only a sequence's last page may have room.
+        return [
+            len(own) * size - max((own[-1] + 1) * size - tokens, 0) if own else 0
+            for own, tokens in zip(owned, lengths, strict=True)
+        ]
+
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor | None = None) -> None:
         """Stores new tokens behind those of some sequences.
 
         Args:
             sequences: each once.
-            k: [sequences, tokens, heads, dim] in the cache's dtype. v: [.., dim_v]; None where keys serve as values.
+            k: [sequences, tokens, heads, dim] in the cache's dtype; with a group all tokens on every rank, which keeps
+                those of its pages. v: [.., dim_v]; None where keys serve as values.
 
         Raises:
             ValueError: shapes, dtypes or sequences that do not fit.
@@ -229,11 +274,14 @@ class PagedKVCache:
         intact("PagedKVCache", ("k", "v", *own), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
-        runs = self._extend(sequences, k.shape[1])
+        runs, kept = self._extend(sequences, k.shape[1]), None
+        if self._ranks > 1:
+            runs, kept = self._of_rank(runs)
         places = _places(runs, self._pools[0].device) if len(runs) > _FEW else None
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
+            rows = rows if kept is None else rows[kept]
             if scales is not None:
                 rows, scale = _quantise(rows, self.stored)
                 _store(scales, scale, runs, places)
@@ -274,53 +322,72 @@ class PagedKVCache:
     def _release(self, page: int) -> None:
         self._shared[page] -= 1
         if self._shared[page] == 0:
-            self._free.append(page)
+            self._free[page % self._ranks].append(page)
+
+    def _next_rank(self, sequence: int, pages: list[int]) -> int:
+        """Whose the next page of a sequence is; sequences begin on different ranks."""
+        return (pages[-1] + 1 if pages else sequence) % self._ranks
+
+    def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
+        """The runs of slots in this rank's pool, and which of the new rows go there."""
+        ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
+        mine = [page % self._ranks == self._rank for page, _, _ in runs]
+        rows = [np.arange(end - run[2], end) for end, run, own in zip(ends, runs, mine, strict=True) if own]
+        found = [
+            (page // self._ranks, first, count) for (page, first, count), own in zip(runs, mine, strict=True) if own
+        ]
+        return found, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
         """Where the new tokens go; takes new pages, and copies a shared one that is written."""
-        size, needed, copies = self.page_size, 0, []
+        size, needed, copies = self.page_size, [0] * self._ranks, []
         left: dict[int, int] = {}  # how many hold a page, but for those that take a copy
         for sequence in sequences:
             pages, tokens = self._of(sequence)
-            needed += -(-(tokens + count) // size) - len(pages)
+            more, rank = -(-(tokens + count) // size) - len(pages), self._next_rank(sequence, pages)
+            for i in range(min(more, self._ranks)):  # the i-th of them, and every further one after a round
+                needed[(rank + i) % self._ranks] += -(-(more - i) // self._ranks)
             if count and tokens % size and (holders := left.get(pages[-1], self._shared[pages[-1]])) > 1:
                 left[pages[-1]] = holders - 1  # The last one to write keeps it.
                 copies.append(sequence)
-        if needed + len(copies) > len(self._free):
-            raise CacheFullError(
-                f"PagedKVCache: {needed + len(copies)} more pages needed, {len(self._free)} free "
-                "(free() sequences, or make the cache with more pages)"
-            )
+                needed[pages[-1] % self._ranks] += 1
+        for rank, free in enumerate(self._free):
+            if needed[rank] > len(free):
+                where = f" on rank {rank} of {self._ranks}" * (self.group is not None)
+                raise CacheFullError(
+                    f"PagedKVCache: {needed[rank]} more pages needed{where}, {len(free)} free "
+                    "(free() sequences, or make the cache with more pages)"
+                )
         runs = []
         for sequence in sequences:
             pages, tokens = self._sequences[sequence]
             if sequence in copies:
-                old, pages[-1] = pages[-1], self._take()
-                for pool in (*self._pools, *self._scales):
-                    pool[pages[-1]] = pool[old]
+                old, pages[-1] = pages[-1], self._take(pages[-1] % self._ranks)
+                for pool in (*self._pools, *self._scales) if old % self._ranks == self._rank else ():
+                    pool[pages[-1] // self._ranks] = pool[old // self._ranks]
                 self._release(old)
             end = tokens + count
             while len(pages) * size < end:
-                pages.append(self._take())
+                pages.append(self._take(self._next_rank(sequence, pages)))
             for page in range(tokens // size, -(-end // size) if count else 0):
                 first = max(tokens, page * size)
                 runs.append((pages[page], first % size, min(end, (page + 1) * size) - first))
             self._sequences[sequence] = (pages, end)
         return runs
 
-    def _take(self) -> int:
-        page = self._free.pop()
+    def _take(self, rank: int) -> int:
+        page = self._free[rank].pop()
         self._tables.clear()
         self._shared[page] = 1
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """This cache as arguments of the record decode_attention."""
+        """This cache as arguments of the record decode_attention; with a group, of what this rank has of it."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
             "cache_layout": "BNSD",
-            "kv_len": self.lengths(sequences),
+            "kv_len": self._held(sequences),
             "block_table": self._table(sequences),
             "dim_v": self.dim_v if self.shares_kv else 0,
         }

@@ -93,8 +93,9 @@ def decode_attention(
     Args:
         q: [B, S1, N1, D]: the last S1 tokens of each sequence (one; several when speculating); float16, bfloat16 or
             float32.
-        cache: a PagedKVCache; or (k, v), each [B, S2, N2, D] (v: [.., Dv]), a list of one [1, S2, N2, D] per sequence,
-            or pages [pages, size, N2, D]; or k alone, with dim_v (MLA: keys of 576 elements, values their first 512).
+        cache: a PagedKVCache (with a group: every rank has the same q, and gets all of out); or (k, v), each
+            [B, S2, N2, D] (v: [.., Dv]), a list of one [1, S2, N2, D] per sequence, or pages [pages, size, N2, D]; or
+            k alone, with dim_v (MLA: keys of 576 elements, values their first 512).
             Elements are q's dtype, int8, or two integers of four bits in a uint8, the even element in the low half.
         sequences: of a PagedKVCache, one per row of q; None: all. It brings lengths, table and scales itself.
         layout: of q and out: "BSND" or "BNSD". cache_layout: of k and v; pages count where the batch does.
@@ -174,6 +175,10 @@ def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call over the tokens of a cache's sequences."""
+    if cache.group is not None and cache.group.world > 1:
+        from fusion_attention.distributed import decode
+
+        return decode.attend(cache, sequences, args, return_lse, backend)
     of_cache, q = cache.arguments(sequences), args["q"]
     count = len(of_cache["kv_len"])
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != count:

@@ -142,7 +142,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
     automatic = AUTO if device.type == "cuda" else AUTO[1:]
     listed = []
     for name in automatic if backend == "auto" else (backend,):
-        against = _reasons_against(name, problem, device)
+        against = reasons_of(name, problem, device)
         if not against:
             return name
         listed += [f"{name}: {reason}" for reason in against]
@@ -156,7 +156,8 @@ def _known(backend: str) -> None:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def _reasons_against(name: str, problem: AnyProblem, device: torch.device) -> list[str]:
+def reasons_of(name: str, problem: AnyProblem, device: torch.device) -> list[str]:
+    """Why a back end does not compute a problem on a device; empty where it does."""
     try:
         module = load(name)
     except ImportError as error:

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fusion_attention.api import attention
-from fusion_attention.captures.replay import FORMAT, OUTPUT, VERSION, CaptureError, Replay, replay
+from fusion_attention.captures.files import FORMAT, OUTPUT, VERSION, packed_bits
+from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
+from fusion_attention.captures.replay import CaptureError, Replay, replay
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
@@ -43,6 +46,15 @@ _FACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
+
+
+def returned(op: Op) -> tuple[str, ...]:
+    """What a function of torch_npu, or of ours, returns, by the record's names."""
+    return op.results or (OWN if op.name == "attention" else _RETURNS.get(_kind(op.name), FORWARD))
+
+
+def _kind(name: str) -> str:
+    return name.removeprefix("npu_fusion_attention")
 
 
 class capture(Counted):
@@ -99,8 +111,29 @@ class capture(Counted):
             if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
                 self.write(op, args, outputs, int(seed or 0), backend)
 
-    def write(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
-        """Writes one call; a file appears whole or not at all."""
+                self._watch(op, args, outputs, int(seed or 0), backend)
+
+    def _watch(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
+        """Records the backward of a call too, when autograd runs it."""
+        saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
+
+        def seen(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+            if self in _recorders:
+                above = {UPSTREAM + n: t for n, t in upstream.items()}
+                self.write(op, args, gradients, seed, backend, beside={**above, **saved})
+
+        watch(op, args, outputs, seen)
+
+    def write(
+        self,
+        op: Op,
+        args: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        seed: int,
+        backend: str,
+        beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Writes one call; a file appears whole or not at all. beside: of a backward, what it was computed from."""
         inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]  # room for results is none
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -117,16 +150,19 @@ class capture(Counted):
             "attributes": {n: _plain(v) for n, v in given.items() if n not in {*tensors, *arrays, *lists}},
             "arrays": arrays,
             "strides": {name: list(value.stride()) for name, value in tensors.items()},
+            "bits": {n: list(t.shape) for n, t in tensors.items() if t.dtype == torch.bool},
             "outputs": list(results),
             "seed": seed,
             "library": sys.modules["fusion_attention"].__version__,
             "backend": backend,
         }
-        content = tensors | {OUTPUT + name: value for name, value in results.items()}
+        content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(beside)
         text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
         # A file holds values in order, and none of them twice: views and shared memory end here.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
-        self._save(op.name, values, text)
+        masks = json.loads(text["bits"])
+        values |= {n: packed_bits(values[n]) for n in masks}  # a mask says one bit of each element
+        self._save(f"{op.name}-backward" if beside else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
         """Writes a file under the next free number; an unfinished file of its name holds it meanwhile."""
@@ -229,7 +265,7 @@ def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
     """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
-    returns = op.results or _RETURNS.get(name.removeprefix("npu_fusion_attention"), FORWARD)
+    returns = returned(op)
 
     def wrap(layer: Layer) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -1,41 +1,38 @@
-"""Recorded calls: the files that capture.py writes, read and computed again.
+"""Recorded calls, computed again; printed, a verdict by the house law.
 
 Refuses to know what an operator computes; replay() goes the way that the faces go.
 """
 
 from __future__ import annotations
 
-import json
-import reprlib
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.contract import Array, Attr, BackendError, ContractError, Op, Param, Tensors, bind
-from fusion_attention.ops import RECORDS
+from fusion_attention.captures.files import CaptureError, Recording, read
+from fusion_attention.captures.gradients import backward_of, gradient_name
+from fusion_attention.contract import BackendError, ContractError, bind
 from fusion_attention.plan import compute
-from fusion_attention.waist.mask import Band
+from fusion_attention.waist.lowered import Lowered
 
-FORMAT, VERSION = "fusion_attention.capture", 1
-OUTPUT = "output."  # what the names of tensors that were returned begin with
-_FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
+if TYPE_CHECKING:
+    from fusion_attention.judging.verdict import Judgement
 
-
-class CaptureError(ValueError):
-    """A file that is no capture, or whose parts do not belong together."""
+__all__ = ["CaptureError", "Replay", "replay"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """A recorded call and what it gives here.
+    """A recorded call and what it gives here; printed, five lines with a verdict by the house law.
 
     Attributes:
         operator: the record's name; args: its arguments by canonical name.
         recorded, recomputed: outputs by name.
         differences: the largest absolute difference of each output; inf where shapes or NaN places differ.
+        recording: what the file held; None where there was none.
     """
 
     operator: str
@@ -43,6 +40,28 @@ class Replay:
     recorded: dict[str, torch.Tensor]
     recomputed: dict[str, torch.Tensor]
     differences: dict[str, float]
+    recording: Recording | None = None
+
+    def __repr__(self) -> str:
+        """Five lines, and never a tensor."""
+        from fusion_attention.judging.calls import JudgeError
+
+        replayed = f"replayed {len(self.differences)} outputs, largest difference {self.worst:.3g}"
+        try:
+            lines = self.judgement.lines()
+        except JudgeError as error:
+            lines = [self.operator, "verdict  none", f"error    {error}", "where    unknown", ""]
+        return "\n".join((*lines[:4], replayed))
+
+    @functools.cached_property
+    def judgement(self) -> Judgement:
+        """What the house law says of the recorded outputs, found when it is first asked."""
+        from fusion_attention.judging.calls import JudgeError, from_recording
+        from fusion_attention.judging.judge import judged
+
+        if self.recording is None:
+            raise JudgeError(f"{self.operator}: no recording to judge")
+        return judged(from_recording(self.recording), search=False, backends=False)
 
     @property
     def worst(self) -> float:
@@ -82,9 +101,10 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
     place = torch.device(device)
     if place.type == "meta":
         raise BackendError("replay: device: expected one with memory: on meta there are no values to compare")
-    op, args, recorded, seed = _read(Path(path), place)
+    found = read(Path(path), place)
+    op, args, recorded = found.op, found.args, found.outputs
     try:
-        recomputed = _compute(op, args, seed, backend)
+        recomputed = _compute(found, backend)
     except ContractError as error:
         raise CaptureError(f"{path}: the recorded call is not one of {op.name}: {error}") from None
     missing = recorded.keys() - recomputed.keys()
@@ -92,20 +112,41 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
         raise CaptureError(f"{path}: {op.name} has no output {', '.join(sorted(missing))} for the recorded call")
     recomputed = {name: recomputed[name].cpu() for name in recorded}
     differences = {name: _difference(value, recomputed[name]) for name, value in recorded.items()}
-    return Replay(op.name, args, recorded, recomputed, differences)
+    return Replay(op.name, args, recorded, recomputed, differences, found)
 
 
-def _compute(op: Op, args: dict[str, Any], seed: int, backend: str) -> dict[str, torch.Tensor]:
+def _compute(found: Recording, backend: str) -> dict[str, torch.Tensor]:
     """Every output of a call, by name."""
+    op, args, seed = found.op, found.args, found.seed
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # It ran: it is not for this process to refuse.
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
         call = call.whole()  # A call that trains gives more than it asks for.
+    if found.upstream:
+        backward = backward_of(call, found.saved, found.upstream)
+        if backward is None and not hasattr(call, "gradients"):
+            raise CaptureError(f"{op.name}: a backward that cannot be computed from what was recorded")
+        if backward is None:
+            return _gradients(call, found, backend)
+        call = backward
+    return _run(call, backend)
+
+
+def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
     results: dict[str, torch.Tensor] = call.results()
     compute(call, results, backend)
     return results
+
+
+def _gradients(call: Any, found: Recording, backend: str) -> dict[str, torch.Tensor]:
+    """Of a call that says its own derivative."""
+    try:
+        given = call.gradients(found.saved, found.upstream, lambda further: _run(further, backend))
+    except KeyError as error:
+        raise CaptureError(f"{found.op.name}: the backward's file lacks {error}") from None
+    return {gradient_name(found.op, name): t for name, t in given.items()}
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -115,130 +156,3 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     same = (one == other) | (one.isnan() & other.isnan())
     apart = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
     return float(apart.max()) if apart.numel() else 0.0
-
-
-def _read(path: Path, device: torch.device) -> tuple[Op, dict[str, Any], dict[str, torch.Tensor], int]:
-    """(record, arguments, outputs, seed) of a file."""
-    if not path.is_file():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            text = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # Whatever the bytes make the format's reader do.
-        raise CaptureError(f"{path}: not a readable .safetensors file ({error})") from None
-    if text.get("format") != FORMAT or not set(_FIELDS) <= text.keys():
-        raise CaptureError(f"{path}: a .safetensors file, but not one that capture() wrote")
-    if text.get("version") != str(VERSION):
-        raise CaptureError(f"{path}: format version {text.get('version')}, and this library reads {VERSION}")
-    op = RECORDS.get(text["operator"])
-    if op is None:
-        raise CaptureError(f"{path}: operator {text['operator']!r} has no record here")
-    try:
-        return op, *_parts(op, text, tensors, device)
-    except _Fault as fault:
-        raise CaptureError(f"{path}: {fault} (of a call of {op.name})") from None
-
-
-class _Fault(Exception):
-    """A field of the metadata, or a tensor's name, that does not belong to the call."""
-
-    def __init__(self, field: str, expected: str, got: Any) -> None:
-        super().__init__(f"{field}: expected {expected}, got {reprlib.repr(got)}")
-
-
-def _parts(
-    op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
-    recorded = {}
-    for name in _json(text, "outputs", list):
-        if not isinstance(name, str) or OUTPUT + name not in tensors:
-            raise _Fault("outputs", f"names of tensors {OUTPUT}<name>, each once", name)
-        recorded[name] = tensors.pop(OUTPUT + name)
-    strides = _json(text, "strides", dict)
-    if strides.keys() != tensors.keys():
-        raise _Fault("strides", "the names of all input tensors and no others", sorted(strides.keys() ^ tensors.keys()))
-    for name, stride in strides.items():
-        if not (_are_integers(stride, 0, 1 << 63) and len(stride) == tensors[name].dim()):
-            raise _Fault(f"strides: {name}", "an integer from 0 on for each axis of the tensor", stride)
-    args: dict[str, Any] = {name: value.to(device) for name, value in tensors.items() if "[" not in name}
-    for name in args:
-        _parameter(op, "tensors", name, Param)
-    for name, members in _lists({name: value.to(device) for name, value in tensors.items() if "[" in name}).items():
-        _parameter(op, "tensors", name, Tensors, args)
-        args[name] = members
-    for name, value in _json(text, "arrays", dict).items():
-        _parameter(op, "arrays", name, Array, args)
-        if not _are_integers(value, -1 << 63, 1 << 63):
-            raise _Fault(f"arrays: {name}", "a list of integers of 64 bits", value)
-        args[name] = value
-    for name, value in _json(text, "attributes", dict).items():
-        args[name] = _attribute(name, _parameter(op, "attributes", name, Attr, args), value)
-    seed = _json(text, "seed", int)
-    if not _are_integers([seed], -1 << 63, 1 << 64):
-        raise _Fault("seed", "an integer of 64 bits", seed)
-    return args, recorded, seed
-
-
-def _json(text: dict[str, str], field: str, wanted: type) -> Any:
-    """The value of a field of the metadata."""
-    try:
-        value = json.loads(text[field])
-    except (ValueError, RecursionError) as error:
-        raise _Fault(field, "JSON", f"{error} in {text[field][:40]}") from None
-    if type(value) is not wanted:
-        raise _Fault(field, {dict: "an object", list: "a list", int: "an integer"}[wanted], value)
-    return value
-
-
-def _are_integers(values: Any, low: int, high: int) -> bool:
-    return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
-
-
-_KINDS = {
-    Param: "",
-    Tensors: " that are lists of tensors",
-    Array: " that are lists of integers",
-    Attr: " that are values",
-}
-
-
-def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
-    """The parameter of a name, of a kind, that has no value yet."""
-    found = op.by_name.get(name)
-    if found is None or not isinstance(found, kind):
-        raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)
-    if args and name in args:
-        raise _Fault(field, "names that have no value yet", name)
-    return found
-
-
-def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Lists of tensors from members called name[0], name[1], ..."""
-    lists: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(tensors, key=lambda name: (len(name), name)):
-        found = lists.setdefault(name.split("[")[0], [])
-        if name != f"{name.split('[')[0]}[{len(found)}]":
-            raise _Fault("tensors", "a list's members by numbers from 0 on, none left out", name)
-        found.append(tensors[name])
-    return lists
-
-
-def _attribute(name: str, p: Param, value: Any) -> Any:
-    """A number, a word, or a Band from the list of its fields."""
-    assert isinstance(p, Attr)
-    if p.type is not Band:
-        if type(value) not in (bool, int, float, str):
-            raise _Fault(f"attributes: {name}", "a number or a string", value)
-        if type(value) is int and not -1 << 63 <= value < 1 << 64:
-            raise _Fault(f"attributes: {name}", "an integer of 64 bits", value)
-        return value
-    try:
-        lo, hi, align, prefix = value
-        if _are_integers([lo, hi, *prefix], -1 << 63, 1 << 63):
-            return Band(lo, hi, align, tuple(prefix))
-    except (TypeError, ValueError):
-        pass
-    raise _Fault(f"attributes: {name}", "the fields of a Band: [lo, hi, align, prefix]", value)

@@ -5,28 +5,48 @@ A command's module loads torch, and what needs it, when the command runs.
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
+from collections.abc import Callable
 
 import typer
 
 from fusion_attention import __version__
 
 # Under other names: the modules of these names stay reachable as attributes of the package.
+from fusion_attention.cli.bench import bench as bench_command
 from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
+from fusion_attention.cli.explain import explain as explain_command
+from fusion_attention.cli.mask import mask as mask_command
 from fusion_attention.cli.ops import ops as ops_command
+from fusion_attention.cli.replay import replay as replay_command
+from fusion_attention.cli.verify import verify as verify_command
 
 app = typer.Typer(
     name="fusion-attention",
     help="Ascend's fused attention operators, with the same meaning, on any machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo_command)
-app.command("doctor")(doctor_command)
-app.command("ops")(ops_command)
+
+
+def _add(name: str, function: Callable[..., None]) -> None:
+    """A subcommand whose help flows: paragraphs fill the screen, but those behind a line of \\b."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    text = "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
+    app.command(name, help=text)(function)
+
+
+_add("bench", bench_command)
+_add("demo", demo_command)
+_add("doctor", doctor_command)
+_add("explain", explain_command)
+_add("mask", mask_command)
+_add("ops", ops_command)
+_add("replay", replay_command)
+_add("verify", verify_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -33,6 +33,7 @@ from fusion_attention.cli.encoder import (
     padded_batches,
     padded_tokens,
 )
+from fusion_attention.cli.output import show_json
 from fusion_attention.waist.problem import Problem
 
 # Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
@@ -242,6 +243,7 @@ def run(
     *,
     backend: str,
     progress: Progress,
+    as_json: bool = False,
 ) -> int:
     """Compares, shows, and judges.
 
@@ -253,6 +255,7 @@ def run(
         console: where the tables go.
         backend: what computes the attention, in words.
         progress: shows the work done; stopped before the tables.
+        as_json: figures in place of tables.
 
     Returns:
         The exit code: 0 if both encoders agree, else 1.
@@ -264,13 +267,18 @@ def run(
     padded, packed = cosines(found.padded), cosines(found.packed)
     agree = rankings_agree(padded, packed)
     agreeing, largest = int(agree.sum()), float(found.differences.max())
-    console.print(summary_table(encoder, sentences, lengths, found, settings, agreeing, backend), "")
-    console.print(neighbour_table(sentences, padded, packed, agree, settings.seed))
     failures = []
     if not largest <= TOLERANCE:
         failures.append(f"embeddings differ by {largest:.2g}, more than {TOLERANCE:g}")
     if agreeing < len(sentences):
         failures.append(f"nearest neighbours differ for {len(sentences) - agreeing} of {len(sentences)} sentences")
+    if as_json:
+        figures = {"seconds_padded": found.seconds_padded, "seconds_packed": found.seconds_packed, "backend": backend}
+        counts = {"sentences": len(sentences), "tokens": sum(lengths), "agreeing": agreeing}
+        show_json({**counts, "largest_difference": largest, **figures, "failures": failures})
+        return 1 if failures else 0
+    console.print(summary_table(encoder, sentences, lengths, found, settings, agreeing, backend), "")
+    console.print(neighbour_table(sentences, padded, packed, agree, settings.seed))
     console.print(Text(f"FAILED: {'; '.join(failures)}." if failures else "Both encoders agree.", "bold"))
     return 1 if failures else 0
 

@@ -6,9 +6,6 @@ Knows the command's options and what it prints before it has something to compar
 from __future__ import annotations
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 
 def demo(
@@ -16,12 +13,17 @@ def demo(
     seed: int = typer.Option(0, min=0, help="Which docstrings are drawn, and which queries are shown."),
     runs: int = typer.Option(3, min=1, max=100, help="Timed runs of each encoder."),
     tokens_per_batch: int = typer.Option(2048, min=64, max=65536, help="Most tokens in a batch, padding included."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON, in place of the tables."),
 ) -> None:
     """Encode real sentences with all-MiniLM-L6-v2: packed by npu_fusion_attention, and padded by transformers.
 
     Fails if the embeddings differ by more than 2e-5 or if nearest neighbours differ. Needs no network.
     """
     # Loaded here: `fusion-attention --help` waits for no torch.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
     from fusion_attention.cli.comparison import Settings, chosen_backend, draw_sentences, library_texts, run
     from fusion_attention.cli.encoder import DemoUnavailable, load_encoder, model_folder
     from fusion_attention.npu import npu_fusion_attention
@@ -51,5 +53,6 @@ def demo(
             Console(),
             backend=chosen_backend(encoder),
             progress=progress,
+            as_json=as_json,
         )
     raise typer.Exit(code)

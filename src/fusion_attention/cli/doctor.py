@@ -1,21 +1,32 @@
-"""What the library finds of the processor it runs on, and what is worth knowing about it.
+"""What the library finds of the machine it runs on, what computes there, and whether it computes right.
 
-Knows words. Refuses to know how features are found: the native core asks the processor.
+Knows words. Refuses to know how facts are found (machine.py), and how results are judged (selftest.py).
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
+
+from fusion_attention.cli.machine import processor
+from fusion_attention.cli.output import progress, show_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 AMX_NOTE = (
     "This processor has AMX, which the library does not use and torch's own attention does in bfloat16 and float16. "
     "Nothing was measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
 )
+RUNTIMES_NOTE = (
+    "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
+    "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
+)
+SHOWN = 5  # steps that went wrong; --json has all
+MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
 
 def notes(features: Sequence[str]) -> list[str]:
@@ -23,36 +34,146 @@ def notes(features: Sequence[str]) -> list[str]:
     return [AMX_NOTE] if "amx_bf16" in features else []
 
 
-def processor() -> str:
-    """Its name where the system tells one, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else platform.machine()
+def doctor(
+    quick: bool = typer.Option(False, "--quick", help="Leave out the peaks and the self test: a second or two."),
+    seconds: float = typer.Option(10.0, min=1.0, max=60.0, help="How long the self test may take."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for a report of a bug."),
+) -> None:
+    """Show what this machine has, what computes on it, and whether it computes right.
+
+    Processor and instruction sets, threads and OpenMP runtimes, torch, triton and GPUs with the reason where one is not
+    used, versions against the tested ones, measured peaks, and a self test of every back end against the float64
+    model: fixed calls, then drawn ones until the time is up.
+
+    Exit code: 0 where all is well, 1 where something that is needed is missing, or a result of the self test is wrong.
+    """
+    from rich.console import Console
+
+    found = facts()
+    if not quick:
+        _measured(found, seconds)
+    if as_json:
+        show_json(found)
+    else:
+        _show(found, Console())
+    raise typer.Exit(1 if found["problems"] else 0)
 
 
-def doctor() -> None:
-    """Show the processor's features, and the instruction sets of the native core: built, usable here, chosen."""
+def facts() -> dict[str, Any]:
+    """Everything that takes no time to find."""
     import torch
 
-    from fusion_attention import _native
+    from fusion_attention import __version__
+    from fusion_attention.cli import machine
 
-    found = _native.cpu_features()
+    releases = machine.releases()
+    back_ends = machine.back_ends()
+    problems = [f"{r.name} is not installed" for r in releases if r.says == "missing"]
+    problems += [f"{r.name} {r.installed} is older than the tested {r.tested}" for r in releases if "older" in r.says]
+    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": ""}
+    try:
+        from fusion_attention import _native
+
+        native = dict(_native.cpu_features())
+    except ImportError as error:
+        problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
+    runtimes, cores = machine.openmp_runtimes(), machine.cores()
+    told = notes(native["features"])
+    told += [RUNTIMES_NOTE] * (len(runtimes) > 1)
+    allowed = int(cores["quota"] or cores["usable"] or 1) or 1
+    told += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))
+    told += [f"{r.name} {r.installed} is newer than the tested {r.tested}." for r in releases if "newer" in r.says]
+    return {
+        "library": __version__,
+        "processor": processor(),
+        "native": native,
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "environment": machine.settings(),
+        "openmp": runtimes,
+        "releases": [asdict(r) for r in releases],
+        "gpus": machine.gpus(),
+        "npu": machine.npu(),
+        "back_ends": back_ends,
+        "notes": told,
+        "problems": problems,
+    }
+
+
+def _measured(found: dict[str, Any], seconds: float) -> None:
+    """Adds peaks and what came of the self test."""
+    from fusion_attention.cli import machine, selftest
+
+    if found["native"]["chosen"]:
+        found["peaks"] = machine.peaks(found["threads"])
+    usable = [name for name, why in found["back_ends"].items() if why == "yes" and name != "golden"]
+    with progress("self test", seconds) as advance:
+        outcomes = list(selftest.outcomes(usable, seconds, advance))
+    wrong = [outcome for outcome in outcomes if outcome.fault]
+    found["self_test"] = {
+        "back_ends": usable,
+        "steps": len(outcomes),
+        "seconds": round(sum(outcome.seconds for outcome in outcomes), 2),
+        "wrong": [asdict(outcome) for outcome in wrong],
+    }
+    told = [f"self test: {one.name} ({one.backend}): {one.fault}" for one in wrong]
+    found["problems"] += told[:SHOWN] + [f"{len(told) - SHOWN} more steps of the self test are wrong"] * (
+        len(told) > SHOWN
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- screen
+
+
+def _show(found: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("processor", processor())
-    table.add_row("features", " ".join(found["features"]) or "none that the library asks about")
-    table.add_row("instruction sets built", " ".join(found["built"]))
-    table.add_row("usable here", " ".join(found["runnable"]))
-    table.add_row("chosen", found["chosen"])
-    table.add_row("threads", str(torch.get_num_threads()))
-    console = Console()
+    for name, value in _rows(found):
+        table.add_row(name, Text(value))
     console.print(table)
-    for note in notes(found["features"]):
-        console.print(f"\n{note}")
+    for note in found["notes"]:
+        console.print(Text(f"\n{note}", "yellow"))
+    for problem in found["problems"]:
+        console.print(Text(f"\nPROBLEM: {problem}", "bold red"))
+    if not found["problems"]:
+        console.print(Text("\nAll is well.", "bold green"))
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    native, cores = found["native"], found["cores"]
+    quota = f", a quota of {cores['quota']:g}" if cores["quota"] else ""
+    rows = [
+        ("fusion-attention", found["library"]),
+        ("processor", found["processor"]),
+        ("features", " ".join(native["features"]) or "none that the library asks about"),
+        ("instruction sets built", " ".join(native["built"]) or "none"),
+        ("usable here", " ".join(native["runnable"]) or "none"),
+        ("chosen", native["chosen"] or "none"),
+        ("cores", f"{cores['usable']} of {cores['system']}{quota}"),
+        ("threads", str(found["threads"])),
+        ("environment", " ".join(f"{k}={v}" for k, v in found["environment"].items()) or "says nothing of threads"),
+        ("OpenMP runtimes", " ".join(found["openmp"]) or "none loaded"),
+    ]
+    for one in found["releases"]:
+        installed = one["installed"] or "-"
+        rows.append((one["name"], f"{installed:<14} {one['says']} (tested: {one['tested']})"))
+    devices = ", ".join(f"{d['name']} ({d['capability']}, {d['memory_gib']} GiB)" for d in found["gpus"]["devices"])
+    why = f"not used: {found['gpus']['why_not']}" if found["gpus"]["why_not"] else ""
+    rows += [("GPUs", "; ".join(part for part in (devices or "none", why) if part)), ("NPU", found["npu"])]
+    rows += [(f"back end {name}", why) for name, why in found["back_ends"].items()]
+    if "peaks" in found:
+        units = (f"{name} {rate:g} {'GB/s' if name == 'read' else 'GFLOP/s'}" for name, rate in found["peaks"].items())
+        rows.append(("measured peaks", ", ".join(units)))
+    if "self_test" in found:
+        test = found["self_test"]
+        passed = test["steps"] - len(test["wrong"])
+        of = ", ".join(test["back_ends"]) or "no back end"
+        rows.append(("self test", f"{passed} of {test['steps']} calls right in {test['seconds']:g} s ({of})"))
+    return rows
 
 
 __all__ = ["doctor", "notes", "processor"]

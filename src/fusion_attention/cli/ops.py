@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
-from rich.table import Table
-from rich.text import Text
+
+from fusion_attention.cli.output import show_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rich.table import Table
 
     from fusion_attention.contract import Op
 
@@ -25,19 +25,12 @@ INDEX, VERSIONS = "index.md", "versions.md"
 
 def pages(records: Mapping[str, Op]) -> dict[str, str]:
     """Every generated page by file name: one per record, what versions differ in, and the index."""
-    from fusion_attention.contract.doc_pages import render, versions
+    from fusion_attention.cli.op_pages import index, page
+    from fusion_attention.contract.doc_pages import versions
 
-    texts = {f"{name}.md": render(record) for name, record in records.items()}
+    texts = {f"{name}.md": page(record) for name, record in records.items()}
     texts[INDEX], texts[VERSIONS] = index(records), versions(records.values())
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
-
-
-def index(records: Mapping[str, Op]) -> str:
-    """The page that lists all pages."""
-    lines = [f"| [{name}]({name}.md) | {_cell(record.summary)} |" for name, record in sorted(records.items())]
-    head = ["# Operators", "", "Generated from the contract records by `fusion-attention ops --write`.", ""]
-    head += [f"Which version has which parameter: [versions]({VERSIONS}).", ""]
-    return "\n".join([*head, "| Operator | What it computes |", "|---|---|", *lines])
 
 
 def files(folder: Path, stub: Path | None, records: Mapping[str, Op]) -> dict[Path, str]:
@@ -75,21 +68,28 @@ def ops(
     stub: Path | None = typer.Option(
         None, metavar="FILE", dir_okay=False, help="With --write or --check: the type checkers' stub of aclnn too."
     ),
+    as_json: bool = typer.Option(False, "--json", help="Print the list, or NAME's parameters and rules, as JSON."),
 ) -> None:
     """List the operators, print one operator's page, or write or check the pages of docs/ops."""
     from fusion_attention.ops import RECORDS
 
     if sum(bool(given) for given in (name, write, check)) > 1:
         raise typer.BadParameter("NAME, --write and --check exclude each other.")
+    if as_json and (write or check):
+        raise typer.BadParameter("--json goes with NAME, or with the list.")
     if stub and not (write or check):
         raise typer.BadParameter("--stub goes with --write or --check.")
     if write:
         _write(write, files(write, stub, RECORDS))
     elif check:
         _check(check, files(check, stub, RECORDS))
+    elif as_json:
+        show_json(_described(_known(name, RECORDS)) if name else [_entry(r) for _, r in sorted(RECORDS.items())])
     elif name:
-        _print_page(name, RECORDS)
+        _print_page(_known(name, RECORDS))
     else:
+        from rich.console import Console
+
         Console().print(_listing(RECORDS))
 
 
@@ -118,18 +118,64 @@ def _beside(folder: Path, expected: Mapping[Path, str]) -> str:
     return "".join(f" and {path}" for path in expected if path.parent != folder)
 
 
-def _print_page(name: str, records: Mapping[str, Op]) -> None:
-    from fusion_attention.contract.doc_pages import render
-
+def _known(name: str, records: Mapping[str, Op]) -> Op:
     if name not in records:
         close = _close_names(name, list(records))
         hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists them."
         raise typer.BadParameter(f"no operator {name!r}; {hint}", param_hint="NAME")
-    page, console = render(records[name]), Console()
+    return records[name]
+
+
+def _print_page(record: Op) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from fusion_attention.cli.op_pages import page, terminal_page
+
+    console = Console()
     if console.is_terminal:
-        console.print(Markdown(page))
+        console.print(Markdown(terminal_page(record)))
     else:
-        typer.echo(page)  # The source itself, for a file or a pager.
+        typer.echo(page(record))  # The source itself, for a file or a pager.
+
+
+def _entry(record: Op) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "summary": record.summary,
+        "source": record.source,
+        "layouts": list(record.layouts),
+        "results": list(record.results),
+    }
+
+
+def _described(record: Op) -> dict[str, Any]:
+    """What a record says of a call, as JSON holds it."""
+    parameters = [
+        {
+            "name": p.shown,
+            "cann": record.cann.get(p.shown, ""),
+            "kind": type(p).__name__.lower(),
+            "optional": p.optional,
+            "text": p.text,
+            **{word: getattr(p, word) for word in ("dtypes", "output", "domain") if hasattr(p, word)},
+            **({"default": repr(p.default), "type": p.type.__name__} if hasattr(p, "default") else {}),
+        }
+        for p in record.params
+    ]
+    rules = [
+        {
+            "parameter": record.by_name[rule.param].shown,
+            "expected": record.spell(rule.expected),
+            "mend": record.spell(rule.advice),
+            "when": record.spell(rule.when),
+            "layouts": list(rule.only),
+            "level": rule.level,
+            "code": rule.code,
+        }
+        for rule in record.asked
+    ]
+    return {**_entry(record), "formula": record.formula, "parameters": parameters, "rules": rules}
 
 
 def _close_names(name: str, names: list[str]) -> list[str]:
@@ -140,6 +186,9 @@ def _close_names(name: str, names: list[str]) -> list[str]:
 
 
 def _listing(records: Mapping[str, Op]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(caption="fusion-attention ops NAME prints an operator's page.", caption_justify="left")
     table.add_column("operator", style="bold", no_wrap=True)
     table.add_column("what it computes")
@@ -147,8 +196,3 @@ def _listing(records: Mapping[str, Op]) -> Table:
     for name, record in sorted(records.items()):
         table.add_row(name, Text(record.summary), " ".join(record.layouts))
     return table
-
-
-def _cell(text: str) -> str:
-    """Text inside a Markdown table."""
-    return text.replace("|", r"\|").replace("\n", " ")

@@ -16,6 +16,7 @@ from fusion_attention.contract.binding import outside as outside
 from fusion_attention.contract.expressions import dtype_text as dtype_text
 from fusion_attention.contract.expressions import evaluate as evaluate
 from fusion_attention.contract.expressions import lazy as lazy
+from fusion_attention.contract.expressions import parse as parse
 from fusion_attention.contract.expressions import scope as scope
 from fusion_attention.contract.expressions import show as show
 from fusion_attention.contract.expressions import size_of as size_of

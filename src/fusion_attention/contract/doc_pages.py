@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from fusion_attention.contract.expressions import shape_text
 from fusion_attention.contract.record import INVALID, LEVELS, REQUIRED, Attr, Op, Param, Rule, Tensor, Tensors
@@ -51,11 +52,39 @@ _VERSION = re.compile(r"_?[vV](\d+)$")
 _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 
-def render(op: Op) -> str:
-    """The page of a record."""
+@dataclass(frozen=True)
+class Shown:
+    """What a page says besides its record: Markdown that somebody made who knows the function.
+
+    Args:
+        call: its signature; text: what its docstring says.
+        example: a program; support: which back ends compute what.
+    """
+
+    call: str = ""
+    text: str = ""
+    example: str = ""
+    support: str = ""
+
+    def lines(self) -> list[str]:
+        """Under a heading each."""
+        code = {"Call": "pyi", "Example": "python"}
+        found = []
+        for title, text in (("Call", self.call), ("", self.text), ("Example", self.example), ("Support", self.support)):
+            if text:
+                found += [f"## {title}", ""] if title else []
+                found += [f"```{code[title]}", text, "```", ""] if title in code else [text, ""]
+        return found
+
+
+def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
+    """The page of a record; tex: for a browser, which sets the formula."""
     lines = [f"# {op.name}", "", op.summary, ""]
-    if op.formula:
+    if tex and op.tex:
+        lines += ["$$", op.tex, "$$", ""]
+    elif op.formula:
         lines += ["```text", op.formula, "```", ""]
+    lines += shown.lines() if shown else []
     titles = ("name", "CANN") if op.cann else ("name",)
     lines += ["## Parameters", "", *_table(*titles, "kind", "dtype", "shape or default", "meaning")]
     rows = [_row(op, p) for p in op.params]

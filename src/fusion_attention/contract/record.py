@@ -213,7 +213,7 @@ class Op:
 
     Args:
         name: as the interface names it.
-        summary: one sentence; formula: what is computed.
+        summary: one sentence; formula: what is computed, as plain text; tex: the same in TeX.
         params: in the interface's order.
         source: who documents it; "" of this library's own. rulings: numbers of docs/rulings.md that decide where that
             page is silent.
@@ -238,6 +238,7 @@ class Op:
     params: tuple[Param, ...]
     rules: tuple[Rule, ...] = ()
     formula: str = ""
+    tex: str = ""
     source: str = ""
     rulings: tuple[int, ...] = ()
     layouts: tuple[str, ...] = ()

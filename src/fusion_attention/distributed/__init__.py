@@ -9,14 +9,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusion_attention.distributed.decode import decode_attention
     from fusion_attention.distributed.dense import attention
     from fusion_attention.distributed.groups import GroupError
     from fusion_attention.distributed.sharding import positions, shard, unshard
+    from fusion_attention.distributed.sparse import indexer_loss, lightning_indexer, sparse_attention
 
-__all__ = ["GroupError", "attention", "positions", "shard", "unshard"]
+__all__ = [
+    "GroupError",
+    "attention",
+    "decode_attention",
+    "indexer_loss",
+    "lightning_indexer",
+    "positions",
+    "shard",
+    "sparse_attention",
+    "unshard",
+]
 _HOMES = {
     "GroupError": "groups",
     "attention": "dense",
+    "decode_attention": "decode",
+    "indexer_loss": "sparse",
+    "lightning_indexer": "sparse",
+    "sparse_attention": "sparse",
     "positions": "sharding",
     "shard": "sharding",
     "unshard": "sharding",

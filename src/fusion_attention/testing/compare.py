@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
+from fusion_attention.judging.standards import FLT_MAX, LARGEST, MEAN, epsilon
 from fusion_attention.testing.cases import Case, Results, Tensor
 
-FLT_MAX = float(np.finfo(np.float32).max)
-
-
-def epsilon(dtype: torch.dtype, golden: Tensor, kv_len: int) -> Tensor:
-    """What no implementation can be asked to resolve: a number, or (low dtypes) one per row of the last axis."""
-    size = golden.abs().masked_fill(~golden.isfinite() | (golden.abs() >= FLT_MAX), 0)
-    if dtype in (torch.float32, torch.float64):
-        return 2.0**-24 * math.sqrt(kv_len) * size.amax()
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(size.amax(-1, keepdim=True).clamp(min=info.smallest_normal))[1] - 1
-    return torch.exp2(exponent.double()) * (info.eps / 2)
+__all__ = ["check", "compare", "epsilon"]
 
 
 def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int, terms: float = 0.0) -> None:
@@ -56,12 +46,12 @@ def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int,
     eps = (epsilon(ours.dtype, golden, kv_len) + 2.0**-24 * math.sqrt(kv_len) * terms).expand_as(error)
     worst = error == error.amax()
     limits = (
-        ("mean error", error.mean(), 2 * allowed.mean() + eps.mean()),
-        ("RMS error", error.square().mean().sqrt(), 2 * allowed.square().mean().sqrt() + eps.square().mean().sqrt()),
+        ("mean error", error.mean(), MEAN * allowed.mean() + eps.mean()),
+        ("RMS error", error.square().mean().sqrt(), MEAN * allowed.square().mean().sqrt() + eps.square().mean().sqrt()),
     )
     for what, found, limit in limits:
         assert found <= limit, report(worst, f"{what} {found:.3g} > {limit:.3g}, worst element")
-    far = error > 10 * allowed.amax() + eps
+    far = error > LARGEST * allowed.amax() + eps
     assert not far.any(), report(far, f"error {error[far].amax():.3g}, plain's largest {allowed.amax():.3g}")
 
 

@@ -275,6 +275,9 @@ class Grads:
     dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias. Where owns_dbias, each of
     its elements belongs to one pair of a row and a key alone: every pair of every sequence is written, in the dtype of
     the memory, with zeros where a row does not see the key.
+
+    Of a selection, an indexer and its loss, gradients of keys (dk, dk_rope and dv, all of them) may be float32 beside
+    rows of another dtype: somebody adds up partial results.
     """
 
     dout: RowView
@@ -308,6 +311,7 @@ class IndexerProblem(_Typed):
         top_k: how many keys a row chooses.
         has_values: the chosen scores are returned too.
         page_size: tokens of a page of k; 0: not paged.
+        wide_values: they are returned as they are compared, in float32, whatever dtype is.
     """
 
     heads: int
@@ -317,6 +321,7 @@ class IndexerProblem(_Typed):
     top_k: int = 2048
     has_values: bool = False
     page_size: int = 0
+    wide_values: bool = False
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
-from fusion_attention.backends.cpu.sparse import arguments, key_rows
+from fusion_attention.backends.cpu.sparse import arguments, key_rows, wide_keys
 from fusion_attention.memory import empty
 from fusion_attention.waist.problem import (
     Extents,
@@ -37,14 +37,30 @@ def plan_indexer(
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
     """As plan_indexer."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
-    attention = p.heads_q, p.heads_kv, p.dim_qk, 0, p.dim_rope, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype
+    attention = (
+        p.heads_q,
+        p.heads_kv,
+        p.dim_qk,
+        0,
+        p.dim_rope,
+        dtype,
+        p.scale,
+        p.has_sink,
+        False,
+        0,
+        1,
+        False,
+        dtype,
+        False,
+    )
     index = _fields(p, p.heads_index, p.dim_index, p.select_count)
     return _native.SparsePlan(index, attention, extents_of(extents), variant)
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
     """Writes indices, and values where there are any; a plan of statistics writes these."""
-    values = rows_of(operands.values, problem.torch_dtype) if operands.values else None
+    dtype = torch.float32 if problem.wide_values else problem.torch_dtype
+    values = rows_of(operands.values, dtype) if operands.values else None
     plan.run(torch.get_num_threads(), _arguments(problem, operands, values=values))
 
 
@@ -86,7 +102,8 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
-    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype
+    wide = isinstance(p, IndexerProblem) and p.wide_values
+    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
@@ -102,5 +119,6 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
-    dq, dk = (rows_of(view, p.torch_dtype) for view in (g.dq, g.dk))
-    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p))}
+    wide = wide_keys(g.dk, p.torch_dtype)
+    dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
+    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}

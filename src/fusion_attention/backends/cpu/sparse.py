@@ -21,7 +21,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
-    fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype
+    fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype, False
     return _native.SparsePlan(fields, extents_of(extents), backward, variant)
 
 
@@ -34,20 +34,27 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients from the saved statistics and the saved out."""
     p, g, dtype = problem, grads, problem.torch_dtype
+    wide = wide_keys(g.dk, dtype)
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     written: dict[str, Any] = {
         "dout": rows_of(g.dout, dtype),
         "dq": rows_of(g.dq, dtype),
         "dq_rope": rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
-        "dk": rows_of(g.dk, dtype),
-        "dk_rope": rows_of(g.dk_rope, dtype) if p.dim_rope and g.dk_rope else None,
-        "dv": rows_of(g.dv, dtype) if g.dv and not p.shares_kv else None,
+        "dk": rows_of(g.dk, wide or dtype),
+        "dk_rope": rows_of(g.dk_rope, wide or dtype) if p.dim_rope and g.dk_rope else None,
+        "dv": rows_of(g.dv, wide or dtype) if g.dv and not p.shares_kv else None,
+        "wide_keys": wide is not None,
     }
     with Floats() as floats:
         sinks = {"sink": floats.address(operands.sink), "dsink": dsink.data_ptr() if p.has_sink else 0}
         plan.run(torch.get_num_threads(), _arguments(p, operands, **written, **sinks))
     if g.dsink is not None:
         g.dsink.copy_(dsink)
+
+
+def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
+    """float32 where gradients of keys are to have it beside rows of another dtype: whoever adds them up rounds once."""
+    return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...]:
@@ -86,8 +93,8 @@ def arguments(
     q: Any, k: Any, indices: Any = None, q_rope: Any = None, k_rope: Any = None, v: Any = None,
     out: Any = None, max_: Any = None, sum_: Any = None, weights: Any = None, values: Any = None, dout: Any = None,
     dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None, dweights: Any = None,
-    sink: int = 0, dsink: int = 0,
+    sink: int = 0, dsink: int = 0, wide_keys: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
-    return *read, dout, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink
+    return *read, dout, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys

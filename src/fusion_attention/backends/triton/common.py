@@ -127,10 +127,12 @@ def _high(word):
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
     """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
-    places, count, b, h, heads = where
+    places, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
-        return kept_drawn(seed, offset, threshold, (b * heads + h).to(tl.int32), row, j0, KEYS)
+        stream, row0, key0 = matrix_at(places, count, b, h, views.BITS)  # memory.py: what is drawn has no bits
+        row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
+        return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
     else:
         return kept_bits(bits, places, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
 

@@ -33,7 +33,8 @@ def serves(problem: Problem, extents: Extents) -> bool:
         return True
     if p.dropout != "none" or p.empty_rows != "zero" or not len(extents):
         return False
-    return int(extents.q_len.max()) * p.group <= 64 and int(extents.kv_len.max()) >= 512
+    q_len, kv_len = extents.chosen_by
+    return int(q_len.max()) * p.group <= 64 and int(kv_len.max()) >= 512
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, aligned: bool) -> shapes.Tile:

@@ -173,6 +173,16 @@ def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
     }  # fmt: skip
 
 
+def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
+    """What dropout counts by where it has no bits: the stream of head 0, the first row and the first key."""
+    if problem.dropout != "philox":
+        return None
+    if (part := extents.part) is not None:
+        return part.stream, part.first_row, part.first_key
+    count = np.arange(len(extents), dtype=np.int64)
+    return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
+
+
 def tensors_of(problem: Problem, o: Operands, views: dict[str, memory.View | None]) -> dict[str, Any]:
     """The kernels' arguments that are memory, by their names; what the problem lacks is None."""
     p = problem
@@ -245,7 +255,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     views = views_of(p, o)
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
-    table = memory.places(views, count)
+    table = memory.places(views, count, drawn(p, extents))
     aligned = memory.aligned(views, table)
     tile = tile_on("forward", p, device, aligned)
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
@@ -287,7 +297,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     }  # fmt: skip
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
-    table = memory.places(views, count)
+    table = memory.places(views, count, drawn(p, extents))
     aligned = memory.aligned(views, table)
     query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))

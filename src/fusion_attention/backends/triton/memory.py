@@ -57,24 +57,35 @@ def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
     return address, view.stride_head, view.stride_token, 0
 
 
-def places(views: Mapping[str, View | None], count: int) -> np.ndarray:
-    """The table of `count` sequences; rows of views that are not there are zero."""
+def places(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
+    """The table of `count` sequences; rows of views that are not there are zero.
+
+    drawn: of dropout without bits, in the place of their view: (stream of head 0, first row, first key) per sequence,
+    in the order of (address, stride of a row, stride of a key), and 1 for the stride of a head.
+    """
     table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
     for at, name in enumerate(VIEWS):
         view = views.get(name)
         if view is not None:
             for n, values in enumerate(_columns(view, count)):
                 table[at * FIELDS + n] = values
+    if drawn is not None:
+        stream, row, key = drawn
+        at = VIEWS.index("drop_bits") * FIELDS
+        table[at : at + FIELDS] = stream, np.ones_like(stream), row, key
     return table
 
 
 def aligned(views: Mapping[str, View | None], table: np.ndarray) -> bool:
     """Whether every row of every view starts on 16 bytes."""
+    q = views["q"]
+    smallest = _WIDE if q is None else tensor_of(q).element_size()
     for at, name in enumerate(VIEWS):
         view = views.get(name)
         if name in ROWS and view is not None:
             tensor = tensor_of(view)
-            step = _WIDE // tensor.element_size()
+            # Kernels count alignment in q's elements, float32 results beside them too.
+            step = _WIDE // min(tensor.element_size(), smallest)
             if tensor.data_ptr() % _WIDE or (table[at * FIELDS : (at + 1) * FIELDS] % step).any():
                 return False
     return True

@@ -192,6 +192,19 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
     return "triangle" if mode in (2, 3, 4) else "tree" if mode == 9 else "full"
 
 
+def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
+    """What mode, window and mask say, the rule for one-token queries applied: mode, pre, next, mask_kind."""
+    mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
+    windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
+    pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
+    return {
+        "mode": 0 if one_token else mode,
+        "pre": int(np.clip(pre, -UNLIMITED, UNLIMITED)),
+        "next": int(np.clip(next_, -UNLIMITED, UNLIMITED)),
+        "mask_kind": _mask_kind(mask, mode, one_token),
+    }
+
+
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
     """What shapes, lengths and modes say together.
 
@@ -223,9 +236,6 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     fits = (q_first >= 0) & (kv_first >= 0)
     kv_used, q_used = np.where(fits, kv_len, 0), np.where(fits, q_len, 0)
     common, held = prefix_length(n, heads)
-    mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
-    windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
-    pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
     rows = n["S1"] if not packed(layout) else int(q_len.max(initial=0))
     return {
         "B": batch,
@@ -244,10 +254,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "common": common,
         "held": held,
         "one_token": one_token,
-        "mode": 0 if one_token else mode,
-        "pre": int(np.clip(pre, -UNLIMITED, UNLIMITED)),
-        "next": int(np.clip(next_, -UNLIMITED, UNLIMITED)),
-        "mask_kind": _mask_kind(mask, mode, one_token),
+        **visibility(n, one_token),
         "rows": rows,
         "columns": common + int((np.maximum(kv_first, 0) + kv_used).max(initial=0)),
         "cache_layout": key_layout(n, key[0]),

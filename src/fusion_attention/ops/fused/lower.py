@@ -127,10 +127,10 @@ def _blocked(n: Mapping[str, Any]) -> Tensor:
 
 def _extents(n: dict[str, Any]) -> Extents:
     q_len, kv_len = n["q_used"], n["common"] + n["kv_used"]
-    return extents_of(q_len, kv_len, _band(n).resolve(q_len, kv_len))
+    return extents_of(q_len, kv_len, fused_band(n).resolve(q_len, kv_len))
 
 
-def _band(n: Mapping[str, Any]) -> Band:
+def fused_band(n: Mapping[str, Any]) -> Band:
     """What mode and window leave; a compressed mask says nothing more, and any other is a matrix."""
     match n["mode"]:
         case 2:

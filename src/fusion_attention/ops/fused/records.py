@@ -205,12 +205,28 @@ out = softmax(S over the keys that mask, mode and window leave) V
 int8 query:  S = scale_value * dequant_scale1 * (Q K^T) + pse_shift,  W = round(quant_scale1 * exp(S - max))
              out = (W V) * dequant_scale2 / sum(exp(S - max))
 int8 output: out = round(out * quant_scale2 + quant_offset2), saturated"""
+PROMPT_TEX = r"""\begin{aligned}
+S &= scale\; QK^\top + pse \\
+out &= \operatorname{softmax}(S)\, V \quad \text{over the keys that mask, mode and window leave} \\
+\text{int8 query:}\quad S &= scale \cdot deq_1\, QK^\top + pse,
+  \quad W = \operatorname{round}\!\big(q_1\, e^{S - \max S}\big),
+  \quad out = \frac{deq_2\, WV}{\sum e^{S - \max S}} \\
+\text{int8 output:}\quad out &\leftarrow \operatorname{sat}\!\big(\operatorname{round}(out \cdot q_2 + offset_2)\big)
+\end{aligned}"""
 FORMULA = """K, V = (stored + offset) * scale           where the cache holds integers
 S    = scale_value * (Q K^T + Q_rope K_rope^T) + pse_shift
 out  = softmax(S over the keys that lengths, mask, mode and window leave, with the sink) V
 lse  = max + ln(sum exp(S - max))
 int8 output: out = round(out * quant_scale2 + quant_offset2), saturated
 int8 query, query_quant_mode 0: as PromptFlashAttention's; 3: scores times dequant_scale_query times the key's scale"""
+TEX = r"""\begin{aligned}
+K, V &= (stored + offset)\, scale_{anti} \quad \text{where the cache holds integers} \\
+S &= scale\,(QK^\top + Q_{rope} K_{rope}^\top) + pse \\
+out &= \operatorname{softmax}(S)\, V
+  \quad \text{over the keys that lengths, mask, mode and window leave, with the sink} \\
+lse &= \max S + \ln \sum e^{S - \max S} \\
+\text{int8 output:}\quad out &\leftarrow \operatorname{sat}\!\big(\operatorname{round}(out \cdot q_2 + offset_2)\big)
+\end{aligned}"""
 NEUTRAL: dict[str, Any] = {
     "skips_modes": True,
     "pse_reserved": False,
@@ -271,6 +287,7 @@ PROMPT_V1 = of_cann(
     ),
     PROMPTS + NO_INTEGERS + OUTPUTS + UNREAD_BIAS,
     formula=PROMPT_FORMULA,
+    tex=PROMPT_TEX,
     rulings=RULINGS,
     layouts=PROMPT,
     neutral={**NEUTRAL, "skips_modes": False, "pse_reserved": True, "has_lse": False},
@@ -310,6 +327,7 @@ FUSED_V1 = PROMPT_V1.version(
     ),
     rules=FUSED + NO_TREES,
     formula=FORMULA,
+    tex=TEX,
     rulings=(*RULINGS, 18, 31, 33, 34),
     layouts=ROPELESS,
     neutral=NEUTRAL,

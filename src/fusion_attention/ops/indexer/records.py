@@ -141,8 +141,17 @@ FORWARD = (
 
 FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that the row sees
 indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""
+TEX = r"""\begin{aligned}
+I_j &= \sum_h w_h \max(0,\; q_h \cdot k_j) \qquad j \text{ over the keys that the row sees} \\
+indices &= \text{the largest } I_j \text{, best first; of equal ones the lower index first}
+\end{aligned}"""
 BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
 dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
+BACKWARD_TEX = r"""\begin{aligned}
+S_{hk} &= q_h \cdot k_{idx(k)}, \qquad dS_{hk} = dy_k\, w_h\, [S_{hk} > 0] \\
+dw_h &= \sum_k dy_k \max(0, S_{hk}), \qquad dq_h = \sum_k dS_{hk}\, k_{idx(k)},
+  \qquad dk_{idx(k)} \mathrel{+}= \sum_h dS_{hk}\, q_h
+\end{aligned}"""
 TRAINS = {"sparse_values_out": DIFFERENTIABLE}
 INDEXER_SIZES = {**SIZES, "D": 128}
 NEUTRAL: dict[str, Any] = {
@@ -171,6 +180,7 @@ V1 = of_cann(
     ),
     (*LENGTHS, *NEEDS_KEY_LENGTHS, *PAGES, *TABLES, *TABLE_LIMITS, HEADS, *SCORES, *FORWARD, *LIMITS),
     formula=FORMULA,
+    tex=TEX,
     rulings=(6, 13, 17, 18, 20, 23),
     layouts=LAYOUTS,
     layout_attr="layout",
@@ -193,6 +203,7 @@ GRAD_V1 = V1.version(
     ),
     rules=LENGTHS + NEEDS_KEY_LENGTHS + SCORES + SELECTION + LIMITS,
     formula=BACKWARD_FORMULA,
+    tex=BACKWARD_TEX,
     rulings=(6, 12, 17, 18, 20, 23, 24),
     derive=lengths,
     results=GRADIENT_NAMES,

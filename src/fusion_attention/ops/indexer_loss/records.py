@@ -185,6 +185,15 @@ FORMULA = """p_j = (1 / N) sum_h exp(s_hj - max_h) / sum_h,   s_hj = scale * (q_
 I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = softmax(I)      over the keys of a row
 loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y - p
 dweights_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dquery_index = dS k,   dkey_index = sum_h dS^T q"""
+TEX = r"""\begin{aligned}
+p_j &= \frac{1}{N} \sum_h \frac{e^{s_{hj} - m_h}}{\ell_h},
+  \qquad s_{hj} = scale\,(q_h \cdot k_j + q^{rope}_h \cdot k^{rope}_j) \\
+I_j &= \sum_h w_h \max(0, S_{hj}), \qquad S_{hj} = q^{index}_h \cdot k^{index}_j,
+  \qquad y = \operatorname{softmax}(I) \\
+loss &= \sum_j p_j\,\big(\ln \max(p_j, 10^{-8}) - \ln \max(y_j, 10^{-8})\big), \qquad dI = y - p \\
+dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
+  \quad dq^{index}_h = \sum_j dS_{hj}\, k^{index}_j, \quad dk^{index}_j = \sum_h dS_{hj}\, q^{index}_h
+\end{aligned}"""
 SPARSE_SIZES = {**SIZES, "N1": 8, "G": 8, "Ni": 8, "Di": 128}
 DENSE_SIZES = {**SPARSE_SIZES, "N1": 32, "N2": 32, "G": 1, "D": 128}
 NEUTRAL: dict[str, Any] = {
@@ -207,6 +216,7 @@ V1 = of_cann(
     ),
     (*MEANING, *SELECTION, *LIMITS),
     formula=FORMULA,
+    tex=TEX,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
     layouts=LAYOUTS,
     layout_attr="layout",
@@ -240,6 +250,10 @@ LSE_V1 = V1.version(
     rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
     formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
 max = max_j I_j,  sum = sum_j exp(I_j - max)""",
+    tex=r"""\begin{aligned}
+I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad j \text{ over the keys that the row sees} \\
+\max &= \max_j I_j, \qquad sum = \sum_j e^{I_j - \max}
+\end{aligned}""",
     rulings=(6, 17, 20, 23),
     results=STATISTICS,
     fresh=fresh_statistics,

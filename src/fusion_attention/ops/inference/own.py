@@ -388,6 +388,11 @@ RECORD = Op(
     RULES,
     formula="""k, v = (stored + offset) * scale                     where the cache holds integers
 out  = softmax(cap(scale * q k^T) + bias, keys seen) @ v""",
+    tex=r"""\begin{aligned}
+k_j, v_j &= (stored_j + offset)\, scale \quad \text{where the cache holds integers} \\
+s_{ij} &= \operatorname{cap}(scale\; q_i \cdot k_j) + bias_{ij} \\
+out_i &= \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}} + e^{sink}}
+\end{aligned}""",
     rulings=(10, 11, 16, 18, 23),
     layouts=("BSND", "BNSD"),
     layout_attr="layout",

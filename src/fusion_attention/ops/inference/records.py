@@ -64,6 +64,12 @@ FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where 
 S    = scale_value * Q K^T + pse_shift
 out  = softmax(S over an item's tokens that the mask leaves) V
 out  = round(out * quant_scale2 + quant_offset2), saturated    where the output is int8"""
+TEX = r"""\begin{aligned}
+K, V &= (stored + offset_{anti})\, scale_{anti} \quad \text{where the cache is int8} \\
+S &= scale\; QK^\top + pse \\
+out &= \operatorname{softmax}(S)\, V \quad \text{over the tokens of an item that the mask leaves} \\
+out_{int8} &= \operatorname{sat}\!\big(\operatorname{round}(out \cdot scale_2 + offset_2)\big)
+\end{aligned}"""
 UNTRAINED = "decoding has no derivative: call it under torch.no_grad(), or train with npu_fusion_attention"
 NEUTRAL: dict[str, Any] = {
     "pse_reserved": False,
@@ -81,6 +87,7 @@ V1 = of_cann(
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
     formula=FORMULA,
+    tex=TEX,
     rulings=(1, 2, 6, 10, 15, 20, 23, 28),
     layouts=LAYOUTS,
     neutral={**NEUTRAL, "pse_reserved": True},

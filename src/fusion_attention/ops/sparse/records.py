@@ -227,8 +227,18 @@ BACKWARD = (
 
 FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        over the keys j of the selected blocks that the row sees
 max = max_j s_j,  sum = sum_j exp(s_j - max) + exp(sink - max),  out = sum_j exp(s_j - max) v_j / sum"""
+TEX = r"""\begin{aligned}
+s_j &= scale\,(q \cdot k_j + q^{rope} \cdot k^{rope}_j)
+  \qquad j \text{ over the keys of the selected blocks that the row sees} \\
+out &= \frac{\sum_j e^{s_j - m}\, v_j}{\ell}, \qquad m = \max_j s_j, \quad \ell = \sum_j e^{s_j - m} + e^{sink - m}
+\end{aligned}"""
 BACKWARD_FORMULA = """P_j = exp(s_j - max) / sum,  dS_j = P_j * (dY . v_j - dY . out)    from the saved max, sum and out
 dq = scale * sum_j dS_j k_j,  dk_j += scale * dS_j q,  dv_j += P_j dY               and so for the rope parts"""
+BACKWARD_TEX = r"""\begin{aligned}
+P_j &= \frac{e^{s_j - m}}{\ell}, \qquad dS_j = P_j\,(dY \cdot v_j - dY \cdot out)
+  \quad \text{from the saved } m, \ell \text{ and } out \\
+dq &= scale \sum_j dS_j\, k_j, \qquad dk_j \mathrel{+}= scale\; dS_j\, q, \qquad dv_j \mathrel{+}= P_j\, dY
+\end{aligned}"""
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,
     "sparse_block_size": 1,
@@ -275,6 +285,7 @@ V1 = of_cann(
     ),
     RULES + FORWARD + LIMITS + FORWARD_LIMITS,
     formula=FORMULA,
+    tex=TEX,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 25),
     layouts=LAYOUTS,
     layout_attr="layout",
@@ -297,6 +308,7 @@ GRAD_V1 = V1.version(
     ),
     rules=RULES + LIMITS + BACKWARD,
     formula=BACKWARD_FORMULA,
+    tex=BACKWARD_TEX,
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 20, 23, 24, 25, 27, 28),
     derive=derive,
     results=tuple(p.name for p in GRADIENTS),

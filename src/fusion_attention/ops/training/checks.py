@@ -39,6 +39,7 @@ def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool 
 
 def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
     """Whether a packed call's mode and window leave every row of every item a key, as the chip demands."""
+    given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
     cut = items[-1 if mode == 7 else 0] if len(items) else -1
@@ -58,7 +59,7 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
     for found, rule in broken:
         if np.any(found):
             item = f"item {int(np.argmax(found))}: " if np.ndim(found) else ""
-            return f"{item}pre_tokens={pre}, next_tokens={next_} break {rule}"
+            return f"{item}{given} break {rule}"
     return True
 
 

@@ -40,7 +40,7 @@ def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseForward | Den
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
     """What a signature and its lengths decide, and the names of the tensors that are the call's extras."""
-    extents, form = _extents(n), _form(n)
+    extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
     names = ("query_rope", "key_rope", *bias, blocked, "drop_mask", "sink", "", "")
@@ -63,7 +63,8 @@ def _form(n: dict[str, Any]) -> Form:
     return Form(layout, bias, blocked, "token" if n["softmax_layout"] else "item")
 
 
-def _extents(n: dict[str, Any]) -> Extents:
+def dense_extents(n: dict[str, Any]) -> Extents:
+    """Lengths and bands of every sequence, from the names of a bound call."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:

@@ -344,6 +344,11 @@ RECORD = Op(
     ),
     RULES,
     formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, keys seen) * keep / keep_prob @ v",
+    tex=r"""\begin{aligned}
+s_{ij} &= \operatorname{cap}\!\big(scale\,(q_i \cdot k_j + q^{rope}_i \cdot k^{rope}_j)\big) + bias_{ij} \\
+out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime} e^{s_{ij\prime}} + e^{sink}}\;
+  v_j, \qquad j \text{ over the keys that row } i \text{ sees}
+\end{aligned}""",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
     layouts=(*PADDED, *PACKED),
     layout_attr="layout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.pair import Timing
+from fusion_attention.bench.pair import Timing
 
 
 def draw(timings: list[Timing], path: Path) -> None:

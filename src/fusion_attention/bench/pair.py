@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_attention import _native
-
 # A figure reaches its goal from this share of it on: what two runs on one machine differ by.
 REACHED = 0.97
 # Seconds; shorter calls are made several times in a row, the peer's as often as ours, as a model's layers make them.
@@ -52,7 +50,7 @@ class Pair:
 @dataclass(frozen=True)
 class Timing:
     """Median milliseconds of both, medians over neighbouring turns of the ratio (peer's time / ours, or our rate / the
-    peer's) and of our share of the peak, and our rate."""
+    peer's) and of our share of the peak, our rate, and what all ratios lie between but an eighth at each end."""
 
     group: str
     name: str
@@ -64,6 +62,8 @@ class Timing:
     share_of_peak: float
     goal: float
     share_goal: float
+    low: float = 0.0
+    high: float = 0.0
 
     @property
     def reached(self) -> bool | None:
@@ -85,14 +85,16 @@ class Probe:
     """The machine's multiply-adds in registers, for about as long as a call takes: what its rate is a share of."""
 
     def __init__(self, dtype: str, variant: str | None, like: float) -> None:
-        self._given = dtype, variant
+        from fusion_attention import _native  # a machine without the core times other back ends
+
+        self._multiply_adds, self._given = _native.multiply_adds, (dtype, variant)
         self._turns = 100_000
         for _ in range(2):
             self._turns = max(1000, round(self._turns * like / seconds(self._work)))
 
     def _work(self) -> float:
         dtype, variant = self._given
-        return _native.multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
+        return self._multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
 
     def rate(self) -> float:
         """Operations in a second, measured now."""
@@ -115,6 +117,7 @@ def measure(pair: Pair, turns: int) -> Timing:
     ]
     work = pair.flops / pair.peer_flops if pair.peer_flops else 1.0
     median = statistics.median
+    ratios = sorted(b / a * work for a, b, _ in rows)
     ours, peer = median(a for a, _, _ in rows), median(b for _, b, _ in rows)
     return Timing(
         pair.group,
@@ -122,9 +125,11 @@ def measure(pair: Pair, turns: int) -> Timing:
         pair.peer_name,
         ours * 1e3,
         peer * 1e3,
-        median(b / a * work for a, b, _ in rows),
+        median(ratios),
         pair.flops / ours / 1e9,
         median(pair.flops / a / rate if rate else 0.0 for a, _, rate in rows),
         pair.goal,
         pair.share_goal,
+        ratios[len(ratios) // 8],
+        ratios[-1 - len(ratios) // 8],
     )

@@ -1,174 +1,22 @@
-"""Attention layers that learn to choose their keys: the lightning indexer, and the stages in which it is trained."""
+"""Attention layers that learn to choose their keys, and the stages in which they are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fusion_attention.api.attention import attention
-from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+from fusion_attention.nn.indexer import LightningIndexer, Rope
+from fusion_attention.nn.ranks import Lengths, functions, rows_of, tokens_of
+from fusion_attention.nn.rope import apply_rope
 from fusion_attention.waist.mask import Band
 
-__all__ = [
-    "STAGES",
-    "Index",
-    "LightningIndexer",
-    "SparseAttention",
-    "SparseLatentAttention",
-    "SparseSelfAttention",
-    "apply_rope",
-    "rope_table",
-    "set_stage",
-]
+if TYPE_CHECKING:
+    from fusion_attention.nn.indexer import called_as
 
 STAGES = ("dense", "warmup", "sparse")
 Stage = Literal["dense", "warmup", "sparse"]
-
-Lengths = Sequence[int] | Tensor | None
-Rope = tuple[Tensor, Tensor] | None
-
-if TYPE_CHECKING:
-    P = ParamSpec("P")
-    T = TypeVar("T")
-
-    def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
-        """Says what a layer's call takes and returns; nn.Module says (*args, **kwargs) -> Any."""
-
-
-def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which rotary embedding rotates `dim` elements of a row.
-
-        angle_i = position * base ** (-2 i / dim)
-
-    Args:
-        positions: of tokens, any shape; packed sequences count from 0 each.
-        dim: elements of a row that are rotated; even.
-        base: ratio of the longest wave to the shortest.
-
-    Returns:
-        (cos, sin): float32 [*positions.shape, dim / 2].
-
-    Source: this library.
-
-    Example:
-        >>> cos, sin = rope_table(torch.arange(6), 8)
-        >>> cos.shape
-        torch.Size([6, 4])
-    """
-    rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
-    angle = positions[..., None] * rate
-    return angle.cos(), angle.sin()
-
-
-def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rows whose first elements are rotated by their positions; the elements behind the table's width stay.
-
-        (a, b) -> (a cos - b sin, b cos + a sin)
-
-    Args:
-        rows: [..., heads, D].
-        rope: (cos, sin), each [..., R / 2] with R <= D, as rope_table() gives them.
-        interleaved: pairs are neighbours (2 i, 2 i + 1), and the results stand halves apart; False: pairs stand
-            halves apart (i, i + R / 2).
-
-    Raises:
-        ValueError: the table is wider than the rows.
-
-    Source: this library; DeepSeek-V3.2 rotates attention interleaved and its indexer halves apart.
-
-    Example:
-        >>> rows = torch.randn(2, 6, 4, 16)
-        >>> rotated = apply_rope(rows, rope_table(torch.arange(6), 8))
-        >>> torch.equal(rotated[:, 0], rows[:, 0]) and torch.equal(rotated[..., 8:], rows[..., 8:])
-        True
-    """
-    cos, sin = (t.unsqueeze(-2) for t in rope)
-    width = 2 * cos.shape[-1]
-    if width > rows.shape[-1]:
-        raise ValueError(
-            f"apply_rope: rope: expected at most {rows.shape[-1] // 2} columns, got {cos.shape[-1]} "
-            f"(rows have {rows.shape[-1]} elements; make a narrower rope_table)"
-        )
-    rotated = rows[..., :width]
-    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
-    parts = (a * cos - b * sin).to(rows.dtype), (b * cos + a * sin).to(rows.dtype), rows[..., width:]
-    return torch.cat(parts, -1)
-
-
-class Index(NamedTuple):
-    """What an indexer says of a batch: its query, key and weights, and the keys that it chose (None: not asked)."""
-
-    q: Tensor
-    k: Tensor
-    weights: Tensor
-    indices: Tensor | None
-
-
-class LightningIndexer(nn.Module):
-    """Scores every key for every row with a few small heads, and chooses the best.
-
-        q_h = wq_b(query)_h,  k = k_norm(wk(x)),  w = weights_proj(x) / sqrt(heads * head_dim)
-        I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the keys that a row sees
-
-    What it reads is detached: its loss teaches the indexer alone. Parameters have the names of DeepSeek-V3.2; the
-    Hadamard rotation of its inference code is left out, as it changes no product.
-
-    Args:
-        dim: elements of a token's hidden state.
-        heads: query heads.
-        head_dim: elements of a head.
-        top_k: keys that a row chooses.
-        query_dim: elements of what queries are made of (MLA's query latent); None: the hidden state, dim.
-
-    Source: this library; the indexer of DeepSeek-V3.2.
-
-    Example:
-        >>> indexer = LightningIndexer(64, heads=4, head_dim=16, top_k=8)
-        >>> indexer(torch.randn(2, 32, 64)).indices.shape
-        torch.Size([2, 32, 1, 8])
-    """
-
-    def __init__(self, dim: int, heads: int, head_dim: int, top_k: int, *, query_dim: int | None = None) -> None:
-        super().__init__()
-        self.heads, self.head_dim, self.top_k = heads, head_dim, top_k
-        self.wq_b = nn.Linear(query_dim or dim, heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, head_dim, bias=False)
-        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6)
-        self.weights_proj = nn.Linear(dim, heads, bias=False)
-
-    def forward(
-        self, x: Tensor, query: Tensor | None = None, *, rope: Rope = None, lengths: Lengths = None, choose: bool = True
-    ) -> Index:
-        """The indexer's rows, and the keys that every row chooses.
-
-        Args:
-            x: hidden states, [B, S, dim], or packed [T, dim].
-            query: [B, S, query_dim], or packed [T, query_dim]; None: x.
-            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head rotate.
-            lengths: tokens of every sequence; packed: needed.
-            choose: False: indices are None.
-        """
-        x = x.detach()
-        query = x if query is None else query.detach()
-        q = self.wq_b(query).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_norm(self.wk(x)).unsqueeze(-2)
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
-        # weights_proj may stay in float32 where the model does not.
-        weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)) * (self.heads * self.head_dim) ** -0.5
-        indices = None
-        if choose:
-            with torch.no_grad():
-                indices, _ = lightning_indexer(q, k, weights, self.top_k, **_rows(x, lengths))
-        return Index(q, k, weights, indices)
-
-    if TYPE_CHECKING:
-
-        @called_as(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class SparseAttention(nn.Module):
@@ -182,6 +30,9 @@ class SparseAttention(nn.Module):
     where p is the mean over heads of the attention's probabilities, and I the indexer's scores. A layer with
     projections of its own calls attend() (as SparseSelfAttention and SparseLatentAttention do), or this module as
     it is. The stage is no part of the state_dict; set_stage() changes it in a whole model.
+
+    Where the indexer has a group, tensors are this rank's shares, lengths those of whole sequences, and the loss is
+    that of all ranks, the same on each: add it once to each rank's own loss. Rope's positions: distributed.positions().
 
     Args:
         indexer: chooses the keys.
@@ -221,6 +72,7 @@ class SparseAttention(nn.Module):
         scale: float | None = None,
         index_rope: Rope = None,
         lengths: Lengths = None,
+        tokens: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of projected rows in the present stage, and the indexer's loss.
 
@@ -234,29 +86,32 @@ class SparseAttention(nn.Module):
             scale: factor on the dot products; None: 1 / sqrt(D + Dr).
             index_rope: (cos, sin) for the indexer's rows.
             lengths: tokens of every sequence; packed: needed. Padded: rows behind them are 0 and lose nothing.
+            tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
 
         Returns:
             (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
             evaluation mode and in the dense stage; add it to the model's own loss (in warm-up it is all there is).
         """
-        common = {**_rows(x, lengths), "q_rope": q_rope, "k_rope": k_rope, "scale": scale}
+        ranks = self.indexer.ranks
+        of, common = functions(ranks), {**rows_of(x, lengths, ranks, tokens), "scale": scale}
+        common |= {"q_rope": q_rope, "k_rope": k_rope}
         indices = None
         if self.stage != "sparse":
             values = k if v is None else v
-            out, lse = attention(q, k, values, band=Band.causal(), return_lse=True, **common)
+            out, lse = of.attention(q, k, values, band=Band.causal(), return_lse=True, **common)
             if self.stage == "dense" or not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
-            index = self.indexer(x, query, rope=index_rope, lengths=lengths, choose=False)
+            index = self.indexer(x, query, rope=index_rope, lengths=lengths, choose=False, tokens=tokens)
         else:
-            index = self.indexer(x, query, rope=index_rope, lengths=lengths)
+            index = self.indexer(x, query, rope=index_rope, lengths=lengths, tokens=tokens)
             indices = index.indices
             assert indices is not None
             lists = indices.expand(*k.shape[:-1], -1)  # One choice for all key heads.
-            out, lse = sparse_attention(q, k, v, lists, return_lse=True, **common)
+            out, lse = of.sparse_attention(q, k, v, lists, return_lse=True, **common)
             if not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
-        loss = indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **common)
-        return out, loss / _tokens(x, lengths)
+        loss = of.indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **common)
+        return out, loss / tokens_of(x, lengths, ranks, tokens)
 
     if TYPE_CHECKING:
 
@@ -274,6 +129,7 @@ class SparseSelfAttention(SparseAttention):
         head_dim: elements of a head; None: dim / heads.
         index_heads, index_dim, top_k: of the indexer.
         stage: one of STAGES.
+        group, schedule: as of LightningIndexer.
 
     Source: this library.
 
@@ -295,8 +151,10 @@ class SparseSelfAttention(SparseAttention):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         stage: Stage = "sparse",
+        group: Any = None,
+        schedule: str = "zigzag",
     ) -> None:
-        super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k), stage)
+        super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k, group=group, schedule=schedule), stage)
         self.head_dim = head_dim or dim // heads
         self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, (kv_heads or heads) * self.head_dim, bias=False)
@@ -304,7 +162,13 @@ class SparseSelfAttention(SparseAttention):
         self.o_proj = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, *, rope: Rope = None, index_rope: Rope = None, lengths: Lengths = None
+        self,
+        x: Tensor,
+        *,
+        rope: Rope = None,
+        index_rope: Rope = None,
+        lengths: Lengths = None,
+        tokens: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output and the indexer's loss.
 
@@ -313,13 +177,14 @@ class SparseSelfAttention(SparseAttention):
             rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2], R <= head_dim.
             index_rope: the same for the indexer, R <= index_dim; None: rope.
             lengths: tokens of every sequence; packed: needed.
+            tokens: as attend() says.
 
         Returns:
             (out, loss): out as x; loss as attend() says.
         """
         q, k, v = self.project(x, rope)
         index_rope = rope if index_rope is None else index_rope
-        out, loss = self.attend(x, q, k, v, index_rope=index_rope, lengths=lengths)
+        out, loss = self.attend(x, q, k, v, index_rope=index_rope, lengths=lengths, tokens=tokens)
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
@@ -351,6 +216,7 @@ class SparseLatentAttention(SparseAttention):
         index_heads, index_dim, top_k: of the indexer.
         scale: factor on the dot products; None: 1 / sqrt(nope_dim + rope_dim).
         stage: one of STAGES.
+        group, schedule: as of LightningIndexer.
 
     Source: this library; DeepSeek-V3.2.
 
@@ -377,8 +243,11 @@ class SparseLatentAttention(SparseAttention):
         top_k: int,
         scale: float | None = None,
         stage: Stage = "sparse",
+        group: Any = None,
+        schedule: str = "zigzag",
     ) -> None:
-        super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k, query_dim=q_rank), stage)
+        ranks = {"group": group, "schedule": schedule}
+        super().__init__(LightningIndexer(dim, index_heads, index_dim, top_k, query_dim=q_rank, **ranks), stage)
         self.heads, self.parts = heads, (nope_dim, rope_dim, v_dim)
         self.scale = (nope_dim + rope_dim) ** -0.5 if scale is None else scale
         self.q_a_proj = nn.Linear(dim, q_rank, bias=False)
@@ -389,13 +258,16 @@ class SparseLatentAttention(SparseAttention):
         self.kv_b_proj = nn.Linear(kv_rank, heads * (nope_dim + v_dim), bias=False)
         self.o_proj = nn.Linear(heads * v_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None, tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The layer's output and the indexer's loss.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, rope_dim / 2], [B, S, rope_dim / 2] or [T, rope_dim / 2].
             lengths: tokens of every sequence; packed: needed.
+            tokens: as attend() says.
 
         Returns:
             (out, loss): out as x; loss as attend() says.
@@ -406,7 +278,8 @@ class SparseLatentAttention(SparseAttention):
         latent, k_rope = self.kv_a_proj_with_mqa(x).unsqueeze(-2).split((self.kv_b_proj.in_features, rotated), -1)
         latent = self.kv_a_layernorm(latent)
         q_rope, k_rope = apply_rope(q_rope, rope, True), apply_rope(k_rope, rope, True)
-        common: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope, "lengths": lengths}
+        common: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope}
+        common |= {"lengths": lengths, "tokens": tokens}
         if self.stage == "sparse":
             up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split((nope, v_dim), 1)
             absorbed = torch.einsum("...hd,hdr->...hr", q, up_k)
@@ -464,15 +337,3 @@ def _checked(stage: Stage) -> Stage:
     if stage not in STAGES:
         raise ValueError(f"SparseAttention: stage: expected one of {', '.join(STAGES)}, got {stage!r}")
     return stage
-
-
-def _rows(x: Tensor, lengths: Lengths) -> dict[str, Any]:
-    """How the tokens of hidden states lie, in the words of the functions."""
-    return {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
-
-
-def _tokens(x: Tensor, lengths: Lengths) -> int | Tensor:
-    """Tokens that are not padding, at least 1."""
-    if lengths is None:
-        return max(1, x.shape[:-1].numel())
-    return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))

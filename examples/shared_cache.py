@@ -1,0 +1,53 @@
+"""A cache that no rank holds whole: its pages go round the ranks, each attends its own, and results are merged.
+
+    torchrun --nproc-per-node 2 examples/shared_cache.py
+
+Decodes a few tokens behind a prompt, by latents that all heads share (MLA), with a window in every second layer, and
+holds each step beside a cache of one process.
+"""
+
+import torch
+import torch.distributed as dist
+
+import fusion_attention as fa
+
+PROMPT, STEPS, HEADS, LATENT, VALUES, PAGE = 1500, 4, 16, 96, 64, 32
+BANDS = (fa.Band.causal(), fa.Band.window(255))  # of the layers
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # Every rank draws the same tokens, as the ranks of one model do.
+    make = {"heads": 1, "dim": LATENT, "dim_v": VALUES, "shares_kv": True, "page_size": PAGE}
+    pages = -(-(PROMPT + STEPS) // PAGE)
+    shared = [fa.PagedKVCache(pages=-(-pages // ranks), group=dist.group.WORLD, **make) for _ in BANDS]
+    whole = [fa.PagedKVCache(pages=pages, **make) for _ in BANDS]
+    for caches in zip(shared, whole, strict=True):
+        prompt = torch.randn(1, PROMPT, 1, LATENT)
+        for cache in caches:
+            cache.append([cache.allocate()], prompt)
+    furthest = 0.0
+    for _ in range(STEPS):
+        for here, there, band in zip(shared, whole, BANDS, strict=True):
+            latent, q = torch.randn(1, 1, 1, LATENT), torch.randn(1, 1, HEADS, LATENT)
+            here.append([0], latent)
+            there.append([0], latent)
+            out, expected = (fa.decode_attention(q, cache, band=band) for cache in (here, there))
+            furthest = max(furthest, float((out - expected).abs().max()))
+            if HEADS % ranks == 0:  # The same where each rank has some heads alone.
+                own = q.chunk(ranks, 2)[rank]
+                mine = fa.distributed.decode_attention(own, here, band=band, own_heads=True)
+                assert torch.equal(mine, out.chunk(ranks, 2)[rank])
+    assert furthest < 1e-5, furthest
+    kept = sum(len(own) for cache in shared for own in cache.own_pages())
+    for turn in range(ranks):
+        dist.barrier()
+        if turn == rank:
+            size = sum(cache.nbytes for cache in shared) / 2**20
+            print(f"rank {rank} of {ranks}: {kept} pages in {size:.2f} MiB, results within {furthest:.1e}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Is my kernel right? A kernel of one's own, judged in ten lines; then the same from files, as `verify` reads them.
+
+python examples/verify_kernel.py
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import fusion_attention as fa
+
+
+def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention over [B, S, N, D], as somebody wrote it: for more keys than queries its diagonal is wrong."""
+    q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)  # counted from the upper left corner
+    out = scores.masked_fill(future, -math.inf).softmax(-1) @ v.repeat_interleave(group, 1)
+    return out.transpose(1, 2).to(torch.bfloat16)
+
+
+def main() -> None:
+    """Judges the kernel twice."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, rows, heads, 64).bfloat16() for rows, heads in ((100, 8), (160, 2), (160, 2)))
+    out = my_kernel(q, k, v, 0.125)
+
+    # In a program: what the call should be, and what the kernel gave.
+    asked = {"q": q, "k": k, "v": v, "scale": 0.125, "band": fa.Band.causal()}
+    found = fa.diagnose("attention", asked, {"out": out})
+    print(found)
+    assert found.verdict == "wrong"
+    assert found.mistakes[0].name == "causal-alignment"
+
+    # From files: the same tensors under somebody else's names, and the words that no file holds.
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) / "dump.npz"
+        np.savez(dump, **{n: t.float().numpy() for n, t in (("Q", q), ("K", k), ("V", v), ("O", out))})
+        names = [f"--map={name}" for name in ("q=Q", "k=K", "v=V", "output.out=O")]
+        words = ["--op=attention", "--dtype=bfloat16", "--set=scale=0.125", "--set=sparse_mode=2"]
+        command = [sys.executable, "-m", "fusion_attention", "verify", str(dump), *names, *words]
+        code = subprocess.run(command, check=False).returncode
+    print(f"\nas sparse_mode=2, which counts from the upper left corner, verify exits with {code}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What changed between two runs: their JSON files, row by row.
+
+A row's peer is timed beside it in both runs, in turns: what changes both, the machine did. Refuses to know how rows are
+timed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fusion_attention.bench.pair import REACHED
+
+LARGEST = 64 << 20  # bytes of a file
+
+
+class FiguresError(ValueError):
+    """A file that holds no figures; one sentence."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row of both files.
+
+    Attributes:
+        before_ms, after_ms: ours in each file.
+        faster: before / after; peer_faster: the same of the peer, which the machine alone changes.
+        net: how much the ratio to the peer changed, turn by turn: what is left when the machine is taken out.
+        says: "faster" or "slower" where the ratios of nearly all turns lie apart in the two runs, and by more than two
+            runs of one thing differ; else "same".
+    """
+
+    group: str
+    name: str
+    peer_name: str
+    before_ms: float
+    after_ms: float
+    faster: float
+    peer_faster: float
+    net: float
+    says: str
+
+
+class Row(NamedTuple):
+    """Milliseconds of ours and of the peer, their ratio, and what nearly all turns lie between."""
+
+    ours: float
+    peer: float
+    ratio: float
+    low: float
+    high: float
+
+
+def compared(before: Path, after: Path) -> tuple[list[Change], list[str], list[str]]:
+    """(the rows of both, those of the first alone, those of the second alone).
+
+    Raises:
+        FiguresError: a file holds no figures, or no row is in both.
+    """
+    one, other = figures(before), figures(after)
+    changes = [_change(key, one[key], other[key]) for key in one if key in other]
+    if not changes:
+        raise FiguresError(f"{before} and {after} have no row in common")
+    only = [[": ".join(key[:2]) for key in these if key not in those] for these, those in ((one, other), (other, one))]
+    return changes, only[0], only[1]
+
+
+def figures(path: Path) -> dict[tuple[str, str, str], Row]:
+    """The rows of a file by group, name and peer.
+
+    Raises:
+        FiguresError: it cannot be read, or is not what bench writes.
+    """
+    try:
+        if path.stat().st_size > LARGEST:
+            raise FiguresError(f"{path} has more than {LARGEST} bytes: not what `fusion-attention bench` writes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FiguresError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise FiguresError(f"{path} is no JSON: {error}"[:300]) from None
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise FiguresError(f"{path} has no rows: it is not what `fusion-attention bench --output` writes")
+    return dict(_row(path, number, row) for number, row in enumerate(rows))
+
+
+def _row(path: Path, number: int, row: Any) -> tuple[tuple[str, str, str], Row]:
+    words = [row.get(word) for word in ("group", "name", "peer_name")] if isinstance(row, dict) else []
+    values = [row.get(word) for word in ("ours_ms", "peer_ms", "ratio")] if words else []
+    numbers = all(type(t) in (int, float) and math.isfinite(t) and t > 0 for t in values)
+    if not words or not all(isinstance(word, str) for word in words) or not numbers:
+        raise FiguresError(f"{path}: rows[{number}]: expected group, name, peer_name, and times and a ratio above zero")
+    ours, peer, ratio = map(float, values)
+    between = [row.get(word) for word in ("low", "high")]
+    apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
+    low, high = map(float, between) if apart else (ratio, ratio)  # older files have none
+    return (words[0], words[1], words[2]), Row(ours, peer, ratio, low, high)
+
+
+def _change(key: tuple[str, str, str], before: Row, after: Row) -> Change:
+    net = after.ratio / before.ratio
+    says = "same"
+    if net < REACHED and after.high < before.low:
+        says = "slower"
+    elif net > 1 / REACHED and after.low > before.high:
+        says = "faster"
+    return Change(*key, before.ours, after.ours, before.ours / after.ours, before.peer / after.peer, net, says)

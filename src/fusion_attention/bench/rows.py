@@ -1,0 +1,175 @@
+"""The rows of `fusion-attention bench`: what most programs compute, beside the peers that are found on this machine.
+
+Few and short on purpose; the repository's `benchmarks` have the rest. Refuses to know how a pair is timed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import fusion_attention as fa
+from fusion_attention.bench.pair import Pair
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+PEAKS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float32"}  # the CPU computes float16 as float32
+HEADS, DIM = 8, 64
+Call = Callable[[], object]
+
+
+def peers(device: torch.device) -> dict[str, str]:
+    """What computes attention on this machine besides: its release, or why it does not."""
+    found = {"torch SDPA": torch.__version__}
+    found["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
+    if device.type == "cpu":
+        why = "" if hasattr(torch, "compile") else "torch without torch.compile"
+        found["FlexAttention"] = why or f"{torch.__version__}, compiled: in the repository's benchmarks"
+    return found
+
+
+def _flash_attn(device: torch.device) -> str:
+    """The release of flash_attn, where it can compute."""
+    if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
+        return ""
+    try:
+        return importlib.metadata.version("flash_attn")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _why_no_flash(device: torch.device) -> str:
+    return "not installed" if device.type == "cuda" else "computes on GPUs alone"
+
+
+def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
+    """Dense attention, all keys and causal."""
+    size = 256 if quick else 1024
+    for label, dtype in DTYPES.items():
+        q, k, v = _rows(dtype, device, (HEADS, HEADS), size)
+        for causal in (False, True):
+            band = fa.Band.causal() if causal else None
+            pairs = size * (size + 1) // 2 if causal else size * size
+            name = f"{label}, {'causal' if causal else 'all keys'}, S{size}"
+            ours = _without_grad(fa.attention, q, k, v, layout="BNSD", band=band)
+            for peer, call in _dense_peers(device, q, k, v, causal).items():
+                yield _pair("forward", name, peer, ours, call, 4 * HEADS * pairs * DIM, device, label)
+
+
+def training(device: torch.device, quick: bool) -> Iterator[Pair]:
+    """Forward and backward together, as a training step has them."""
+    size = 256 if quick else 1024
+    for label, dtype in DTYPES.items():
+        q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
+        dout = torch.randn_like(q)
+        ours = partial(_step, partial(fa.attention, layout="BNSD", band=fa.Band.causal()), (q, k, v), dout)
+        theirs = partial(_step, partial(sdpa, is_causal=True), (q, k, v), dout)
+        flops = 14 * HEADS * size * (size + 1) // 2 * DIM
+        yield _pair("training", f"{label}, causal step, S{size}", "torch SDPA", ours, theirs, flops, device, label)
+
+
+def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
+    """A sliding window, for which others need a mask."""
+    size, left = (512, 63) if quick else (2048, 255)
+    q, k, v = _rows(torch.bfloat16, device, (HEADS, HEADS), size)
+    row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
+    inside = (key <= row) & (row - key <= left)
+    ours = _without_grad(fa.attention, q, k, v, layout="BNSD", band=fa.Band.window(left, 0))
+    theirs = _without_grad(sdpa, q, k, v, attn_mask=inside)
+    flops = 4 * HEADS * int(inside.sum()) * DIM
+    yield _pair(
+        "windows", f"bf16, window {left + 1}, S{size}", "torch SDPA + mask", ours, theirs, flops, device, "bf16"
+    )
+
+
+def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
+    """Sequences of many lengths: packed here, padded there."""
+    lengths = [16, 40, 7, 120, 64, 33, 200, 12] * (1 if quick else 4)
+    total, longest, count = sum(lengths), max(lengths), len(lengths)
+    flops = sum(4 * HEADS * n * n * DIM for n in lengths)
+    for label in ("bf16", "fp32"):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(3, total, HEADS, DIM, generator=generator).to(device, DTYPES[label])
+        wide = rows.new_zeros(3, count, HEADS, longest, DIM)
+        for b, part in enumerate(rows.split(lengths, dim=1)):
+            wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
+        ends = torch.tensor(lengths, device=device)[:, None]
+        mask = (torch.arange(longest, device=device) < ends)[:, None, None]
+        ours = _without_grad(fa.attention, *rows, layout="TND", q_len=lengths)
+        theirs = _without_grad(sdpa, *wide, attn_mask=mask)
+        name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
+        yield _pair("packed", name, "padded torch SDPA", ours, theirs, flops, device, label)
+
+
+def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
+    """One new token of every sequence over its cache, eight query heads to a key head."""
+    items, tokens, heads = (4, 512, 2) if quick else (16, 2048, 4)
+    for label in ("bf16", "fp32"):
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(items, 1, 8 * heads, DIM, generator=generator).to(device, DTYPES[label])
+        k, v = torch.randn(2, items, tokens, heads, DIM, generator=generator).to(device, DTYPES[label])
+        ours = _without_grad(fa.decode_attention, q, (k, v), kv_len=[tokens] * items)
+        by_head = [t.transpose(1, 2) for t in (q, k, v)]
+        theirs = _without_grad(sdpa, *by_head, enable_gqa=True)
+        flops = 4 * items * 8 * heads * tokens * DIM
+        name = f"{label}, {items} sequences of {tokens} tokens"
+        yield _pair("decoding", name, "torch SDPA", ours, theirs, flops, device, "")
+
+
+GROUPS: dict[str, tuple[Callable[[torch.device, bool], Iterator[Pair]], int]] = {
+    "forward": (forward, 6),
+    "training": (training, 3),
+    "windows": (windows, 1),
+    "packed": (packed, 2),
+    "decoding": (decoding, 2),
+}
+
+
+def _rows(dtype: torch.dtype, device: torch.device, heads: tuple[int, int], size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (heads[0], heads[1], heads[1])
+    return [torch.randn(1, n, size, DIM, generator=generator).to(device, dtype) for n in shapes]
+
+
+def _without_grad(function: Callable[..., Any], *args: Any, **how: Any) -> Call:
+    return torch.no_grad()(partial(function, *args, **how))
+
+
+def _step(attend: Callable[..., Any], inputs: tuple[torch.Tensor, ...], dout: torch.Tensor) -> object:
+    return torch.autograd.grad(attend(*inputs), inputs, dout)
+
+
+def _dense_peers(
+    device: torch.device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> dict[str, Call]:
+    found = {"torch SDPA": _without_grad(sdpa, q, k, v, is_causal=causal)}
+    if _flash_attn(device) and q.dtype != torch.float32:
+        from flash_attn import flash_attn_func
+
+        by_token = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+        found["flash_attn"] = _without_grad(flash_attn_func, *by_token, causal=causal)
+    return found
+
+
+def _pair(
+    group: str, name: str, peer: str, ours: Call, theirs: Call, flops: int, device: torch.device, label: str
+) -> Pair:
+    """A row; calls of a GPU are timed until it has computed them, and no share of a CPU's peak is taken of them."""
+    if device.type == "cuda":
+        ours, theirs = _finished(ours), _finished(theirs)
+        return Pair(group, name, peer, ours, theirs, flops)
+    return Pair(group, name, peer, ours, theirs, flops, PEAKS.get(label, ""))
+
+
+def _finished(call: Call) -> Call:
+    def timed() -> object:
+        found = call()
+        torch.cuda.synchronize()
+        return found
+
+    return timed

@@ -1,0 +1,139 @@
+"""What the log of a failed call on the chip says: operator, code, and the reasons that CANN printed.
+
+    RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttentionScore failed, error code is 561103
+    EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
+
+Knows how logs are written. Refuses to know what any operator means.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fusion_attention.ops import RECORDS
+
+LONGEST = 4 << 20  # characters of a log
+# code: CANN's name of it, and what it says.
+CODES = {
+    161001: ("ACLNN_ERR_PARAM_NULLPTR", "something that the operator needs was not given"),
+    161002: ("ACLNN_ERR_PARAM_INVALID", "a dtype, a layout, a rank or shapes do not go together; nothing was planned"),
+    361001: (
+        "ACLNN_ERR_RUNTIME_ERROR",
+        "the call was legal, and the device's runtime failed: memory, stream or executor",
+    ),
+    561000: ("ACLNN_ERR_INNER", "an error inside CANN"),
+    561001: ("ACLNN_ERR_INNER_INFERSHAPE_ERROR", "the results' shapes do not follow from the inputs' shapes"),
+    561002: (
+        "ACLNN_ERR_INNER_TILING_ERROR",
+        "planning refused the call: a rule on shapes, lengths, masks or attributes",
+    ),
+    561003: ("ACLNN_ERR_INNER_FIND_KERNEL_ERROR", "no kernel for these dtypes on this chip"),
+    561101: ("ACLNN_ERR_INNER_CREATE_EXECUTOR", "no executor could be made"),
+    561103: ("ACLNN_ERR_INNER_NULLPTR", "planning gave up: of attention, mostly the shape of a mask"),
+    561112: ("ACLNN_ERR_INNER_OPP_KERNEL_PKG_NOT_FOUND", "the package of kernels for this chip is not installed"),
+}
+# The codes that this library gives for what CANN, by version, gives another one for.
+SAME = {561103: 561002, 561001: 161002}
+_CODE = re.compile(
+    r"(?:error code is|errno\s*[:=]|aclnnStatus\s*=|ret(?:urned)?\s*[:=]?|error code\s*[:=]?)\s*(\d{6})\b"
+)
+_BARE = re.compile(r"\b([135]61\d{3})\b")
+_ACLNN = re.compile(r"\b(aclnn[A-Za-z0-9]+)\b")
+_FUNCTION = re.compile(r"\b(npu_[a-z0-9_]+)\b")
+# "EZ9999[PID: 1] time (EZ9999):  text[FUNC:f][FILE:a.cpp][LINE:1]", and the lines of its traceback.
+_REASON = re.compile(
+    r"(?:\(?\bE[A-Z0-9]\d{4}\)?\s*:|^)\s*(?P<text>[^\n]*?)\s*\[FUNC:(?P<func>\w*)\]\[FILE:(?P<file>[^\]]*)\]", re.M
+)
+_NAMED = re.compile(r"AclNN_Parameter_Error\(\w+\):\s*(?P<text>[^\n\[]+)")
+_EMPTY = (
+    "fail to analyze context",
+    "tiling failed",
+    "kernel run failed",
+    "launch failed",
+    "inner error",
+    "failed to execute",
+)
+
+
+class LogError(ValueError):
+    """A text that is no log of a failed call; one sentence."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """A failed call, as far as its log tells.
+
+    Attributes:
+        code: CANN's; 0 where the text has none.
+        operator: the record of the operator that failed, "" if it has none here; said: its name in the text.
+        function: the record of torch_npu's function that called it; "" if the text names none.
+        reasons: what CANN printed besides, most telling first.
+    """
+
+    code: int
+    operator: str
+    said: str
+    function: str
+    reasons: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """CANN's name of the code."""
+        return CODES.get(self.code, ("", ""))[0]
+
+    @property
+    def meaning(self) -> str:
+        """What the code says."""
+        return CODES.get(self.code, ("", "a code that CANN's list of return codes does not have"))[1]
+
+
+def is_log(text: str) -> bool:
+    """Whether a text looks like a log rather than like a call."""
+    return bool(
+        _BARE.fullmatch(text.strip())
+        or _CODE.search(text)
+        or re.search(r"\b(aclnn\w+ failed|EZ\d{4}|E[A-Z0-9]9999|NPU function error)\b", text)
+    )
+
+
+def read_log(text: str) -> Log:
+    """The last failed call in a log, or in the text of an exception.
+
+    Raises:
+        LogError: the text is too long, or has neither a code nor an operator.
+    """
+    if len(text) > LONGEST:
+        raise LogError(
+            f"the log has {len(text)} characters: cut out what belongs to the failed call, {LONGEST} at most"
+        )
+    codes = _CODE.findall(text) or _BARE.findall(text)
+    said = [name.removesuffix("GetWorkspaceSize") for name in _ACLNN.findall(text)]
+    functions = [name for found in _FUNCTION.findall(text) if (name := _record_of(found))]
+    if not codes and not said and not functions:
+        raise LogError("the text has neither one of CANN's codes (161002, 561002, ...) nor the name of an operator")
+    known = [name for name in said if name in RECORDS]
+    return Log(
+        code=int(codes[0]) if codes else 0,
+        operator=known[0] if known else "",
+        said=(known or said or [""])[0],
+        function=functions[0] if functions else "",
+        reasons=_reasons(text),
+    )
+
+
+def _record_of(name: str) -> str:
+    """torch_npu's function behind a name in a log: npu_x_out_symint is npu_x."""
+    while name and name not in RECORDS:
+        shorter = re.sub(r"_(symint|out|npu|call|forward)$", "", name)
+        if shorter == name:
+            return ""
+        name = shorter
+    return name
+
+
+def _reasons(text: str) -> tuple[str, ...]:
+    found = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
+    clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*", "", reason).strip(" .!\t") for reason in found)
+    telling = [r for r in clean if r and not any(r.lower().startswith(empty) for empty in _EMPTY)]
+    return tuple(dict.fromkeys(telling))[:8]

@@ -1,0 +1,138 @@
+"""Changes that make a refused call legal: each is tried, and named where the record then has nothing against it.
+
+Every change is a mistake that people make, undone: lengths for cumulative ends, another layout's string, a mask that
+was not expanded. Refuses to know what any operator computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import REQUIRED, Array, Attr, Op, Param
+
+Args = Mapping[str, Any]
+Mend = tuple[str, dict[str, Any]]  # what is said, and what is changed
+TRIANGLE = "torch.ones(2048, 2048, dtype=torch.bool).triu(1)"
+_LENGTHS = 4096  # longer lists are left as they are
+
+
+def mends(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
+    """What would make a call legal, one change at a time; none where a single change does not.
+
+    Args:
+        op: the record.
+        args: by canonical name, tensors without memory.
+        is_legal: whether a call breaks nothing.
+        most: that are looked for.
+    """
+    for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
+        legal = (said for said, changes in kind(op, args) if is_legal({**args, **changes}))
+        if found := list(islice(legal, most)):
+            return found  # What people seldom get wrong is not offered beside what they often do.
+    return []
+
+
+def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
+    for p in op.params:
+        value = args.get(p.name)
+        if isinstance(p, Array) and value is not None:
+            numbers = value.tolist() if isinstance(value, torch.Tensor) else value
+            listed = isinstance(numbers, (list, tuple)) and 0 < len(numbers) <= _LENGTHS
+            if listed and all(type(n) is int for n in numbers):
+                yield p, list(numbers)
+
+
+def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Mend]:
+    """A change of every list of lengths at once, and of each alone."""
+    lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
+    for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
+        said = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
+        yield said, {p.name: change(numbers) for p, numbers in several}
+
+
+def _cumulative(op: Op, args: Args) -> Iterator[Mend]:
+    for said, changes in _of_all(op, args, lambda numbers: list(accumulate(numbers))):
+        yield f"cumulative ends in place of lengths: {said}", changes
+
+
+def _without_zero(op: Op, args: Args) -> Iterator[Mend]:
+    for said, changes in _of_all(op, args, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers):
+        yield f"without the leading 0 of cu_seqlens: {said}", changes
+
+
+def _mask(op: Op, args: Args) -> Iterator[Mend]:
+    p, mask = op.by_name.get("atten_mask"), args.get("atten_mask")
+    if p is None:
+        return
+    triangle = torch.zeros((2048, 2048), dtype=torch.bool, device="meta")
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype not in (torch.bool, torch.uint8, torch.int8):
+            yield f"{p.shown} as bool, true where a key is hidden", {"atten_mask": mask.to(torch.bool)}
+        rows = _rows(op, args)
+        if mask.dim() == 4 and mask.shape[2] == 1 and rows:
+            wide = mask.expand(*mask.shape[:2], rows, mask.shape[3])
+            yield f"{p.shown}=mask.expand(-1, -1, {rows}, -1)", {"atten_mask": wide}
+        if mask.dim() == 2 and rows and mask.shape[0] != rows:
+            wide = mask[:, None, None].expand(mask.shape[0], 1, rows, mask.shape[1])
+            yield f"{p.shown}=mask[:, None, None].expand(-1, 1, {rows}, -1)", {"atten_mask": wide}
+        if args.get("sparse_mode") not in (None, 0, 1):
+            yield "sparse_mode=1 for a mask of your own, or sparse_mode=0", {"sparse_mode": 1}
+    yield f"{p.shown}={TRIANGLE}", {"atten_mask": triangle}
+
+
+def _rows(op: Op, args: Args) -> int:
+    """Query rows of an item in padded layouts; 0 in others."""
+    query, layout = args.get("query"), str(args.get(op.layout_attr) or "")
+    axis = {"BSH": 1, "BSND": 1, "BNSD": 2, "SBH": 0}.get(layout.split("_")[0])
+    return int(query.shape[axis]) if isinstance(query, torch.Tensor) and axis is not None and query.dim() > axis else 0
+
+
+def _layout(op: Op, args: Args) -> Iterator[Mend]:
+    if op.layouts and op.layout_attr in op.by_name:
+        p = op.by_name[op.layout_attr]
+        shown, now = p.shown, args.get(p.name) or getattr(p, "default", "")
+        for layout in op.layouts:
+            if layout != now:
+                yield f'{shown}="{layout}", if the tensors lie so', {op.layout_attr: layout}
+
+
+def _heads(op: Op, args: Args) -> Iterator[Mend]:
+    """Numbers of heads, taken from the axes of queries and keys."""
+    for name, of in (("head_num", "query"), ("num_heads", "query"), ("num_key_value_heads", "key"), ("heads", "q")):
+        p, tensor = op.by_name.get(name), args.get(of)
+        if isinstance(p, Attr) and isinstance(tensor, torch.Tensor):
+            for size in dict.fromkeys(tensor.shape[1:]):
+                yield f"{p.shown}={size}, an axis of {op.by_name[of].shown}", {name: int(size)}
+
+
+def _dtype(op: Op, args: Args) -> Iterator[Mend]:
+    """Tensors of the query's family in its dtype; or all of them in half precision."""
+    first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
+    floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
+    if not first or first not in floating:
+        return
+    for dtype in dict.fromkeys((floating[first].dtype, torch.bfloat16, torch.float16)):
+        changes = {name: t.to(dtype) for name, t in floating.items() if t.dtype != dtype}
+        shown = ", ".join(op.by_name[name].shown for name in changes)
+        yield f"{shown} in {str(dtype).removeprefix('torch.')}", changes
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _absent(op: Op, args: Args) -> Iterator[Mend]:
+    """The call without one optional parameter."""
+    for p in op.params:
+        may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
+        default = p.default if isinstance(p, Attr) else None
+        if may_lack and args.get(p.name) is not None and args[p.name] is not default:
+            yield f"without {p.shown}", {p.name: None}
+
+
+def _short(numbers: list[int]) -> str:
+    return f"{numbers[:6]}".replace("]", ", ...]") if len(numbers) > 6 else str(numbers)

@@ -1,0 +1,77 @@
+"""The backward of a recorded call: seen when autograd runs it, and formed again from what its file holds.
+
+A backward's file is its forward's call, with the forward's results (`saved.`), the gradient that came from above
+(`upstream.`), and the gradients of its inputs as outputs. Refuses to know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Op
+from fusion_attention.waist.lowered import Lowered
+
+Tensor = torch.Tensor
+Seen = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+SAVED, UPSTREAM = "saved.", "upstream."
+_NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope", "pse": "dpse",
+          "sink": "dsink", "q": "dq", "k": "dk", "v": "dv", "q_rope": "dq_rope", "k_rope": "dk_rope",
+          "bias": "dpse"}  # fmt: skip
+
+
+def gradient_name(op: Op, name: str) -> str:
+    """What the gradient of an input is called."""
+    return f"d{name}" if op.trains else _NAMES.get(name, f"d{name}")
+
+
+def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: Seen) -> None:
+    """Calls seen(upstream, gradients) whenever autograd has run the backward of a call that was just made."""
+    results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
+    if not results:
+        return
+    node: Any = next(iter(results.values())).grad_fn
+    places = {t.output_nr: n for n, t in results.items() if t.grad_fn is node}
+    given = {n: t for n, t in args.items() if isinstance(t, Tensor) and t.requires_grad}
+    edges = {n: torch.autograd.graph.get_gradient_edge(t) for n, t in given.items()}
+
+    def hook(of_inputs: Any, of_results: Any) -> None:
+        upstream = {places[i]: g for i, g in enumerate(of_results) if g is not None and i in places}
+        left = [(function, place, g) for (function, place), g in zip(node_of.next_functions, of_inputs, strict=False)]
+        found: dict[str, Tensor] = {}
+        for name, edge in edges.items():
+            at = next((i for i, (f, n, _) in enumerate(left) if f is edge.node and n == edge.output_nr), None)
+            if at is not None:
+                gradient = left.pop(at)[2]  # one tensor may be several inputs: each takes its own
+                if gradient is not None:
+                    found[gradient_name(op, name)] = gradient
+        if upstream and found:
+            seen(upstream, found)
+
+    node_of = node
+    node.register_hook(hook)
+
+
+def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
+    """The lowered backward of a lowered forward, from its results and their gradients; None where there is none."""
+    # Here, since threads that first import a family and all families at once would wait for each other.
+    from fusion_attention.ops.sparse.call import Sparse, SparseBackward
+    from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
+    from fusion_attention.ops.training.statistics import to_lanes
+
+    if isinstance(call, (DenseForward, PlainForward)):
+        names = ("attention_out", "softmax_max", "softmax_sum")
+        if isinstance(call, PlainForward):
+            names = ("out", "max", "sum")
+        if names[0] not in upstream or not saved.keys() >= {*names}:
+            return None
+        out, top, total = (saved[n] for n in names)
+        if isinstance(call, PlainForward):
+            top, total = to_lanes(call.call, top, total)
+        return DenseBackward(call.call, (upstream[names[0]], out, top, total), call.call.extras[2])
+    if isinstance(call, Sparse) and "attention_out" in upstream and len(saved) == 3:
+        found = (saved[n] for n in ("attention_out", "softmax_max", "softmax_sum"))
+        return SparseBackward(call, upstream["attention_out"], *found)
+    return None

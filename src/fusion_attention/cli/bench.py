@@ -1,0 +1,219 @@
+"""`fusion-attention bench`: how fast this library is here, beside the peers that are found; and what changed since.
+
+Knows options, files and tables. Refuses to know what is timed (bench/rows.py), and how (bench/pair.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fusion_attention.cli.output import progress, refuse, show_json
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from fusion_attention.bench.pair import Timing
+
+COMMAND, ALL = "bench", "all"
+COLUMNS = {"case": -42, "peer": -18, "ours ms": 9, "peer ms": 9, "ratio": 6, "GFLOP/s": 8, "of peak": 7}
+TITLE = "Medians of alternating runs; ratio = peer's time / ours: above 1 this library is faster."
+CHANGES = {"case": -42, "peer": -18, "before ms": 9, "after ms": 9, "faster": 6, "peer's": 6, "net": 6, "": -6}
+CHANGES_TITLE = (
+    "faster = before / after; peer's: the same of the peer, which the machine alone changes; net: without it."
+)
+REPOSITORY = Path(__file__).resolve().parents[3]  # of a clone; nothing of ours elsewhere
+
+
+def bench(
+    only: str = typer.Option(
+        ALL, metavar="GROUP", help="forward, training, windows, packed, decoding, or all; with --repository its groups."
+    ),
+    quick: bool = typer.Option(False, "--quick", help="Small sizes and few turns: seconds, for a look."),
+    turns: int = typer.Option(9, min=1, max=1000, help="Alternations of every pair."),
+    device: str = typer.Option("cpu", help="Where: cpu, cuda, cuda:1, ..."),
+    output: Path | None = typer.Option(
+        None, metavar="NAME", help="Write NAME.json, and NAME.png where matplotlib is installed."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON, in place of the table."),
+    compare: tuple[Path, Path] | None = typer.Option(
+        None, metavar="A.json B.json", help="Time nothing: show what changed from one run to another."
+    ),
+    repository: bool = typer.Option(
+        False, "--repository", help="Every benchmark of the repository (an hour); needs a clone, and `make bench` once."
+    ),
+) -> None:
+    """Time this library beside what you would pick instead, alternating in one process.
+
+    The peers are those that are found on this machine: torch's scaled_dot_product_attention everywhere, FlashAttention
+    on a GPU. A minute or less; the repository's own benchmarks have more rows and peers.
+
+    \b
+    fusion-attention bench --output before
+    fusion-attention bench --output after
+    fusion-attention bench --compare before.json after.json
+
+    Exit code: 0, or 2 where a file holds no figures or there is no such group or device.
+    """
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
+    try:
+        if compare is not None:
+            _compare(*compare, console, as_json)
+        elif repository:
+            _repository(only, quick, turns, device, output, as_json)
+        else:
+            _time(only, quick, turns, device, output, as_json, console)
+    except (ValueError, OSError, RuntimeError) as error:
+        refuse(COMMAND, error)
+
+
+def _time(
+    only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool, console: Console
+) -> None:
+    from fusion_attention.bench.rows import GROUPS, peers
+
+    if only not in (ALL, *GROUPS):
+        raise ValueError(f"--only: expected {ALL} or one of {', '.join(GROUPS)}, got {only!r}")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"--output: there is no folder {output.absolute().parent}")
+    place = _device(device)
+    found = machine(place)
+    if not as_json:
+        _machine_lines(console, found)
+    timings = _timings(GROUPS if only == ALL else {only: GROUPS[only]}, place, quick, turns, console, as_json)
+    figures = {**found, "quick": quick, "peers": peers(place), "rows": [asdict(t) for t in timings]}
+    if output is not None:
+        _write(output, figures, timings)
+    if as_json:
+        show_json(figures)
+
+
+def _timings(
+    groups: Any, device: torch.device, quick: bool, turns: int, console: Console, silent: bool
+) -> list[Timing]:
+    from fusion_attention.bench.pair import measure
+    from fusion_attention.bench.report import Report
+
+    report = None if silent else Report(console, TITLE, COLUMNS)
+    found: list[Timing] = []
+    total = sum(count for _, count in groups.values())
+    with progress("timing", total, None if silent else console, calm=True) as advance:
+        for name, (rows, _) in groups.items():
+            advance(len(found), name)
+            for pair in rows(device, quick):
+                advance(len(found), f"{name}: {pair.name}")
+                t = measure(pair, min(turns, 3) if quick else turns)
+                found.append(t)
+                if report:
+                    share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+                    cells = (f"{t.ours_ms:.3f}", f"{t.peer_ms:.3f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+                    report.add(t.name, t.peer_name, *cells, section=t.group)
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    from fusion_attention import __version__
+    from fusion_attention.cli.machine import peaks, processor
+
+    facts = {"library": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        return {**facts, "device": str(device), "processor": torch.cuda.get_device_name(device), "peak": {}}
+    from fusion_attention import _native
+
+    name = f"{processor()}, {_native.cpu_features()['chosen']}"
+    return {**facts, "device": "cpu", "processor": name, "peak": peaks(torch.get_num_threads())}
+
+
+def _machine_lines(console: Console, found: dict[str, Any]) -> None:
+    import torch
+
+    from fusion_attention.bench.rows import peers
+
+    said = (
+        f"fusion-attention {found['library']}, torch {found['torch']}, {found['threads']} threads, {found['processor']}"
+    )
+    console.print(said, highlight=False, markup=False)
+    if found["peak"]:
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found["peak"].items())
+        console.print(f"measured peaks: {rates} (GFLOP/s, read: GB/s)", highlight=False)
+    for name, release in peers(torch.device(found["device"])).items():
+        console.print(f"peer {name}: {release}", highlight=False, markup=False)
+
+
+def _write(output: Path, figures: dict[str, Any], timings: list[Timing]) -> None:
+    """NAME.json, and NAME.png where it can be drawn."""
+    output.with_name(f"{output.name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        typer.echo('no chart: pip install matplotlib (or "fusion-attention[bench]")', err=True)
+        return
+    from fusion_attention.bench import chart
+
+    chart.draw(timings, output.with_name(f"{output.name}.png"))
+
+
+def _device(text: str) -> torch.device:
+    import torch
+
+    device = torch.device(text)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {text}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
+    return device
+
+
+# -------------------------------------------------------------------------------------------------------- other runs
+
+
+def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None:
+    from fusion_attention.bench.changes import compared
+    from fusion_attention.bench.report import Report
+
+    changes, gone, new = compared(before, after)
+    if as_json:
+        show_json({"changes": [asdict(change) for change in changes], "only_before": gone, "only_after": new})
+        return
+    report = Report(console, CHANGES_TITLE, CHANGES)
+    for c in changes:
+        times = (f"{c.before_ms:.3f}", f"{c.after_ms:.3f}", f"{c.faster:.2f}", f"{c.peer_faster:.2f}", f"{c.net:.2f}")
+        report.add(c.name, c.peer_name, *times, "" if c.says == "same" else c.says, section=c.group)
+    counts = {says: sum(c.says == says for c in changes) for says in ("faster", "slower", "same")}
+    console.print(", ".join(f"{count} {says}" for says, count in counts.items()), style="bold", highlight=False)
+    for names, where in ((gone, before), (new, after)):
+        if names:
+            console.print(f"in {where} alone: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _repository(only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool) -> None:
+    """The benchmarks of a clone, which this file lies in."""
+    if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
+        raise ValueError(
+            "--repository: this is an installed package, which holds no benchmarks but `fusion-attention bench`'s own: "
+            "clone the repository, and there: make bench"
+        )
+    if device != "cpu" or as_json:
+        raise ValueError("--repository: times the CPU alone and prints a table: --output writes its JSON")
+    sys.path.insert(0, str(REPOSITORY))
+    try:
+        from benchmarks.__main__ import NAMES, main
+    except ImportError as error:
+        raise ValueError(f"--repository: {error} (`make bench` installs what its peers need)") from None
+    if only not in (ALL, *NAMES):
+        raise ValueError(f"--only: expected {ALL} or one of {', '.join(NAMES)}, got {only!r}")
+    main(quick=quick, turns=turns, only=only, output=output)
+
+
+__all__ = ["bench"]

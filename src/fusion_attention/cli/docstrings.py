@@ -1,0 +1,143 @@
+"""Docstrings and signatures as Markdown: for the operators' pages, and for the reference of the site.
+
+Knows how docstrings of this house are written (Args, Returns, Raises, Example). Refuses to know any object.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+WIDTH = 84
+SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Example")
+_SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
+# A page of docs/ that a docstring names.
+_PAGE = re.compile(r"\bdocs/([\w/]+)\.md")
+
+
+def signature(function: Callable[..., Any], name: str) -> str:
+    """A call as a type checker reads it, its parameters on lines as full as they may be."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return f"{name}(...)"
+    given = [str(p) for key, p in found.parameters.items() if key != "self"]
+    kinds = [p.kind for key, p in found.parameters.items() if key != "self"]
+    keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
+    if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        given.insert(keyword[0], "*")
+    given = [
+        re.sub(r": (?:ForwardRef\()?'([^']*)'\)?", r": \1", text) for text in given if not text.startswith("**foreign")
+    ]
+    back = inspect.Signature.empty if inspect.isclass(function) else found.return_annotation
+    end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
+    if len(name) + len(", ".join(given)) + len(end) < WIDTH:
+        return f"{name}({', '.join(given)}{end}"
+    lines = [f"{name}("]
+    for text in given:
+        if len(lines) > 1 and len(lines[-1]) + len(text) + 2 < WIDTH:
+            lines[-1] += f" {text},"
+        else:
+            lines.append(f"    {text},")
+    return "\n".join([*lines, end])
+
+
+def _name(annotation: Any) -> str:
+    return getattr(annotation, "__name__", str(annotation)) if isinstance(annotation, type) else str(annotation)
+
+
+def sections(text: str) -> dict[str, str]:
+    """A docstring's parts by their headings; "" is what stands before the first."""
+    found, current = {"": ""}, ""
+    for line in inspect.cleandoc(text).splitlines():
+        heading = _SECTION.match(line)
+        if heading:
+            current = heading[1]
+            found[current] = heading[2] and heading[2] + "\n"
+        else:
+            found[current] += line + "\n"
+    return {name: body.strip("\n") if not name else textwrap.dedent(body).strip("\n") for name, body in found.items()}
+
+
+def prose(text: str, root: str) -> str:
+    """Text as Markdown: indented lines stay code, and no star or line of the rest is an emphasis.
+
+    Args:
+        text: of a docstring.
+        root: the way from the page to docs/, "../" or "".
+    """
+    lines: list[str] = []
+    code = False
+    for line in text.splitlines():
+        indented = line.startswith("    ")
+        if indented and not code:
+            code = not lines or not lines[-1]
+        elif line and not indented:
+            code = False
+        lines.append(line if indented and code else plain(line.strip() if indented else line, root))
+    return "\n".join(lines)
+
+
+def plain(line: str, root: str) -> str:
+    """A line of text, none of whose characters is Markdown but what `code` is between backticks."""
+    parts = re.split(r"(`[^`]*`)", line)
+    return "".join(part if part.startswith("`") else _escaped(part, root) for part in parts)
+
+
+def _escaped(text: str, root: str) -> str:
+    text = re.sub(r"([*_<>\[\]|])", r"\\\1", text)
+    unescaped = re.compile(r"docs/((?:[\w/]|\\_)+)\.md")
+
+    def link(found: re.Match[str]) -> str:
+        target = found[1].replace("\\_", "_")
+        return f"[{found[1].rsplit('/', 1)[-1]}]({root}{target}.md)"
+
+    return unescaped.sub(link, text)
+
+
+def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
+    """The entries of Args (or Raises) as a list; names: of parameters, of which several may stand on one line."""
+    entries: list[list[str]] = []
+    known = "|".join(map(re.escape, names))
+    apart = re.sub(rf"(?<=[.;]) (?=(?:{known})(?:, (?:{known}))*: )", "\n", text) if known else text
+    for line in apart.splitlines():
+        if not line.startswith(" ") and re.match(r"^[\w*., ]+:", line):
+            entries.append([line])
+        elif entries:
+            entries[-1].append(line.strip())
+        elif line.strip():
+            entries.append([line])
+    lines = []
+    for entry in entries:
+        names, _, meaning = " ".join(entry).partition(":")
+        shown = ", ".join(f"`{name.strip()}`" for name in names.split(","))
+        lines.append(f"* {shown}: {plain(meaning.strip(), root)}" if meaning else f"* {plain(names, root)}")
+    return lines
+
+
+def parameters(function: Any) -> list[str]:
+    """The names of what a function or class takes."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def body(function: Any, root: str) -> list[str]:
+    """Everything that a docstring says, as lines of Markdown."""
+    text, names = inspect.getdoc(function) or "", parameters(function)
+    found = sections(text)
+    lines = [prose(found[""], root), ""] if found[""] else []
+    for name, title in (("Args", "Arguments"), ("Attributes", "Attributes"), ("Raises", "Raises")):
+        if name in found:
+            lines += [f"**{title}**", "", *arguments(found[name], root, names), ""]
+        if name == "Attributes":
+            for back in ("Returns", "Yields"):
+                if found.get(back):
+                    lines += [f"**{back}** {prose(found[back], root)}", ""]
+    if found.get("Example"):
+        lines += ["```pycon", found["Example"], "```", ""]
+    return lines

@@ -1,0 +1,174 @@
+"""Why a call is refused, here or on the chip: `fusion-attention explain`.
+
+Knows where the text comes from and how the answer is shown. Refuses to know what a call breaks: calls/ says.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from fusion_attention.cli.output import refuse, show_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fusion_attention.calls.explanation import Explanation, Finding
+
+COMMAND, LONGEST = "explain", 4 << 20
+_HEADINGS = {
+    "everywhere": ("bold red", "broken"),
+    "chip": ("bold yellow", "on the chip"),
+    "warning": ("yellow", "doubtful"),
+    "likely": ("bold yellow", "likely"),
+}
+
+
+def explain(
+    text: str = typer.Argument(
+        ...,
+        metavar="TEXT",
+        show_default=False,
+        help="A call as Python text, what CANN printed of a failed one, a file with either, or a captured call "
+        "(.safetensors). A single - reads from standard input.",
+    ),
+    log: str = typer.Option("", metavar="TEXT|FILE", help="Beside a call: what CANN printed when it failed."),
+    as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
+) -> None:
+    """Say which rule a call breaks, in plain words, and how to mend it.
+
+    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A
+    tensor is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a
+    call that failed on the chip the text that CANN printed is enough (error code 161002, 561002, 361001, ...); beside
+    the call, by --log, it is better.
+
+    \b
+    fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'
+    fusion-attention explain call.py --log failed.log
+    fusion-attention explain failed.log
+    fusion-attention explain calls/0003-npu_fusion_attention.safetensors
+
+    Exit code: 0 for a legal call, 1 where a rule is broken, 2 where the text is not understood.
+    """
+    from rich.console import Console
+
+    from fusion_attention.calls.explanation import explain as explained
+
+    try:
+        path = _file(text)
+        if path is not None and path.suffix == ".safetensors":
+            found = _captured(path, log)
+        else:
+            found = explained(_words(text), log=_words(log))
+    except (ValueError, OSError) as error:
+        refuse(COMMAND, error)
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        _show(found, Console())
+    raise typer.Exit(1 if found.broken else 0)
+
+
+def _file(text: str) -> Path | None:
+    """The file that a text names; None where it names none."""
+    if not text or len(text) > 4096 or "\n" in text or "\0" in text:
+        return None
+    try:
+        path = Path(text)
+        if path.is_file():
+            return path
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name one of its files")
+    except OSError:
+        return None
+    if path.suffix in (".safetensors", ".py", ".log", ".txt") and "(" not in text:
+        raise ValueError(f"there is no file {text}")
+    return None
+
+
+def _words(text: str) -> str:
+    """A text, or what a file or standard input holds."""
+    if text == "-":
+        return sys.stdin.read(LONGEST + 1)
+    path = _file(text)
+    if path is None:
+        return text
+    with path.open("rb") as file:
+        data = file.read(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise ValueError(f"{path} has more than {LONGEST} bytes: cut out what belongs to the call")
+    return data.decode(errors="replace")
+
+
+def _captured(path: Path, log: str) -> Explanation:
+    import torch
+
+    from fusion_attention.calls.explanation import explain_arguments
+    from fusion_attention.calls.logs import read_log
+    from fusion_attention.captures.files import read
+
+    recorded = read(path, torch.device("cpu"))
+    op, args = recorded.op, recorded.args
+    return explain_arguments(op, args, read_log(_words(log)) if log else None)
+
+
+# ------------------------------------------------------------------------------------------------------------- screen
+
+
+def _show(found: Explanation, console: Console) -> None:
+    from rich.text import Text
+
+    def line(text: str, style: str = "", indent: int = 0) -> None:
+        console.print(Text(" " * indent + text, style), soft_wrap=True)
+
+    line(f"{found.operator}: {found.summary}" if found.operator else "no operator", "bold")
+    line(found.verdict + ("" if found.verdict.endswith(".") else "."))
+    if found.log is not None:
+        for reason in found.log.reasons:
+            line(f"CANN printed: {reason}", "dim")
+    for one in found.findings:
+        _finding(one, line)
+    if found.mends:
+        line("")
+        line("what mends it (each was tried)", "bold green")
+        for mend in found.mends:
+            line(mend, "", 2)
+    if found.results:
+        line("")
+        _reading(found, line)
+    if found.operator:
+        line("")
+        line(f"All rules: fusion-attention ops {found.operator}", "dim")
+
+
+def _finding(one: Finding, line: object) -> None:
+    from fusion_attention.calls.logs import CODES
+
+    assert callable(line)
+    style, heading = _HEADINGS[one.where]
+    code = f" [{one.code} {CODES[one.code][0]}]" if one.code in CODES else ""
+    line("")
+    line(f"{heading}{code}", style)
+    line(one.sentence, "", 2)
+    if one.mend:
+        line(one.mend, "green", 2)
+
+
+def _reading(found: Explanation, line: object) -> None:
+    assert callable(line)
+    sizes = ", ".join(f"{name} {_short(value)}" for name, value in found.sizes.items())
+    line(f"read as      {sizes}")
+    line("results      " + ", ".join(f"{name} {shape}" for name, shape in found.results.items()))
+    line("computed by  " + ", ".join(f"{name}: {why}" for name, why in found.computes.items()))
+    if found.unread:
+        line(f"not checked  the numbers in {', '.join(found.unread)}: a captured call has them")
+
+
+def _short(value: object) -> str:
+    return f"{value[:6]}".replace("]", ", ...]") if isinstance(value, list) and len(value) > 6 else str(value)
+
+
+__all__ = ["explain"]

@@ -1,0 +1,177 @@
+"""What is known of the machine that this library runs on: processor, threads, OpenMP runtimes, packages, GPUs, peaks.
+
+Every fact is found without changing anything; what cannot be found is said, never raised. Refuses to print.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The releases that the tests ran with, the oldest and the newest; others may do as well.
+TESTED: dict[str, tuple[str, str]] = {
+    "python": ("3.10", "3.13"),
+    "torch": ("2.6", "2.15"),
+    "numpy": ("2.2", "2.5"),
+    "safetensors": ("0.8", "0.8"),
+    "triton": ("3.6", "3.6"),
+    "transformers": ("5.23", "5.23"),
+}
+NEEDED = ("python", "torch", "numpy", "safetensors")
+# Settings of the environment that decide about threads.
+_VARIABLES = (
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
+    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"),
+)
+_RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\S*)")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A package: what is installed ("" where nothing is), the range that was tested, and what to make of it."""
+
+    name: str
+    installed: str
+    tested: str
+    says: str
+
+
+def processor() -> str:
+    """Its name where the system tells one, else its architecture."""
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return f"{names[0]} ({platform.machine()})" if names else platform.machine()
+
+
+def cores() -> dict[str, Any]:
+    """Of the system, those that this process may use, and the quota of its container; None where nothing limits it."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = None
+    fields = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
+    if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
+        quota = int(fields[0]) / int(fields[1])
+    return {"system": os.cpu_count(), "usable": usable, "quota": quota}
+
+
+def settings() -> dict[str, str]:
+    """What the environment says about threads and devices."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def openmp_runtimes(maps: str = "/proc/self/maps") -> list[str]:
+    """The files of all OpenMP runtimes that this process has loaded."""
+    found = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
+    return sorted(dict.fromkeys(found))
+
+
+def releases() -> list[Release]:
+    """Every package that matters, against the releases that were tested."""
+    return [release(name, _installed(name)) for name in TESTED]
+
+
+def release(name: str, installed: str) -> Release:
+    """What to make of an installed release; "" for one that is not there."""
+    oldest, newest = TESTED[name]
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    if not installed:
+        return Release(name, "", tested, "missing" if name in NEEDED else "not installed")
+    number = _number(installed)
+    if number < _number(oldest):
+        says = "older than tested"
+    else:
+        says = "newer than tested" if number[:2] > _number(newest)[:2] else "tested"
+    return Release(name, installed, tested, says)
+
+
+def gpus() -> dict[str, Any]:
+    """The GPUs, and why they do not compute, where they do not."""
+    import torch
+
+    found: list[dict[str, Any]] = []
+    try:
+        if torch.cuda.is_available():
+            for number in range(torch.cuda.device_count()):
+                properties = torch.cuda.get_device_properties(number)
+                memory = round(properties.total_memory / 2**30, 1)
+                capability = f"{properties.major}.{properties.minor}"
+                found.append({"name": properties.name, "capability": capability, "memory_gib": memory})
+    except (RuntimeError, AssertionError) as error:  # a driver that does not fit
+        return {"devices": [], "computes": False, "why_not": (str(error) or type(error).__name__).splitlines()[0]}
+    why = back_ends()["triton"]
+    reasons = [] if why == "yes" else [*_why_no_gpu(found), why]
+    return {"devices": found, "computes": not reasons, "why_not": "; ".join(reasons)}
+
+
+def _why_no_gpu(found: list[dict[str, Any]]) -> list[str]:
+    import torch
+
+    reasons = []
+    if not found:
+        if torch.version.cuda is None:
+            reasons.append(f"torch {torch.__version__} is built without CUDA")
+        elif not Path("/dev/nvidiactl").exists():
+            reasons.append("the system has no NVIDIA driver (/dev/nvidiactl)")
+    if importlib.util.find_spec("triton") is None:
+        reasons.append('triton is not installed: pip install "fusion-attention[triton]"')
+    return reasons
+
+
+def npu() -> str:
+    """Whether a real torch_npu is there, or ours stands in its place."""
+    if vars(sys.modules.get("torch_npu", object)).get("__fusion_attention__"):
+        return "fusion_attention stands in for torch_npu in this process"
+    try:
+        found = importlib.util.find_spec("torch_npu")
+    except (ValueError, ImportError):
+        found = None
+    return "torch_npu is installed" if found else "no torch_npu: fusion_attention.npu has its functions"
+
+
+def back_ends() -> dict[str, str]:
+    """For every back end "yes", or why it does not compute here."""
+    import torch
+
+    from fusion_attention.backends import BACKENDS, reasons_of
+    from fusion_attention.waist.problem import Problem
+
+    problem = Problem(heads_q=1, heads_kv=1, dim_qk=64, dim_v=64, scale=0.125)
+    found = {}
+    for name in BACKENDS:
+        reasons = reasons_of(name, problem, torch.device("cuda" if name == "triton" else "cpu"))
+        found[name] = " ".join(reasons) or "yes"
+    return found
+
+
+def peaks(threads: int) -> dict[str, float]:
+    """Multiply-adds of every dtype in GFLOP/s, and memory read in GB/s, measured now by so many threads."""
+    from fusion_attention import _native
+
+    return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}
+
+
+def _installed(name: str) -> str:
+    if name == "python":
+        return platform.python_version()
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _number(text: str) -> tuple[int, ...]:
+    """2.13.0+cpu as (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

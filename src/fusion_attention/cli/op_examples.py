@@ -1,0 +1,421 @@
+"""A program for every operator, as its page shows it: made from its record and the values of its family.
+
+Knows what a sensible call of a family looks like. Refuses to know how calls are computed: the tests run every program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fusion_attention.contract import Op
+
+WIDTH = 84
+MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a program gives to an operator.
+
+    Args:
+        setup: lines that make the tensors.
+        values: an expression for each parameter that is given, by canonical name; records that lack one leave it out.
+        outputs: what makes the results' memory, by canonical name; of two-phase operators.
+        returns: names of what the function gives back.
+    """
+
+    setup: tuple[str, ...]
+    values: Mapping[str, str]
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    returns: str = "out"
+
+    def plus(self, *setup: str, **values: str) -> Call:
+        """The same with more lines and values."""
+        return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
+
+
+def filled(head: str, arguments: list[str]) -> list[str]:
+    """A call on one line, or with its arguments on lines as full as they may be."""
+    if len(head) + len(", ".join(arguments)) < WIDTH:
+        return [f"{head}{', '.join(arguments)})"]
+    lines = [head]
+    for argument in arguments:
+        if len(lines) > 1 and len(lines[-1]) + len(argument) + 2 < WIDTH:
+            lines[-1] += f" {argument},"
+        else:
+            lines.append(f"    {argument},")
+    return [*lines, ")"]
+
+
+def named(*names: str) -> dict[str, str]:
+    """Parameters whose tensors have the same names."""
+    return {name: name for name in names}
+
+
+QKV = named("query", "key", "value")
+STATISTICS = named("softmax_max", "softmax_sum", "attention_in", "dy")
+PADDED = Call(
+    ("query, key, value = (torch.randn(2, 128, 8, 64) for _ in range(3))  # [B, S, N, D]", MASK),
+    QKV | {"head_num": "8", "input_layout": '"BSND"', "scale": "0.125", "atten_mask": "mask", "sparse_mode": "2"},
+    {
+        "softmax_max": "torch.empty(2, 8, 128, 8)",
+        "softmax_sum": "torch.empty(2, 8, 128, 8)",
+        "attention_out": "torch.empty_like(query)",
+    },
+    "out, softmax_max, softmax_sum, *_",
+)
+ENDS = "[100, 250, 300]"
+PACKED = Call(
+    ("query, key, value = (torch.randn(300, 8, 128) for _ in range(3))  # [T, N, D]: three sequences", MASK),
+    QKV
+    | {"head_num": "8", "input_layout": '"TND"', "scale": "128**-0.5", "atten_mask": "mask", "sparse_mode": "3"}
+    | {"actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS},
+    {
+        "softmax_max": "torch.empty(300, 8, 8)",
+        "softmax_sum": "torch.empty(300, 8, 8)",
+        "attention_out": "torch.empty_like(query)",
+    },
+    "out, softmax_max, softmax_sum, *_",
+)
+ROPE = "query_rope, key_rope = torch.randn(300, 8, 64), torch.randn(300, 8, 64)"
+SINK = "sink = torch.zeros(8)"
+GRADS = {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"}
+MORE_GRADS = {
+    "dq_rope": "torch.empty_like(query_rope)",
+    "dk_rope": "torch.empty_like(key_rope)",
+    "dsink": "torch.empty(8)",
+}
+
+
+def backward(call: Call, forward: str, *more: str) -> Call:
+    """The gradient's program: the forward first, by torch_npu's name."""
+    given = [*("query", "key", "value", "8"), call.values["input_layout"]]
+    words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
+    given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
+    lines = filled(f"attention_in, softmax_max, softmax_sum, *_ = {forward}(", given)
+    return Call(
+        (*call.setup, *lines, "dy = torch.randn_like(attention_in)"),
+        {**call.values, **STATISTICS},
+        {**GRADS, **{name: text for name, text in MORE_GRADS.items() if _grad_of(name) in more}},
+        "dq, dk, dv, *_",
+    )
+
+
+def _grad_of(name: str) -> str:
+    return {"dq_rope": "query_rope", "dk_rope": "key_rope", "dsink": "sink"}[name]
+
+
+TOKEN = "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences"
+PAGES = (
+    "key, value = (torch.randn(5, 128, 2 * 128, dtype=torch.float16) for _ in range(2))  # five pages of 128",
+    "block_table = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)",
+)
+HEADS = {"num_heads": "8", "num_key_value_heads": "2", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
+STEP = Call(
+    (TOKEN, "key, value = (torch.randn(2, 256, 2 * 128, dtype=torch.float16) for _ in range(2))"),
+    QKV | HEADS | {"actual_seq_lengths": "[256, 100]"},
+    {"attention_out": "torch.empty_like(query)"},
+)
+PAGED = replace(
+    STEP,
+    setup=(TOKEN, *PAGES),
+    values=QKV | HEADS | {"actual_seq_lengths": "[256, 100]", "block_table": "block_table", "block_size": "128"},
+)
+PROMPT = Call(
+    ("query, key, value = (torch.randn(2, 256, 8 * 128, dtype=torch.float16) for _ in range(3))", MASK),
+    QKV
+    | {"num_heads": "8", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
+    | {"actual_seq_lengths": "[256, 100]", "actual_seq_lengths_kv": "[256, 100]"},
+    {"attention_out": "torch.empty_like(query)"},
+)
+FUSED = Call(
+    (TOKEN, *PAGES),
+    QKV | HEADS | {"actual_seq_lengths_kv": "[256, 200]", "block_table": "block_table", "block_size": "128"},
+    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(0)"},
+    "out, lse",
+)
+INDEX = Call(
+    (
+        "query = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer's heads",
+        "key = torch.randn(1, 4096, 1, 128, dtype=torch.bfloat16)",
+        "weights = torch.rand(1, 128, 8, dtype=torch.bfloat16)",
+    ),
+    named("query", "key", "weights") | {"sparse_count": "2048"},
+    {
+        "sparse_indices_out": "torch.empty(1, 128, 1, 2048, dtype=torch.int32)",
+        "sparse_values_out": "torch.empty(0, dtype=torch.bfloat16)",
+    },
+    "indices, values",
+)
+INDEX_GRAD = Call(
+    (
+        *INDEX.setup,
+        "sparse_indices, values = npu_lightning_indexer(query, key, weights, sparse_count=2048, return_value=True)",
+        "dy = torch.randn_like(values)",
+    ),
+    named("query", "key", "weights", "sparse_indices", "dy") | {"head_num": "8"},
+    {
+        "dquery": "torch.empty_like(query)",
+        "dkey": "torch.empty_like(key)",
+        "dweights": "torch.empty_like(weights)",
+    },
+    "dquery, dkey, dweights",
+)
+SELECT = Call(
+    (
+        "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
+        "key = torch.randn(1, 4096, 1, 512, dtype=torch.bfloat16)  # latents: keys that are values too",
+        "query_rope = torch.randn(1, 64, 8, 64, dtype=torch.bfloat16)",
+        "key_rope = torch.randn(1, 4096, 1, 64, dtype=torch.bfloat16)",
+        "sparse_indices = torch.rand(1, 64, 1, 4032).argsort(-1)[..., :2048].int()  # 2048 keys that the row sees",
+    ),
+    named("query", "key", "sparse_indices", "query_rope", "key_rope")
+    | {"value": "key", "scale_value": "576**-0.5", "sparse_block_size": "1", "attention_mode": "2"}
+    | {"return_softmax_lse": "True"},
+    {
+        "attention_out": "torch.empty_like(query)",
+        "softmax_max": "torch.empty(1, 1, 64, 8)",
+        "softmax_sum": "torch.empty(1, 1, 64, 8)",
+    },
+    "out, softmax_max, softmax_sum",
+)
+SELECT_GRAD = Call(
+    (
+        *SELECT.setup,
+        "attention_in, softmax_max, softmax_sum = npu_sparse_flash_attention(",
+        "    query, key, key, sparse_indices, 576**-0.5, query_rope=query_rope, key_rope=key_rope, attention_mode=2,",
+        "    return_softmax_lse=True,",
+        ")",
+        "dy = torch.randn_like(attention_in)",
+    ),
+    {**SELECT.values, **STATISTICS},
+    {
+        "dquery": "torch.empty_like(query)",
+        "dkey": "torch.empty_like(key)",
+        "dvalue": "torch.empty_like(key)",
+        "dquery_rope": "torch.empty_like(query_rope)",
+        "dkey_rope": "torch.empty_like(key_rope)",
+    },
+    "dquery, dkey, dvalue, *_",
+)
+TEACHER = (
+    "query_index = torch.randn(1, 64, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "key_index = torch.randn(1, 4096, 1, 128, dtype=torch.bfloat16)",
+    "weights = torch.rand(1, 64, 8, dtype=torch.bfloat16)",
+)
+INDEX_OUTPUTS = {
+    "dquery_index": "torch.empty_like(query_index)",
+    "dkey_index": "torch.empty_like(key_index)",
+    "dweights": "torch.empty_like(weights)",
+    "loss": "torch.empty(1)",
+}
+LOSS = Call(
+    (*SELECT_GRAD.setup[:-1], *TEACHER),
+    {**SELECT.values, **named("query_index", "key_index", "weights", "softmax_max", "softmax_sum"), "layout": '"BSND"'},
+    INDEX_OUTPUTS,
+    "dquery_index, dkey_index, dweights, loss",
+)
+DENSE_TEACHER = (
+    "query = torch.randn(1, 128, 32, 128, dtype=torch.bfloat16)  # the attention, which teaches",
+    "key = torch.randn(1, 128, 32, 128, dtype=torch.bfloat16)",
+    "query_rope, key_rope = (torch.randn(1, 128, 32, 64, dtype=torch.bfloat16) for _ in range(2))",
+    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "key_index = torch.randn(1, 128, 1, 128, dtype=torch.bfloat16)",
+    "weights = torch.rand(1, 128, 8, dtype=torch.bfloat16)",
+)
+INDEX_LSE = Call(
+    DENSE_TEACHER[3:],
+    named("query_index", "key_index", "weights"),
+    {"softmax_max": "torch.empty(1, 1, 128)", "softmax_sum": "torch.empty(1, 1, 128)"},
+    "softmax_max, softmax_sum",
+)
+DENSE_LOSS = Call(
+    (
+        *DENSE_TEACHER,
+        "_, lse = fa.attention(",
+        "    query, key, key, q_rope=query_rope, k_rope=key_rope, band=fa.Band.causal(), return_lse=True",
+        ")",
+        "softmax_max = lse.unsqueeze(-1)  # [B, N2, S1, G]; the lse is max + ln(sum)",
+        "softmax_sum = torch.ones_like(softmax_max)",
+        "softmax_max_index, softmax_sum_index = npu_dense_lightning_indexer_softmax_lse(",
+        "    query_index, key_index, weights",
+        ")",
+    ),
+    named("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
+    | named("softmax_sum", "softmax_max_index", "softmax_sum_index")
+    | {"scale_value": "192**-0.5", "layout": '"BSND"'},
+    INDEX_OUTPUTS,
+    "dquery_index, dkey_index, dweights, loss",
+)
+OWN = {
+    "attention": """
+q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
+k, v = (torch.randn(2, 128, 2, 64, requires_grad=True) for _ in range(2))  # grouped heads
+
+out = fa.attention(q, k, v, band=fa.Band.causal())
+out = fa.attention(q, k, v, band=fa.Band.window(63, 0), sink=torch.zeros(8))
+out, lse = fa.attention(q, k, v, alibi_slopes=torch.rand(8), keep_prob=0.9, return_lse=True)
+out.sum().backward()
+
+packed = torch.randn(300, 8, 64)  # three sequences end to end
+out = fa.attention(
+    packed, packed, packed, layout="TND", q_len=[100, 150, 50], band=fa.Band.causal()
+)
+""",
+    "decode_attention": """
+cache = fa.PagedKVCache(heads=2, dim=64, pages=32, page_size=16, stored="int8")
+a, b = cache.allocate(), cache.allocate()
+for sequence, tokens in ((a, 40), (b, 25)):
+    cache.append([sequence], torch.randn(1, tokens, 2, 64), torch.randn(1, tokens, 2, 64))
+
+q = torch.randn(2, 1, 8, 64)  # the newest token of each
+out = fa.decode_attention(q, cache, sequences=[a, b])
+
+k, v = torch.randn(2, 100, 2, 64), torch.randn(2, 100, 2, 64)  # or tensors
+out, lse = fa.decode_attention(q, (k, v), kv_len=[100, 31], band=fa.Band.window(15, 0), return_lse=True)
+""",
+    "lightning_indexer": """
+q, k = torch.randn(2, 128, 4, 32), torch.randn(2, 128, 1, 32)
+weights = torch.rand(2, 128, 4)
+indices, values = fa.lightning_indexer(q, k, weights, 16)  # the 16 keys that matter most to each row
+assert indices.shape == (2, 128, 1, 16)
+""",
+    "sparse_attention": """
+rows, keys, weights = torch.randn(2, 128, 4, 32), torch.randn(2, 128, 1, 32), torch.rand(2, 128, 4)
+indices, _ = fa.lightning_indexer(rows, keys, weights, 16)
+
+q = torch.randn(2, 128, 8, 64, requires_grad=True)
+latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # key rows that are values too
+out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
+out.sum().backward()
+""",
+    "indexer_loss": """
+rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 128, 1, 32)
+weights = torch.rand(2, 128, 4)
+indices, _ = fa.lightning_indexer(rows, keys, weights, 16)
+q, latent = torch.randn(2, 128, 8, 64), torch.randn(2, 128, 1, 64)
+out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
+
+loss = fa.indexer_loss(q, latent, lse, rows, keys, weights, indices) / (2 * 128)
+loss.backward()  # teaches the indexer alone
+""",
+}
+FAMILIES = {  # what a name begins with, the most specific first
+    "npu_fusion_attention_grad_v2": backward(
+        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
+    ),
+    "npu_fusion_attention_grad": backward(PADDED, "npu_fusion_attention"),
+    "npu_fusion_attention_v2": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
+    "npu_fusion_attention": PACKED,
+    "aclnnFlashAttentionScoreGradV3": backward(PADDED.plus(SINK, sink="sink"), "npu_fusion_attention", "sink"),
+    "aclnnFlashAttentionScoreGrad": backward(PADDED, "npu_fusion_attention"),
+    "aclnnFlashAttentionScoreV3": PADDED.plus(SINK, sink="sink"),
+    "aclnnFlashAttentionScore": PADDED,
+    "aclnnFlashAttentionUnpaddingScoreGradV5": backward(
+        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
+    ),
+    "aclnnFlashAttentionUnpaddingScoreGradV3": backward(
+        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
+    ),
+    "aclnnFlashAttentionUnpaddingScoreGrad": backward(PACKED, "npu_fusion_attention"),
+    "aclnnFlashAttentionVarLenScoreV5": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
+    "aclnnFlashAttentionVarLenScoreV3": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
+    "aclnnFlashAttentionVarLenScore": PACKED,
+    "aclnnIncreFlashAttentionV4": PAGED,
+    "aclnnIncreFlashAttentionV3": PAGED,
+    "aclnnIncreFlashAttention": STEP,
+    "npu_incre_flash_attention": PAGED,
+    "aclnnPromptFlashAttention": PROMPT,
+    "npu_prompt_flash_attention": PROMPT,
+    "aclnnFusedInferAttentionScore": FUSED,
+    "npu_fused_infer_attention_score": FUSED,
+    "aclnnLightningIndexerGrad": INDEX_GRAD,
+    "npu_lightning_indexer_grad": INDEX_GRAD,
+    "aclnnLightningIndexer": INDEX,
+    "npu_lightning_indexer": INDEX,
+    "aclnnSparseFlashAttentionGrad": SELECT_GRAD,
+    "npu_sparse_flash_attention_grad": SELECT_GRAD,
+    "aclnnSparseFlashAttention": SELECT,
+    "npu_sparse_flash_attention": SELECT,
+    "aclnnSparseLightningIndexerGradKLLoss": LOSS,
+    "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
+    "aclnnDenseLightningIndexerGradKLLoss": DENSE_LOSS,
+    "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
+    "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
+    "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
+}
+
+
+def program(op: Op) -> str:
+    """A program that calls an operator; "" of one that no family here knows."""
+    if op.name in OWN:
+        return f"import torch\nimport fusion_attention as fa\n{OWN[op.name]}".rstrip()
+    call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
+    if call is None:
+        return ""
+    return _two_phase(op, call) if op.name.startswith("aclnn") else _function(op, call)
+
+
+def _function(op: Op, call: Call) -> str:
+    """By torch_npu's name: what has to be given by its place, the rest by name."""
+    from fusion_attention.contract import REQUIRED, Attr
+
+    arguments, by_place = [], True
+    for p in op.params:
+        given = call.values.get(p.name)
+        needed = p.default is REQUIRED if isinstance(p, Attr) else not p.optional
+        by_place = by_place and needed
+        if given is not None and not getattr(p, "output", False):
+            arguments.append(given if by_place else f"{p.shown}={given}")
+    return _text(["import torch"], [op.name], call, filled(f"{call.returns} = {op.name}(", arguments))
+
+
+def _two_phase(op: Op, call: Call) -> str:
+    """Both phases; None is a null pointer."""
+    from fusion_attention.contract import Attr, Tensor
+
+    arguments, outputs = [], []
+    for p in op.params:
+        given = call.values.get(p.name)
+        if isinstance(p, Tensor) and p.output:
+            made = call.outputs.get(p.name)
+            outputs += [f"{p.shown} = {made}"] if made else []
+            given = p.shown if made else None
+        if given is None and isinstance(p, Attr):
+            given = _shown(p.default)
+        elif given is not None and isinstance(p, Tensor):
+            given = f"of({given})"
+        arguments.append(f"{p.shown}={given}")
+    lines = [
+        'acl.init(device="cpu")',
+        "acl.rt.set_device(0)",
+        "of = acl.Tensor.of",
+        *filled(f"ret, size, executor = aclnn.{op.name}GetWorkspaceSize(", arguments),
+        "assert ret == 0, acl.get_recent_err_msg()",
+        "workspace = acl.rt.malloc(size, acl.ACL_MEM_MALLOC_HUGE_FIRST)[0] if size else None",
+        f"assert aclnn.{op.name}(workspace, size, executor, None) == 0, acl.get_recent_err_msg()",
+        "acl.finalize()",
+    ]
+    return _text(["import torch", "from fusion_attention import acl, aclnn"], [], call, [*outputs, "", *lines])
+
+
+def _shown(value: object) -> str:
+    """A default as a program writes it."""
+    if value in (2**31 - 1, 2**63 - 1):
+        return "2**31 - 1" if value == 2**31 - 1 else "2**63 - 1"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
+    """Imports, what makes the tensors, and the call."""
+    body = "\n".join([*call.setup, *lines])
+    words = ("npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention")
+    used = {name for name in (*words, "npu_dense_lightning_indexer_softmax_lse") if f" {name}(" in body} | {*called}
+    imports += ["import fusion_attention as fa"] if "fa." in body else []
+    imports += [f"from fusion_attention.npu import {', '.join(sorted(used))}"] if used else []
+    gap = [""] if call.setup else []
+    return "\n".join([*imports, "", *call.setup, *gap, *lines])

@@ -1,0 +1,142 @@
+"""The page of an operator as docs/ops has it: its record, and the call, the docstring, a program and what computes it.
+
+Knows where the function of a record is. Refuses to know any of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from fusion_attention.cli import docstrings, op_examples, op_support
+
+if TYPE_CHECKING:
+    from fusion_attention.contract import Op
+    from fusion_attention.contract.doc_pages import Shown
+
+ROOT = "../"  # from a page to docs/
+OTHERS = "Others"
+GROUPS = {
+    "This library's own": r"(?!npu_|aclnn).*",
+    "torch_npu: training": r"npu_fusion_attention.*",
+    "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
+    "torch_npu: sparse": r"npu_(sparse|dense|lightning).*",
+    "aclnn: training": r"aclnnFlashAttention.*",
+    "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
+    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning).*",
+}
+
+
+def groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Operators by family, in the order of the pages' index; those of no family come last."""
+    found: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
+    for name in names:
+        found[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
+    return {title: listed for title, listed in found.items() if listed}
+
+
+def index(records: Mapping[str, Op]) -> str:
+    """The page that lists all pages."""
+    lines = [
+        "# Operators",
+        "",
+        "Every page is made of the operator's contract record: its call, a program, which back end",
+    ]
+    lines += [
+        "computes what, parameters, shapes and rules. Which version has which parameter: [versions](versions.md).",
+        "",
+    ]
+    for title, names in groups(sorted(records)).items():
+        lines += [f"## {title}", "", "| operator | what it computes |", "|---|---|"]
+        for name in names:
+            said = records[name].summary.replace("|", r"\|").replace("\n", " ")
+            lines.append(f"| [{name}]({name}.md) | {said} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+@cache
+def page(op: Op) -> str:
+    """The whole page, in Markdown."""
+    from fusion_attention.contract.doc_pages import render
+
+    return render(op, shown(op), tex=True)
+
+
+def terminal_page(op: Op) -> str:
+    """The same with its formula as plain text."""
+    from fusion_attention.contract.doc_pages import render
+
+    return render(op, shown(op))
+
+
+def shown(op: Op) -> Shown:
+    """What the page says besides the record."""
+    from fusion_attention.contract.doc_pages import Shown
+
+    two_phase = op.name.startswith("aclnn")
+    return Shown(
+        call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
+        text="" if two_phase else _text(function(op)),
+        example=op_examples.program(op),
+        support=_support(op),
+    )
+
+
+def function(op: Op) -> Any:
+    """What users call: torch_npu's function, or ours."""
+    import fusion_attention
+    from fusion_attention import npu
+
+    return getattr(npu if op.name.startswith("npu_") else fusion_attention, op.name)
+
+
+def _phases(op: Op) -> str:
+    names = [p.shown for p in op.params]
+    first = op_examples.filled(
+        f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", [*names, "*", *_FLAGS]
+    )
+    return "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
+
+
+_FLAGS = ("strict=True", "check_content=False")
+
+
+def _text(called: Any) -> str:
+    """The docstring, its arguments folded away: the table of parameters is their place."""
+    found = docstrings.sections(inspect.getdoc(called) or "")
+    paragraphs = found[""].split("\n\n")[1:]  # the first is the summary
+    kept = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
+    lines = [docstrings.prose("\n\n".join(kept), ROOT), ""] if kept else []
+    if found.get("Args"):
+        lines += ['<details markdown="1"><summary>Arguments, as the docstring says them</summary>', ""]
+        lines += [*docstrings.arguments(found["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
+    for name in ("Returns", "Raises"):
+        if found.get(name):
+            said = (
+                docstrings.arguments(found[name], ROOT) if name == "Raises" else [docstrings.prose(found[name], ROOT)]
+            )
+            lines += [f"**{name}**", "", *said, ""]
+    return "\n".join(lines).rstrip()
+
+
+def _support(op: Op) -> str:
+    """The matrix, and what a back end refuses of what the record allows."""
+    names = [*op_support.COLUMNS.values(), op_support.CHIP]
+    lines = [f"| `{op.tensors()[0].shown}` | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for dtype, row in op_support.matrix(op):
+        cells = [row[name] or "no" for name in (*op_support.COLUMNS, op_support.CHIP)]
+        lines.append(f"| {dtype} | {' | '.join(cells)} |")
+    layouts = f", in {', '.join(op.layouts)}" if op.layouts else ""
+    lines += [
+        "",
+        f"Asked of the back ends about sample calls of this record{layouts}; the last column is a `strict` call.",
+    ]
+    for name, refused in op_support.gaps(op).items():
+        if refused:
+            lines += ["", f"{op_support.COLUMNS[name]} refuses, with its reason, what goes beyond this:", ""]
+            lines += [f"* it {docstrings.plain(text, ROOT)}" for text in refused]
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""How commands speak: JSON, one sentence where the input is wrong, and a progress bar on a terminal.
+
+Knows no command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAD_INPUT = 2
+
+
+def refuse(command: str, sentence: object) -> NoReturn:
+    """Ends a command whose input is wrong: one sentence on stderr, exit code 2."""
+    line = " ".join(str(sentence).split())
+    typer.echo(f"fusion-attention {command}: {_printable(line)}", err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def show_json(value: Any) -> None:
+    """Prints a value as JSON; numbers that JSON lacks are null."""
+    typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _printable(text: str) -> str:
+    """Text whose characters command no terminal, and no longer than a screen."""
+    clean = "".join(c if c.isprintable() else "?" for c in text)
+    return clean if len(clean) <= 1000 else clean[:996] + " ..."
+
+
+@contextmanager
+def progress(
+    what: str, total: float | None, console: Console | None = None, *, calm: bool = False
+) -> Iterator[Callable[[float, str], None]]:
+    """A bar on a terminal; yields a function of (done, what comes next).
+
+    Args:
+        what: is done.
+        total: of it; None where nobody knows.
+        console: that lines are printed to meanwhile: where it is a terminal the bar stands below them, else on stderr.
+            Nothing is drawn where there is no terminal.
+        calm: nothing is drawn between calls of the function, so that no thread draws while something is timed.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    place = console if console is not None and console.is_terminal else Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    options: dict[str, Any] = {"transient": True, "disable": not place.is_terminal, "auto_refresh": not calm}
+    with Progress(*columns, console=place, **options) as bar:
+        task = bar.add_task(what, total=total)
+
+        def update(done: float, words: str) -> None:
+            bar.update(task, completed=done, description=f"{what} {words}".strip()[:60], refresh=calm)
+
+        yield update

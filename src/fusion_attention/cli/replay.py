@@ -1,0 +1,254 @@
+"""A captured session, computed again call by call: timed, and judged against what was recorded.
+
+Knows files and tables. Refuses to know how a call is computed and when it is right: Replay does.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fusion_attention.cli.output import BAD_INPUT, progress, refuse, show_json
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from fusion_attention.captures.replay import Replay
+
+COMMAND = "replay"
+RIGHT, NOISY, WRONG, UNREADABLE = "right", "noisy", "wrong", "unreadable"
+_STYLES = {RIGHT: "green", NOISY: "yellow", WRONG: "bold red", UNREADABLE: "bold red"}
+
+
+class Backend(str, Enum):
+    """What may compute."""
+
+    auto, cpu, triton, golden = "auto", "cpu", "triton", "golden"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What came of one recorded call.
+
+    Attributes:
+        file, operator: the capture, and its record ("" of a file that cannot be read).
+        sizes: of its first tensor.
+        verdict: "right", "noisy", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
+        worst: the largest absolute difference between what was recorded and what is computed here.
+        milliseconds: the median of the timed runs; 0.0 where none was made.
+    """
+
+    file: str
+    operator: str
+    sizes: str
+    verdict: str
+    reason: str
+    worst: float
+    milliseconds: float
+
+
+def replay(
+    paths: list[Path] = typer.Argument(
+        ..., metavar="PATH...", show_default=False, help="Captured calls (.safetensors), or folders of them."
+    ),
+    backend: Backend = typer.Option(Backend.auto, help="What computes them again."),
+    device: str = typer.Option("cpu", help="Where: cpu, cuda, cuda:1, ..."),
+    runs: int = typer.Option(3, min=0, max=1000, help="Timed runs of every call, behind one that is not timed."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
+) -> None:
+    """Compute a captured session again: every call timed, and judged.
+
+    Files of a folder come in the order in which they were recorded. A recorded result is right where it is about as
+    near to float64 as a plain program in its dtype; a wrong one is looked into by fusion-attention verify FILE.
+
+    \b
+    fusion-attention replay calls/
+    fusion-attention replay calls/0003-attention.safetensors --backend golden
+
+    Exit code: 0 where every call is right (or merely noisy), 1 where one is wrong, 2 where a file cannot be read.
+    """
+    from rich.console import Console
+
+    try:
+        place, files = _device(device), session(paths)
+    except (ValueError, OSError, RuntimeError) as error:
+        refuse(COMMAND, error)
+    found: list[Call] = []
+    console = Console()
+    if not as_json:
+        _head(console, len(files), backend.value)
+    with progress("replaying", len(files), None if as_json else console, calm=True) as advance:
+        for call in calls(files, backend.value, place, runs, advance):
+            found.append(call)
+            if not as_json:
+                _line(console, call)
+    if as_json:
+        show_json({"backend": backend.value, **summary(found), "calls": [asdict(call) for call in found]})
+    else:
+        _foot(console, summary(found))
+    verdicts = {call.verdict for call in found}
+    raise typer.Exit(BAD_INPUT if UNREADABLE in verdicts else 1 if WRONG in verdicts else 0)
+
+
+def session(paths: list[Path]) -> list[Path]:
+    """The captures of files and folders, each folder's in the order of their numbers.
+
+    Raises:
+        ValueError: a path is not there, or a folder holds none.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(path.glob("*.safetensors"), key=_order)
+            if not inside:
+                raise ValueError(f"{path}: no .safetensors file in this folder")
+            files += inside
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(f"{path}: no such file or folder")
+    return files
+
+
+def calls(
+    files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
+) -> Iterator[Call]:
+    """Every file's call, one in memory at a time."""
+    from fusion_attention.captures.replay import CaptureError
+    from fusion_attention.contract import BackendError
+
+    for number, file in enumerate(files):
+        advance(number, file.name)
+        try:
+            yield _replayed(file, backend, device, runs)
+        except BackendError as error:
+            yield Call(str(file), "", "", UNREADABLE, f"no back end computes it: {_sentence(error)}", 0.0, 0.0)
+        except (CaptureError, OSError, MemoryError) as error:
+            yield Call(str(file), "", "", UNREADABLE, _sentence(error).removeprefix(f"{file}: "), 0.0, 0.0)
+
+
+def summary(found: list[Call]) -> dict[str, Any]:
+    """How many calls of each verdict, and their time together."""
+    counts = {verdict: sum(call.verdict == verdict for call in found) for verdict in _STYLES}
+    return {**counts, "milliseconds": sum(call.milliseconds for call in found)}
+
+
+def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
+    from fusion_attention.captures import replay as captures
+
+    found = captures.replay(file, backend=backend, device=device)
+    verdict, reason = _verdict(file, found)
+    first = next(iter(found.recorded.values()), None)
+    sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
+    taken = _milliseconds(found, backend, runs) if runs else 0.0
+    return Call(str(file), found.operator, sizes, verdict, reason, found.worst, taken)
+
+
+def _milliseconds(found: Replay, backend: str, runs: int) -> float:
+    """The median time of a call: checked, lowered, planned (once) and computed, without reading the file."""
+    import statistics
+
+    import torch
+
+    from fusion_attention.contract import bind
+    from fusion_attention.ops import RECORDS
+    from fusion_attention.plan import compute
+
+    op = RECORDS[found.operator]
+    assert op.lower is not None
+    drawn = {"seed": 1, "offset": 0} if "keep_prob" in op.by_name else {}
+    times = []
+    for _ in range(runs + 1):
+        start = time.perf_counter()
+        call = op.lower(bind(op, found.args, strict=False, check_content=False), **drawn)
+        call = call.whole() if op.trains else call
+        compute(call, call.results(), backend)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+def _verdict(file: Path, found: Replay) -> tuple[str, str]:
+    """(verdict, reason): Replay's own, or by testing.compare, with what computes here as the plain program."""
+    said = getattr(found, "verdict", None)
+    if said is not None:
+        return str(said), _why(found)
+    return _by_law(file, found)
+
+
+def _why(found: Replay) -> str:
+    lines = [line for line in str(found).splitlines() if line.startswith(("where", "error"))]
+    return "; ".join(" ".join(line.split()[1:]) for line in reversed(lines))
+
+
+def _by_law(file: Path, found: Replay) -> tuple[str, str]:
+    from fusion_attention.captures import replay as captures
+    from fusion_attention.testing.compare import compare
+
+    golden, plain = (captures.replay(file, backend=backend).recomputed for backend in ("golden", "auto"))
+    keys = max((size for t in found.args.values() for size in getattr(t, "shape", ())), default=1)
+    for name, recorded in found.recorded.items():
+        try:
+            compare(name, recorded, golden[name].double(), plain[name], keys)
+        except AssertionError as error:  # noqa: PERF203
+            return WRONG, _sentence(error)
+    return RIGHT, ""
+
+
+def _device(text: str) -> torch.device:
+    import torch
+
+    device = torch.device(text)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {text}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
+    return device
+
+
+def _order(file: Path) -> tuple[int, str]:
+    number = re.match(r"(\d{1,18})-", file.name)
+    return (int(number[1]) if number else 1 << 62, file.name)
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------------------- screen
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def _head(console: Console, count: int, backend: str) -> None:
+    _print(console, f"{count} call{'s' * (count != 1)}, computed again by: {backend}", "italic")
+    _print(console, f"{'verdict':<10}  {'ms':>9}  {'largest diff.':>13}  call", "bold")
+
+
+def _line(console: Console, call: Call) -> None:
+    name = Path(call.file).name
+    told = "" if call.verdict == UNREADABLE else f"{call.milliseconds:9.3f}  {call.worst:13.3g}"
+    _print(console, f"{call.verdict:<10}  {told:>24}  {name}  {call.sizes}", _STYLES.get(call.verdict, ""))
+    if call.reason and call.verdict not in (RIGHT, NOISY):
+        _print(console, f"            {call.reason}")
+
+
+def _foot(console: Console, counts: dict[str, Any]) -> None:
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
+    _print(console, f"{told or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")
+
+
+__all__ = ["replay"]

@@ -1,0 +1,194 @@
+"""Whether what is installed computes what it should: small calls of every family, beside the model in float64.
+
+Judged as this library's own tests judge (testing.compare): by the error of a plain program, with no tolerance. Refuses
+to know any kernel.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from random import Random
+from typing import Any
+
+from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
+
+
+@dataclass(frozen=True)
+class Step:
+    """One comparison; it raises where a result is wrong."""
+
+    name: str
+    backend: str
+    judge: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step: "" where it passed."""
+
+    name: str
+    backend: str
+    seconds: float
+    fault: str
+
+
+def outcomes(
+    backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda gone, words: None
+) -> Iterator[Outcome]:
+    """What came of every fixed step, then of drawn calls, until the time is up; the seed is always the same.
+
+    Args:
+        backends: which are tested.
+        seconds: after which no further step begins.
+        advance: called with the seconds gone and what comes next.
+    """
+    fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
+    start = time.monotonic()
+    for step in chain(fixed, _drawn(backends)):
+        gone = time.monotonic() - start
+        if gone > seconds:
+            return
+        advance(gone, f"{step.name} ({step.backend})")
+        fault, begun = "", time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step.judge()
+        except Exception as error:  # whatever a broken installation does
+            fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield Outcome(step.name, step.backend, time.perf_counter() - begun, fault)
+
+
+def _drawn(backends: list[str]) -> Iterator[Step]:
+    """Dense calls of random shapes, without end."""
+    draw = Random(0)
+    while backends:
+        layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
+        dim, items = draw.choice((16, 40, 64, 96, 128, 192)), draw.randint(1, 3)
+        alike = layout != "TND"  # sequences of a padded batch are as long as each other
+        q_len, kv_len = ((draw.randint(1, 200),) * items if alike else _lengths(draw, items) for _ in "qk")
+        window = {"pre": draw.randint(0, 99), "next": draw.randint(0, 99)}
+        mode = draw.choice((0, 2, 3, 4))
+        case = Case(
+            layout=layout,
+            dtype=draw.choice(("float32", "float16", "bfloat16")),
+            q_len=q_len,
+            kv_len=kv_len,
+            heads_q=heads * draw.choice((1, 2, 4)),
+            heads_kv=heads,
+            dim_qk=dim,
+            dim_v=dim,
+            scale=dim**-0.5,
+            sparse_mode=mode,
+            mask="compressed" if mode else "none",
+            **(window if mode == 4 else {}),
+        )
+        yield from (Step(f"drawn {case.id}", name, partial(_judge_dense, case, name)) for name in backends)
+
+
+def _lengths(draw: Random, items: int) -> tuple[int, ...]:
+    return tuple(draw.randint(0, 200) for _ in range(items))
+
+
+def _of(backend: str) -> Iterator[Step]:
+    if backend == "cpu":
+        yield from (Step(f"instruction set {name}", backend, partial(_judge_variant, name)) for name in _variants())
+    for dtype in ("float32", "float16", "bfloat16"):
+        for name, case in _dense(dtype).items():
+            yield Step(f"{name}, forward and backward, {dtype}", backend, partial(_judge_dense, case, backend))
+    if backend == "cpu":
+        yield Step("decoding over pages", backend, partial(_judge_decoding, backend))
+        yield Step("sparse attention, forward and backward", backend, partial(_judge_sparse, backend))
+        yield Step("the indexer's choice", backend, partial(_judge_indexer, backend))
+
+
+def _dense(dtype: str) -> dict[str, Case]:
+    """By name: every layout, most modes, what joins the scores, and rows longer than a tile."""
+    small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
+    packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
+    wide = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
+    causal: dict[str, Any] = {"sparse_mode": 3, "mask": "compressed"}
+    cases = {f"layout {layout}": Case(**{**small, "layout": layout}) for layout in ("BSND", "BNSD", "BSH", "SBH")}
+    cases |= {
+        "packed and causal": Case(**packed, **causal),
+        "packed, all keys": Case(**packed),
+        "a window": Case(**small, sparse_mode=4, mask="compressed", pre=20, next=3),
+        "a mask of one's own": Case(**small, mask="matrix", blank=True),
+        "a bias and a sink": Case(**small, pse="full", sink=True),
+        "long rows": Case(**wide),
+        "long rows, causal": Case(**wide, **causal),
+        "dropout": Case(**small, keep_prob=0.7, dropout="bits"),
+    }
+    return cases
+
+
+def _variants() -> list[str]:
+    from fusion_attention import _native
+
+    return list(_native.cpu_features()["runnable"])
+
+
+def _judge_variant(name: str) -> None:
+    """Every instruction set makes the same of the same numbers."""
+    from fusion_attention import _native
+
+    probe, base = _native.variant_probe(name), _native.variant_probe("base")
+    for what in ("checksum", "checksum_bf16", "checksum_int8"):
+        assert probe[what] == base[what], f"{what} {probe[what]}, of the base variant {base[what]}"  # type: ignore[literal-required]
+
+
+def _judge_dense(case: Case, backend: str) -> None:
+    args = arguments(case)
+    call, dy = lowered(case, args), args["dy"]
+    if backend == "triton":
+        import dataclasses
+
+        tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v")}
+        extras = tuple(one if one is None else one.cuda() for one in call.extras)
+        call, dy = dataclasses.replace(call, **tensors, extras=extras), dy.cuda()
+    found = {name: tensor.cpu() for name, tensor in run(call, dy, backend).items()}
+    check(case, found, golden(case, args), plain(case, args))
+
+
+def _judge_decoding(backend: str) -> None:
+    import torch
+
+    from fusion_attention.contract import bind
+    from fusion_attention.ops import RECORDS
+    from fusion_attention.plan import compute
+    from fusion_attention.testing import decode
+
+    op = RECORDS["npu_incre_flash_attention"]
+    for case in (decode.DecodeCase(store="pages", dim=64, kv_len=(40, 9)), decode.DecodeCase(integers="channel")):
+        assert op.lower is not None
+        call = op.lower(bind(op, decode.arguments(case)))
+        found = call.results()
+        compute(call, found, backend)
+        got, wide = found["attention_out"], decode.query_of(case, decode.answer(case))
+        narrow = decode.query_of(case, decode.answer(case, torch.float32)).to(got.dtype)
+        compare("attention_out", got, wide.double(), narrow, max(case.kv_len))
+
+
+def _judge_sparse(backend: str) -> None:
+    from fusion_attention.testing import sparse
+
+    case = sparse.SparseCase(dtype="float32", q_len=(9, 7), kv_len=(12, 9))
+    args = sparse.arguments(case)
+    got = sparse.compute(case, sparse.lowered(args), args["dy"], backend)
+    want, measure = sparse.golden(case, args), sparse.plain(case, args)
+    for name in want:
+        compare(name, got[name], want[name], measure[name], max(case.kv_len))
+
+
+def _judge_indexer(backend: str) -> None:
+    """The entries chosen are golden's: ties go to the smaller index everywhere."""
+    from fusion_attention.testing import sparse
+
+    call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))
+    ours, theirs = (sparse.chosen(call, name)[0] for name in (backend, "golden"))
+    assert bool((ours == theirs).all()), "other entries than the model's"

@@ -1,0 +1,134 @@
+"""`fusion-attention verify`: is my kernel right? Reads calls from files, prints what the judge says of them.
+
+Refuses to judge, and to know how files are read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fusion_attention.judging.dumps import Reading
+    from fusion_attention.judging.verdict import Judgement
+
+_STANDARDS = ("house", "cann-0.5%", "cann-double")
+
+
+def verify(
+    files: list[Path] = typer.Argument(help="Captures, folders of them, msprobe dumps, .npz or .safetensors files."),
+    op: str = typer.Option("", "--op", help="Of files that are no captures: the operator they are a call of."),
+    names: list[str] = typer.Option(
+        [], "--map", help="PARAMETER=NAME or output.RESULT=NAME in the file; or a JSON file of such pairs."
+    ),
+    values: list[str] = typer.Option([], "--set", help="PARAMETER=VALUE for what no file holds (JSON, or a word)."),
+    pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
+    seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
+    dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
+    standard: str = typer.Option("house", "--standard", help=f"What decides: {', '.join(_STANDARDS)}."),
+    search: bool = typer.Option(True, "--diagnose/--no-diagnose", help="Look for the mistake that explains it."),
+    backends: bool = typer.Option(True, "--backends/--no-backends", help="Judge this machine's back ends beside it."),
+    allow_noisy: bool = typer.Option(False, "--allow-noisy", help="Exit with 0 where results are merely noisy."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    page: Path | None = typer.Option(None, "--html", help="Write one HTML file with pictures of the error."),
+    unsafe_pickle: bool = typer.Option(False, "--unsafe-pickle", help="Read pickles that may run code."),
+) -> None:
+    """Judge recorded calls: which outputs are wrong, where, and which well-known mistake explains them.
+
+    Exit code 0: all are right by the standard. 1: some are not. 2: a file cannot be read or judged.
+    """
+    if standard not in _STANDARDS:
+        _refused(f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
+    from fusion_attention.judging.calls import JudgeError
+    from fusion_attention.judging.dumps import Reading
+
+    try:
+        how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
+        found = _judged(files, how, search=search, backends=backends, bar=not as_json)
+    except JudgeError as error:
+        _refused(str(error))
+    if page is not None:
+        from fusion_attention.judging.report import page as written
+
+        try:
+            page.write_text(written(found), encoding="utf-8")
+        except OSError as error:
+            _refused(f"{page}: {error.strerror}")
+    _print(found, standard, as_json=as_json)
+    wrong = [j for j in found if j.failing(standard) and not (allow_noisy and j.verdict == "noisy")]
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, bar: bool) -> list[Judgement]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from fusion_attention.judging.dumps import read_calls
+    from fusion_attention.judging.judge import judged
+
+    found = []
+    with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
+        task = progress.add_task("verifying", total=None)
+        for file in files:
+            for call in read_calls(file, how):
+                progress.update(task, description=f"verifying {call.source}")
+                found.append(judged(call, search=search, backends=backends))
+    return found
+
+
+def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"standard": standard, "calls": [j.json() for j in found]}, indent=1))
+        return
+    from rich.console import Console
+
+    from fusion_attention.judging.report import table
+
+    console = Console()
+    for judgement in found:
+        console.print(table(judgement, standard))
+    right = sum(not j.failing(standard) for j in found)
+    console.print(f"{right} of {len(found)} right by {standard}.", highlight=False)
+
+
+def _names(given: list[str]) -> dict[str, str]:
+    from fusion_attention.judging.calls import JudgeError
+
+    found: dict[str, str] = {}
+    for text in given:
+        if "=" in text:
+            name, _, source = text.partition("=")
+            found[name] = source
+            continue
+        try:
+            pairs = json.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise JudgeError(f"--map {text}: neither NAME=NAME nor a readable JSON file ({error})") from None
+        if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
+            raise JudgeError(f"--map {text}: expected an object of names")
+        found |= pairs
+    return found
+
+
+def _values(given: list[str]) -> dict[str, Any]:
+    from fusion_attention.judging.calls import JudgeError
+    from fusion_attention.judging.dumps import values_from
+
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise JudgeError(f"--set {text}: expected PARAMETER=VALUE")
+        found[name] = values_from(value)
+    return found
+
+
+def _refused(sentence: str) -> None:
+    typer.echo(sentence, err=True)
+    raise typer.Exit(2)
+
+
+__all__ = ["verify"]

@@ -1,0 +1,270 @@
+"""Decoding over a cache whose pages lie on several ranks: each attends its own, and what they find is merged.
+
+Knows which tokens a rank has, and what of a band, a mask or a bias is theirs. Refuses to know how pages are given out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import ContractError, Failure, bind, show
+from fusion_attention.distributed.groups import Call
+from fusion_attention.ops.inference import own as record
+from fusion_attention.torch_ops import dispatch
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.merge import Partial, join_sink, merge
+
+Tensor = torch.Tensor
+_OP = "distributed.decode_attention"
+_OPTIONS = ("layout", "scale", "softcap", "band", "q_len")
+
+
+def decode_attention(
+    q: Tensor,
+    cache: Any,
+    *,
+    sequences: Sequence[int] | None = None,
+    own_heads: bool = False,
+    layout: str = "BSND",
+    q_len: Any = None,
+    scale: float | None = None,
+    band: Band | None = None,
+    blocked: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of each sequence over a PagedKVCache(group=...).
+
+    Every rank attends the tokens of its own pages, and partial results are merged by (max, sum) in float32, in the
+    order of ranks: the same bits on every rank, and from run to run.
+
+    Args:
+        q: [B, S1, N1, D], the same on every rank; with own_heads this rank's heads, [B, S1, N1 / ranks, D].
+        cache: with a group.
+        sequences: one per row of q; None: all.
+        own_heads: heads are divided among the ranks, in their order, as under tensor parallelism: queries are gathered,
+            and one exchange brings each rank its own heads' results. sink, bias and blocked are those of all heads.
+        layout, q_len, scale, band, blocked, bias, sink, softcap, return_lse, backend: as fa.decode_attention().
+
+    Returns:
+        As fa.decode_attention(): out as q, and lse.
+
+    Raises:
+        GroupError: ranks make different calls, over sequences of other lengths, or one of them is gone.
+        ContractError: a call that docs/ops/decode_attention.md does not allow.
+
+    Source: this library; what vLLM calls decode context parallel.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cache = fa.PagedKVCache(heads=2, dim=64, pages=8, page_size=16, group=dist.group.WORLD)
+        >>> cache.append([cache.allocate()], torch.randn(1, 20, 2, 64), torch.randn(1, 20, 2, 64))
+        >>> decode_attention(torch.randn(1, 1, 8, 64), cache).shape
+        torch.Size([1, 1, 8, 64])
+        >>> dist.destroy_process_group()
+    """
+    args = {
+        "q": q, "layout": layout, "q_len": q_len, "scale": scale, "band": band, "blocked": blocked, "bias": bias,
+        "sink": sink, "softcap": softcap,
+    }  # fmt: skip
+    if getattr(cache, "group", None) is None:
+        raise ContractError([Failure(_OP, "cache", "a PagedKVCache with a group", show(cache), "group=...")])
+    return attend(cache, sequences, args, return_lse, backend, own_heads)
+
+
+def attend(
+    cache: Any,
+    sequences: Sequence[int] | None,
+    args: Mapping[str, Any],
+    return_lse: bool,
+    backend: str,
+    own_heads: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """decode_attention(), of arguments by the record's names."""
+    q, layout, ranks = args["q"], args["layout"], cache.group.world
+    if ranks == 1:
+        found = dispatch.results(
+            record.RECORD, {**args, **cache.arguments(sequences)}, backend, whole=return_lse, reads=False
+        )
+        return (found["out"], found["max"] + found["sum"].log()) if return_lse else found["out"]
+    of_cache, lengths = cache.arguments(sequences), cache.lengths(sequences)
+    _check(args, cache, sequences, ranks if own_heads else 1)
+    said = {"q": (tuple(q.shape), q.dtype), "cache": repr(cache).split(", ")[0], "own_heads": own_heads}
+    said |= {name: args[name] for name in _OPTIONS}
+    call = cache.group.call("decode_attention", said, q.device)
+    at_head = -2 if layout == "BSND" else -3
+    mark = _mark(sequences, lengths, q.device)
+    if own_heads:
+        queries = call.all_gather("gathering queries", torch.cat((_bytes(q), mark)), [q.nbytes + len(mark)] * ranks)
+        _same(call, queries, mark)
+        q = torch.cat([part[: q.nbytes].view(q.dtype).view(q.shape) for part in queries], at_head)
+    pages = cache.own_pages(sequences)
+    local = _local({**args, **of_cache, "q": q}, pages, lengths, cache.page_size)
+    found = dispatch.results(record.RECORD, local, backend, whole=True, reads=False)
+    own = [found["max"].transpose(1, 2), found["sum"].transpose(1, 2), _heads_last(found["out"], layout)]
+    if own_heads:
+        shares = zip(*(t.chunk(ranks, 2) for t in own), strict=True)
+        own, sends = [t.chunk(ranks, 2)[0] for t in own], [torch.cat((*map(_bytes, t), mark)) for t in shares]
+        parts = call.to_each("exchanging heads", sends, [send.shape for send in sends])
+    else:
+        send = torch.cat((*map(_bytes, own), mark))
+        parts = call.all_gather("gathering results", send, [len(send)] * ranks)
+    _same(call, parts, mark)
+    sizes = [*(t.nbytes for t in own), len(mark)]
+    merged: Partial | None = None
+    for part in parts:
+        max_, sum_, out = (b.view(t.dtype).view(t.shape) for b, t in zip(part.split(sizes), own, strict=False))
+        more = Partial(out.float(), max_.float(), sum_.float())
+        if merged is None:
+            merged = more
+        else:
+            merge(merged, more)
+    assert merged is not None
+    if (sink := args["sink"]) is not None:
+        join_sink(merged, sink.chunk(ranks)[call.rank] if own_heads else sink)
+    out = _heads_last(merged.out.to(q.dtype), layout).contiguous()
+    return (out, (merged.max + merged.sum.log()).transpose(1, 2).contiguous()) if return_lse else out
+
+
+def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
+    """Raises for what is wrong with the call of all ranks, in the words of one process.
+
+    heads: how many times those of q there are over all ranks.
+    """
+    lengths, q = cache.lengths(sequences), args["q"]
+    failures = []
+    for name in ("out_scale", "out_offset"):
+        if args.get(name) is not None:
+            advice = "ranks' results are merged as they are: quantise the merged one"
+            failures.append(Failure(_OP, name, "None over a cache with a group", show(args[name]), advice))
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != len(lengths):
+        got = f"{len(lengths)} of {cache!r}" if sequences is None else show(sequences)
+        advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
+        failures.append(Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice))
+    if failures:
+        raise ContractError(failures)
+    pages = max((-(-n // cache.page_size) for n in lengths), default=0)
+    whole = {**args, **cache.arguments(sequences), "kv_len": lengths}
+    whole["block_table"] = whole["block_table"].new_zeros(len(lengths), pages)
+    if isinstance(q, Tensor) and q.dim() == 4:
+        whole["q"] = torch.cat([q.to("meta")] * heads, -2 if args["layout"] == "BSND" else -3)
+    tensors = {name: t.to("meta") for name, t in whole.items() if isinstance(t, Tensor) and name not in ("q", "q_len")}
+    bind(record.RECORD, whole | tensors, reads=False)
+
+
+# ------------------------------------------------------------------------------------------------------ a rank's tokens
+
+
+def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
+    """The call over the tokens of this rank's pages.
+
+    Args:
+        args: with the cache's own. pages: which of every sequence are here; lengths: of sequences, over all ranks.
+    """
+    q, layout = args["q"], args["layout"]
+    rows = q.shape[1] if layout == "BSND" else q.shape[2]
+    count = np.asarray(lengths, np.int64)
+    q_len = np.full(len(count), rows) if args["q_len"] is None else np.asarray(args["q_len"], np.int64)
+    band = Band.causal() if args["band"] is None else args["band"]
+    lo, hi, prefix = (edge[:, None] for edge in band.resolve(q_len, count))
+    row = np.arange(rows)
+    first = np.maximum(row + lo, 0)
+    end = np.clip(np.maximum(row + hi, prefix), first, count[:, None])
+    first, end = _here(np.minimum(first, end), pages, size), _here(end, pages, size)
+    first = np.minimum(first, end)
+    there = row < q_len[:, None]
+    # Pages before the first key that some row sees are left out: a window reads its own pages alone.
+    seen = there & (end > first)
+    gone = np.where(seen, first, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max) // size * size
+    kv_len = np.where(seen, end, 0).max(1, initial=0)
+    gone = np.minimum(gone, kv_len // size * size)
+    first, end, kv_len = first - gone[:, None], end - gone[:, None], kv_len - gone
+    kept = [own[n // size :] for own, n in zip(pages, gone.tolist(), strict=True)]
+    made = {**args, "sink": None, "band": Band.full(), "kv_len": kv_len.tolist()}
+    made["block_table"] = table = _table(args["block_table"], gone // size)
+    slots = table.shape[1] * size
+    partial = there & ((first > 0) | (end < kv_len[:, None]))
+    for name in ("blocked", "bias"):
+        if (tensor := args[name]) is not None:
+            made[name] = _columns(tensor, _global_slots(kept, slots, size, q.device))
+    if partial.any():
+        key = torch.arange(slots, device=q.device)
+        low, high = (torch.from_numpy(edge).to(q.device)[..., None] for edge in (first, end))
+        hidden = ((key < low) | (key >= high))[:, None]
+        made["blocked"] = hidden if made["blocked"] is None else hidden | made["blocked"].bool()
+    return made
+
+
+def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
+    """How many of this rank's tokens stand before tokens [sequences, rows] of their sequences."""
+    found = np.zeros_like(token)
+    for b, own in enumerate(pages):
+        page = token[b] // size
+        before = np.searchsorted(own, page)
+        inside = np.isin(page, own)
+        found[b] = before * size + np.where(inside, token[b] % size, 0)
+    return found
+
+
+def _table(table: Tensor, gone: np.ndarray) -> Tensor:
+    """A table of pages without the first ones of its rows; at least one column."""
+    if not gone.any():
+        return table if table.shape[1] else table.new_zeros(len(table), 1)
+    rows = [row[int(n) :] for row, n in zip(table, gone, strict=True)]
+    width = max(1, *(table.shape[1] - int(n) for n in gone))
+    return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+
+
+def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
+    """int64 [sequences, slots]: which of a sequence's slots lies in each of this rank's."""
+    found = np.zeros((len(pages), slots // size), np.int64)
+    for row, own in zip(found, pages, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy((found[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
+
+
+def _columns(tensor: Tensor, place: Tensor) -> Tensor:
+    """The columns of a mask or bias that are this rank's keys."""
+    if tensor.shape[-1] == 1:
+        return tensor
+    whole = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    whole = whole.expand(len(place), *whole.shape[1:])
+    # Behind a sequence's tokens nothing is read, whatever stands there.
+    at = place.clamp(max=tensor.shape[-1] - 1)[:, None, None].expand(*whole.shape[:-1], -1)
+    return whole.gather(-1, at)
+
+
+# ------------------------------------------------------------------------------------------------------- what is passed
+
+
+def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Four bytes that tell one set of sequences and lengths from another: they travel with every result, as lengths
+    change with every token."""
+    said = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
+    return torch.tensor([zlib.crc32(said) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
+
+
+def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
+    """Raises where a rank's mark is another."""
+    for rank, part in enumerate(parts):
+        if not torch.equal(part[-len(mark) :], mark):
+            what = f"rank {rank} decodes other sequences, or sequences of other lengths"
+            raise call.error("comparing caches", what, "every rank calls the cache's methods with the same arguments")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _heads_last(rows: Tensor, layout: str) -> Tensor:
+    """[B, S1, N1, Dv] from rows in a layout, or the other way round."""
+    return rows if layout == "BSND" else rows.transpose(1, 2)

@@ -1,0 +1,79 @@
+"""Lists of selected blocks where keys lie on several ranks: which entries are wrong, and which are of a rank's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fusion_attention.distributed.cut import Cut, Stretch
+
+Tensor = torch.Tensor
+# Rows whose lists are looked through together.
+_ROWS = 1024
+
+
+def found_bad(indices: Tensor, stretches: Sequence[Stretch], kv_len: np.ndarray, block: int) -> str:
+    """The first entry of flat rows that is neither -1 nor a block of its sequence, and where it stands; or nothing."""
+    for b, first, count, at in stretches:
+        own, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
+        if not own.numel():
+            continue
+        low, high = (int(edge) for edge in own.aminmax())
+        if low < -1 or high >= blocks:
+            row, head, slot = ((own < -1) | (own >= blocks)).nonzero()[0].tolist()
+            where = f"batch {b}, row {first + row}, " + (f"head {head}, " if own.shape[1] > 1 else "") + f"slot {slot}"
+            return f"{int(own[row, head, slot])} at {where}, outside [-1, {blocks})"
+    return ""
+
+
+def owned(
+    cut: Cut,
+    stretches: Sequence[Stretch],
+    indices: Tensor | None,
+    block: int,
+    beside: Tensor | None = None,
+    *,
+    own_count: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """All rows' lists with the entries alone of blocks that touch some stretches of keys, in their order.
+
+    Args:
+        cut: the call. indices: flat lists of all rows.
+        beside: as indices, a number per entry.
+        own_count: entries count from their stretch's first key; then a sequence has one stretch, and block is 1.
+
+    Returns:
+        (lists, numbers): -1 and 0 behind the last; numbers are empty without `beside`.
+    """
+    assert indices is not None
+    e, count = cut.whole.extents, indices.shape[-1]
+    lists = torch.full_like(indices, -1)
+    numbers = indices.new_zeros(0) if beside is None else torch.zeros_like(beside)
+    slot = torch.arange(count, device=indices.device)
+    for b, start in enumerate(cut.q.starts.tolist()):
+        blocks, before = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool), 0
+        for one in stretches:
+            if one.sequence == b:
+                blocks[one.first // block : (one.first + one.tokens - 1) // block + 1] = True
+                before = one.first if own_count else 0
+        own = torch.from_numpy(blocks).to(indices.device)
+        for first in range(0, int(e.q_len[b]), _ROWS):
+            row = np.arange(first, min(first + _ROWS, int(e.q_len[b])))
+            _, end = e.row_interval(b, row)
+            read = torch.from_numpy(-(-np.maximum(end, 0) // block)).to(indices.device)[:, None, None]
+            at = slice(start + int(row[0]), start + int(row[-1]) + 1)
+            entries = indices[at].long()
+            there = (entries >= 0).cumprod(-1).bool() & (slot < read) & own[entries.clamp(min=0)]
+            # What is not kept goes to a place behind the list.
+            place = (there.cumsum(-1) - 1).masked_fill(~there, count)
+            lists[at] = _moved(entries - before, place, -1).to(indices.dtype)
+            if beside is not None:
+                numbers[at] = _moved(beside[at], place, 0)
+    return lists, numbers
+
+
+def _moved(entries: Tensor, place: Tensor, fill: int) -> Tensor:
+    room = torch.full((*entries.shape[:-1], entries.shape[-1] + 1), fill, dtype=entries.dtype, device=entries.device)
+    return room.scatter_(-1, place, entries)[..., :-1]

@@ -1,0 +1,453 @@
+"""Sparse attention, its indexer and the indexer's loss where sequences lie on several ranks: rows stay, keys are
+gathered.
+
+Refuses to know how calls are cut (cut.py), and what passes between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import ContractError, Failure
+from fusion_attention.distributed.cut import Cut, Sums, Tokens, cut_of
+from fusion_attention.distributed.groups import AnyGroup, group_of
+from fusion_attention.distributed.lists import found_bad, owned
+from fusion_attention.distributed.topk import Merged
+from fusion_attention.ops.indexer import call as indexer
+from fusion_attention.ops.indexer import own as indexer_record
+from fusion_attention.ops.indexer_loss import call as loss
+from fusion_attention.ops.indexer_loss import own as loss_record
+from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.sparse import call as sparse
+from fusion_attention.ops.sparse import own as sparse_record
+from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.refusals import constants, once
+
+Tensor = torch.Tensor
+Lengths = Sequence[int] | Tensor | None
+_Q = ("query", "query_rope", "sparse_indices")
+_KV = ("key", "value", "key_rope")
+_INDEX_Q, _INDEX_KV = ("query", "weights"), ("key",)
+_LOSS_Q = ("query", "query_rope", "query_index", "weights", "sparse_indices", "lse")
+_LOSS_KV = ("key", "key_rope", "key_index")
+
+
+def lightning_indexer(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    top_k: int = 2048,
+    *,
+    group: AnyGroup = None,
+    schedule: str = "zigzag",
+    tokens: Tokens = None,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    causal: bool = True,
+    merge_topk: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The keys that matter most to every row of this rank, among the keys of all ranks.
+
+    As fa.lightning_indexer(), whose indices and values are found bit by bit. Keys are gathered; their gradient is
+    summed over ranks.
+
+    Args:
+        q, k, weights: this rank's shares, as shard() lays them out.
+        group: a process group or DeviceMesh; None: all ranks.
+        schedule: how tokens lie on ranks, as of attention().
+        tokens: S, or (S1, S2), of whole padded sequences; None: every rank has as many.
+        q_len, kv_len: tokens of the whole sequences. Packed: needed (kv_len defaults to q_len).
+        merge_topk: keys stay where they are, and rows are gathered instead: every rank chooses among its keys for all
+            rows, and the choices are merged. Less passes where rows are few beside keys, as in decoding. The results
+            have the same bits; q's and weights' gradients are then summed over ranks, and k's is this rank's own.
+        deterministic: k's gradient has the bits of one process, for a second backward; else the same bits in every run.
+            Not with merge_topk, where it always has.
+        top_k, layout, causal, backend: as fa.lightning_indexer().
+
+    Returns:
+        (indices, values) of this rank's rows; positions within the whole sequence.
+
+    Raises:
+        GroupError: no group, other calls on other ranks, or a rank that is gone.
+        ContractError: a call that docs/ops/lightning_indexer.md does not allow.
+
+    Source: this library.
+    """
+    args = {
+        "query": q, "key": k, "weights": weights, "sparse_count": top_k, "layout": layout, "actual_seq_qlen": q_len,
+        "actual_seq_kvlen": kv_len, "causal": causal,
+    }  # fmt: skip
+    _eager("lightning_indexer", args)
+    dispatch.autocast(args, ("query", "key"))
+    if merge_topk and deterministic:
+        raise ValueError(
+            "fusion_attention: distributed.lightning_indexer: deterministic: expected False with merge_topk, whose "
+            "gradients of rows are sums over ranks (leave out one of the two)"
+        )
+    if merge_topk and group_of(group).axes:
+        raise ValueError(
+            "fusion_attention: distributed.lightning_indexer: merge_topk: expected False on a mesh of two dimensions, "
+            "whose ranks pass along one at a time (leave it out, or take a group of one dimension)"
+        )
+    if group_of(group).world == 1:
+        found = dispatch.results(indexer_record.RECORD, args, backend)
+        return found["sparse_indices_out"], found["sparse_values_out"]
+    cut = cut_of(
+        "lightning_indexer", indexer_record.RECORD, args, _INDEX_Q, _INDEX_KV, group=group, schedule=schedule,
+        tokens=tokens, backend=backend,
+        said={"merge_topk": merge_topk, **_said(args, deterministic, indexer.DIFFERENTIABLE)},
+    )  # fmt: skip
+    flat = _flat(cut, args, _INDEX_Q, _INDEX_KV)
+    tensors = (flat[name] for name in indexer.DIFFERENTIABLE)
+    indices, values = Merged.apply(cut, *tensors) if merge_topk else _Indexer.apply(cut, deterministic, *tensors)
+    return cut.q.lying(indices), cut.q.lying(values)
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    group: AnyGroup = None,
+    schedule: str = "zigzag",
+    tokens: Tokens = None,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 1,
+    causal: bool = True,
+    dim_v: int = 0,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of this rank's rows over the blocks of keys that they select, on whatever rank these lie.
+
+    As fa.sparse_attention(), whose results are found bit by bit. Keys are gathered, as one; their gradients are summed
+    over ranks in float32, in the order of ranks.
+
+    Args:
+        q, k, v, indices, q_rope, k_rope: this rank's shares, as shard() lays them out.
+        group, schedule, tokens, q_len, kv_len: as of distributed.lightning_indexer().
+        sink: the same on every rank, and so is its gradient, the sum over ranks.
+        deterministic: gradients of keys and of the sink have the bits of one process. Queries and gradients of all
+            ranks are gathered, and each rank computes those of its keys from all rows: a second backward. Else the same
+            bits in every run.
+        layout, scale, block, causal, dim_v, return_lse, backend: as fa.sparse_attention().
+
+    Returns:
+        out of this rank's rows, or (out, lse).
+
+    Raises:
+        GroupError, ContractError: as distributed.lightning_indexer().
+
+    Source: this library; the scheme of Megatron and MindSpeed, packed sequences of any lengths included.
+    """
+    args = {
+        "query": q, "key": k, "value": v, "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len,
+        "actual_seq_kvlen": kv_len, "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale,
+        "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink,
+    }  # fmt: skip
+    _eager("sparse_attention", args)
+    dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
+    if group_of(group).world == 1:
+        found = dispatch.results(sparse_record.RECORD, args, backend, whole=return_lse)
+        out = found["attention_out"]
+        return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
+    cut = cut_of(
+        "sparse_attention", sparse_record.RECORD, args, _Q, _KV, group=group, schedule=schedule, tokens=tokens,
+        backend=backend, said=_said(args, deterministic, sparse.DIFFERENTIABLE),
+    )  # fmt: skip
+    flat = _flat(cut, args, _Q, _KV)
+    _check_lists("sparse_attention", cut, flat, block)
+    flat["sinks"] = wide(sink, q)
+    names = (*sparse.DIFFERENTIABLE, "sparse_indices")
+    out, max_, sum_ = _Attention.apply(cut, deterministic, *(flat[name] for name in names))
+    out = cut.q.lying(out)
+    if not return_lse:
+        return out
+    lse = cut.q.lying(_lse(max_, sum_, "TND"))
+    return out, lse if layout == "TND" else lse.transpose(1, 2)
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    indices: Tensor | None = None,
+    *,
+    group: AnyGroup = None,
+    schedule: str = "zigzag",
+    tokens: Tokens = None,
+    layout: str = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """How far the indexer's distribution over keys is from the attention's, summed over the rows of all ranks.
+
+    As fa.indexer_loss(); every rank has the whole loss, and its backward gives each rank the gradients of its own
+    tensors: call backward() on every rank, and add it once to each rank's own loss. For the value of what is trained,
+    count it once.
+
+    Args:
+        q, k, lse, index_q, index_k, weights, indices, q_rope, k_rope: this rank's shares, as shard() lays them out;
+            lse as distributed attention returned it.
+        group, schedule, tokens, q_len, kv_len: as of distributed.lightning_indexer().
+        deterministic: loss and gradients have the bits of one process: every rank gathers all rows and computes the
+            whole. Else the same bits in every run.
+        layout, scale, causal, sink, backend: as fa.indexer_loss().
+
+    Returns:
+        The loss, a float32 scalar, the same on every rank.
+
+    Raises:
+        GroupError, ContractError: as distributed.lightning_indexer().
+
+    Source: this library.
+    """
+    args = {
+        "query": q, "key": k, "lse": lse, "query_index": index_q, "key_index": index_k, "weights": weights,
+        "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len, "actual_seq_kvlen": kv_len,
+        "query_rope": q_rope, "key_rope": k_rope, "scale_value": scale, "causal": causal, "sinks": sink,
+    }  # fmt: skip
+    _eager("indexer_loss", args)
+    dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
+    if group_of(group).world == 1:
+        return dispatch.results(loss_record.RECORD, args, backend)["loss"].reshape(())
+    cut = cut_of(
+        "indexer_loss", loss_record.RECORD, args, _LOSS_Q, _LOSS_KV, group=group, schedule=schedule, tokens=tokens,
+        backend=backend, said=_said(args, deterministic, loss.DIFFERENTIABLE),
+    )  # fmt: skip
+    heads_last = args if layout == "TND" else {**args, "lse": lse.transpose(1, 2)}
+    flat = _flat(cut, heads_last, _LOSS_Q, _LOSS_KV)
+    _check_lists("indexer_loss", cut, flat, 1)
+    flat["sinks"] = wide(sink, q)
+    constant = {name: None if t is None else t.detach() for name, t in flat.items() if name not in loss.DIFFERENTIABLE}
+    return _Loss.apply(cut, deterministic, constant, *(flat[name] for name in loss.DIFFERENTIABLE)).reshape(())
+
+
+# ------------------------------------------------------------------------------------------------------ what they share
+
+
+def _eager(function: str, args: Mapping[str, Any]) -> None:
+    """Raises in a trace, which would keep what ranks said to each other once."""
+    if dispatch.is_traced(args.values()):
+        raise NotImplementedError(
+            f"fusion_attention: distributed.{function}: calls of several ranks run eagerly alone: leave them out of "
+            "torch.compile (torch.compiler.disable), torch.func and other traces"
+        )
+
+
+def _said(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
+    """What ranks compare beside the call: whether a backward will come, and which."""
+    grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
+    return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
+
+
+def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for side, names in ((cut.q, rows), (cut.kv, keys)):
+        found |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
+    return found
+
+
+def _check_lists(function: str, cut: Cut, flat: Mapping[str, Tensor | None], block: int) -> None:
+    """Raises where an entry of this rank's lists is no block: kernels read where it says."""
+    indices = flat["sparse_indices"]
+    if indices is not None and (got := found_bad(indices, cut.q.stretches, cut.whole.extents.kv_len, block)):
+        text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
+        raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
+
+
+def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
+    """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
+    lse = max_ + sum_.log()
+    return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
+
+
+def _returned(ctx: Any, made: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of a Function's arguments, those that are wanted."""
+    wanted = ctx.needs_input_grad[before:]
+    found = (made.get(name) if need else None for name, need in zip(names, wanted, strict=True))
+    return (*(None,) * before, *found)
+
+
+# ---------------------------------------------------------------------------------------------------------- the indexer
+
+
+class _Indexer(torch.autograd.Function):
+    """Indices and values of flat rows; the gradient of values."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        given = _of_indexer(tensors)
+        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.stretches))
+        indices, values = (found[name] for name in indexer.RESULTS)
+        ctx.said = cut, deterministic
+        ctx.save_for_backward(indices, *tensors)
+        ctx.mark_non_differentiable(indices)
+        return indices, values
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, upstream: Tensor) -> Any:
+        cut, deterministic = ctx.said
+        indices, *tensors = ctx.saved_tensors
+
+        def found() -> tuple[Tensor | None, ...]:
+            made = _indexer_gradients(cut, deterministic, _of_indexer(tensors), indices, upstream)
+            return _returned(ctx, made, indexer.DIFFERENTIABLE, 2)
+
+        return once(found, (upstream, *tensors))
+
+
+def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
+
+
+def _indexer_gradients(
+    cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
+) -> dict[str, Tensor]:
+    whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"), dvalues.dtype)
+    for own in cut.q.rounds:
+        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices), ("dkey",)))
+    found = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
+    if not deterministic:
+        return found | {"key": sums.keys()["dkey"]}
+    rows = cut.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
+    lists, grads = owned(cut, cut.kv.stretches, rows.pop("indices"), 1, rows.pop("dvalues"))
+    made = cut.run(indexer.IndexerBackward(cut.everything(whole | rows), grads, lists))
+    return found | {"key": cut.kv.own(made["dkey"])}
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+class _Attention(torch.autograd.Function):
+    """out and statistics of flat rows; the gradients of out."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = _of_attention(tensors)
+        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.stretches).whole())
+        results = tuple(found[name] for name in sparse.RESULTS)
+        ctx.said = cut, deterministic
+        ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *statistics: Tensor | None) -> Any:
+        cut, deterministic = ctx.said
+        constants(statistics)
+        saved, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        dout = torch.zeros_like(saved[0]) if upstream is None else upstream
+
+        def found() -> tuple[Tensor | None, ...]:
+            made = _attention_gradients(cut, deterministic, _of_attention(tensors), dout, saved)
+            return _returned(ctx, made, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
+
+        return once(found, (dout, *tensors))
+
+
+def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    names = (*sparse.DIFFERENTIABLE, "sparse_indices")
+    return {**dict(zip(names, tensors, strict=True)), "block_table": None}
+
+
+def _attention_gradients(
+    cut: Cut, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"), dout.dtype)
+    dsinks: Tensor | None = None
+    for own in cut.q.rounds:
+        found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved), ("dkey", "dvalue", "dkey_rope"))
+        more = found.pop("dsinks", None)
+        dsinks = more if dsinks is None or more is None else dsinks + more
+        sums.add(own, found)
+    made = dict(sums.rows)
+    if not deterministic:
+        made |= sums.keys()
+        if dsinks is not None:
+            made["dsinks"] = cut.call.sum_to_all("summing the sink's gradient", dsinks)
+    else:
+        made |= _from_all_rows(cut, given, whole, dout, saved)
+    return {name: made[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in made}
+
+
+def _from_all_rows(
+    cut: Cut, given: Mapping[str, Tensor | None], whole: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of this rank's keys from all rows, in the order of one process; and of the sink."""
+    out, max_, sum_ = saved
+    # Statistics [N2, T1, G] pass with rows first.
+    beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
+    rows = cut.all_rows({name: given[name] for name in _Q} | beside)
+    dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
+    lists, _ = owned(cut, cut.kv.stretches, rows["sparse_indices"], cut.whole.problem.select_block)
+    call = cut.everything(whole | rows | {"sparse_indices": lists})
+    found = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
+    keys = {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}
+    return keys | ({"dsinks": found["dsinks"]} if "dsinks" in found else {})
+
+
+# ----------------------------------------------------------------------------------------------------------------- loss
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of the rows of all ranks; gradients, found together with it, of this rank's tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cut: Cut, deterministic: bool, constant: dict[str, Tensor | None], *tensors: Tensor
+    ) -> Tensor:
+        given = {**dict.fromkeys(loss.INPUTS), **constant, **dict(zip(loss.DIFFERENTIABLE, tensors, strict=True))}
+        whole = given | cut.keys(given, _LOSS_KV)
+        ctx.cut, ctx.sums, ctx.made = cut, None, None
+        if deterministic:
+            rows = cut.all_rows({name: given[name] for name in _LOSS_Q})
+            found = cut.run(cut.everything(whole | rows))
+            sides = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
+            ctx.made = {name: side.own(found[name]) for name, side in sides.items()}
+            return found["loss"]
+        ctx.sums = Sums(cut, ("dquery_index", "dweights"), tensors[1].dtype)
+        total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
+        for own in cut.q.rounds:
+            found = cut.run(cut.rows(whole, own), ("dkey_index",))
+            total += found.pop("loss")
+            ctx.sums.add(own, found)
+        return cut.call.sum_to_all("summing the loss", total)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        factor = upstream.reshape(())
+
+        def found() -> tuple[Tensor | None, ...]:
+            if ctx.made is not None:
+                made = {name: t * factor for name, t in ctx.made.items()}
+            else:
+                scaled = ctx.sums.scaled(factor)
+                made = scaled.rows | scaled.keys()
+            return _returned(ctx, {name[1:]: t for name, t in made.items()}, loss.DIFFERENTIABLE, 3)
+
+        return once(found, (upstream,))

@@ -1,0 +1,134 @@
+"""The explorer: one HTML file with everything in it, made of the library's own rules, and a server of that one page.
+
+The page decides nothing: which keys are seen, what the records refuse and how calls are written are functions of
+`seen`, `remarks`, `words` and `calls`, translated (translate.py) when the page is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from fusion_attention.explorer import calls, remarks, seen, words
+from fusion_attention.explorer.draw import example
+from fusion_attention.explorer.translate import Program
+from fusion_attention.ops import RECORDS
+from fusion_attention.waist.mask import UNLIMITED
+
+_HERE = Path(__file__).parent
+# What page.js and matrix.js call by name.
+ENTRIES = (
+    *(seen.Setting, seen.picture, seen.mask_row, seen.edges_of, seen.as_mode, seen.own_band),
+    *(remarks.remarks, remarks.names_of, remarks.verdict, calls.call, words.formula, words.reads),
+)
+TABLES = ("NAMES", "RULES", "USES")
+
+
+@functools.cache
+def rules() -> str:
+    """The rules as JavaScript: runtime.js, the translated functions, and the records' rules for every face."""
+    program = Program({remarks.respell: "py.respell"})
+    for entry in ENTRIES:
+        program.name(entry)
+    for name in TABLES:
+        program.name(getattr(words, name), name)
+    tables = {face: [_table(program, face, packed) for packed in (False, True)] for face in remarks.OPERATORS}
+    asked = ",\n".join(f"  {face}: [\n{two[0]},\n{two[1]}\n  ]" for face, two in tables.items())
+    examples = json.dumps({str(mode): asdict(example(mode)) for mode in seen.MODES})
+    return "\n".join(
+        [
+            _read("runtime.js"),
+            program.text,
+            f"const ASKED = {{\n{asked}\n}};",
+            f"const EXAMPLES = {examples};",
+            _read("facade.js"),
+        ]
+    )
+
+
+def _table(program: Program, face: str, packed: bool) -> str:
+    """The rules of a face's operator, its expressions as functions."""
+    operator = remarks.OPERATORS[face][packed]
+    record = RECORDS[operator]
+
+    def compiled(text: str, record: Any) -> str:
+        return program.expression(text, record.functions)
+
+    lines = []
+    for rule in remarks.table(face, packed, compiled):
+        plain = {name: value for name, value in rule.items() if name not in ("when", "check")}
+        lines.append(f"{{ ...{json.dumps(plain)}, when: {rule['when'] or 'null'}, check: {rule['check']} }}")
+    spelled = json.dumps(remarks.spelled(record))
+    return f'{{ operator: "{operator}", spelled: {spelled}, rules: [\n' + ",\n".join(lines) + "\n] }"
+
+
+@functools.cache
+def page() -> str:
+    """The whole page: no other file, no network."""
+    parts = {"style": _read("page.css"), "rules": rules(), "script": _read("matrix.js") + _read("page.js")}
+    text = _read("page.html")
+    for name, part in parts.items():
+        assert "</script" not in part
+        text = text.replace(f"/* {name} */", part)
+    return text
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+# -------------------------------------------------------------------------------------------------------------- server
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers with the page, whatever is asked."""
+
+    def do_GET(self) -> None:
+        """The page at /, nothing else: no path of this machine is ever read."""
+        found = self.path.split("?")[0] in ("/", "/index.html")
+        data = page().encode() if found else b"not here\n"
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if found else "text/plain")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: the terminal shows the address alone."""
+
+
+def server(port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page that this machine alone can reach; 0: a free port."""
+    return ThreadingHTTPServer(("127.0.0.1", port), _Page)
+
+
+def address(running: ThreadingHTTPServer, s: seen.Setting | None = None) -> str:
+    """Where a server's page is, at a setting."""
+    return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
+
+
+def fragment(s: seen.Setting) -> str:
+    """The part of an address that says a setting: "#mode=4&q=5&kv=8&pre=2&next=1"."""
+    given: dict[str, Any] = {"mode": "band" if s.mode == seen.BAND else s.mode}
+    given |= {"q": _commas(s.q_len), "kv": _commas(s.kv_len)}
+    if s.packed:
+        given["packed"] = 1
+    given |= {name: n for name, n in (("pre", s.pre), ("next", s.next)) if n < UNLIMITED}
+    if s.prefix:
+        given["prefix"] = _commas(s.prefix)
+    if s.align != "end":
+        given["align"] = s.align
+    if s.mask != "zeros":
+        given["mask"] = s.mask
+    if s.own is not None:
+        given["own"] = "/".join("".join(str(int(cell)) for cell in row) for row in s.own)
+    return "#" + urlencode(given, safe=",/")
+
+
+def _commas(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))

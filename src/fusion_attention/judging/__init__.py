@@ -1,0 +1,1 @@
+"""Is a kernel right? Calls with their results, judged by the formulas, and which well-known mistake explains them."""

@@ -1,0 +1,172 @@
+"""A recorded call of any operator, from its names to what is judged: bound, lowered, computed by every back end here.
+
+Refuses to know files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion_attention.backends import load
+from fusion_attention.captures.files import Recording
+from fusion_attention.captures.gradients import backward_of
+from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.plan import compute
+
+Tensor = torch.Tensor
+BACKENDS = ("cpu", "triton", "golden")
+# A golden run that would take more than this is left to the formulas, piece by piece.
+ROOM = 1 << 29
+
+
+class JudgeError(ValueError):
+    """A call that cannot be judged: it is none of its operator's, or its outputs are not the operator's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A call and what it returned.
+
+    Attributes:
+        op: its record. args, outputs: by canonical name. seed: that dropout was drawn from.
+        saved, upstream: of a backward, the forward's results and their gradients.
+        notes: what is worth knowing beside the verdict.
+    """
+
+    op: Op
+    args: dict[str, Any]
+    outputs: dict[str, Tensor]
+    seed: int = 0
+    source: str = ""
+    notes: tuple[str, ...] = ()
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    upstream: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def bound(self) -> Any:
+        """The call, checked once."""
+        if "bound" not in self.kept:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ContractWarning)
+                    self.kept["bound"] = bind(self.op, self.args, strict=False, check_content=False)
+            except ContractError as error:
+                raise JudgeError(f"not a call of {self.op.name}: {'; '.join(str(error).splitlines())}") from None
+        return self.kept["bound"]
+
+    def lowered(self) -> Any:
+        """The call below the waist, with every result."""
+        drawn: dict[str, Any] = {}
+        if "keep_prob" in self.op.by_name:
+            drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
+        assert self.op.lower is not None
+        call = self.op.lower(self.bound(), **drawn)
+        call = call.whole() if self.op.trains else call
+        if not self.upstream:
+            return call
+        backward = backward_of(call, self.saved, self.upstream)
+        if backward is None:
+            raise JudgeError(f"{self.op.name}: a backward that cannot be judged from what was recorded")
+        return backward
+
+    def judgeable(self, lowered: Any) -> dict[str, Tensor]:
+        """The outputs that the call has.
+
+        Raises:
+            JudgeError: one has another shape or kind than the call's.
+        """
+        known = lowered.results()
+        found = {name: t for name, t in self.outputs.items() if name in known}
+        if not found:
+            raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(known)})")
+        for name, t in found.items():
+            want = known[name]
+            if t.shape != want.shape or t.is_floating_point() != want.is_floating_point():
+                expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
+                raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
+        return found
+
+    def doubts(self) -> tuple[str, ...]:
+        """What the record says of the call beside what is needed to compute it: limits of the chip, and contents."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ContractWarning)
+                bind(self.op, self.args, strict=True, check_content=True)
+        except ContractError as error:
+            return tuple(str(error).splitlines())
+        return ()
+
+    def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
+        """What a back end of this machine gives for the named outputs; a sentence where it gives nothing."""
+        call = self.lowered()
+        try:
+            reasons = load(backend).reasons_against(call.problem, call.device)
+        except (ImportError, BackendError) as error:
+            return str(error).splitlines()[0]
+        if reasons:
+            return "; ".join(reasons)
+        if backend == "golden":
+            needed = load("golden").workspace_bytes(call.problem, call.extents, call.verb)
+            if needed > ROOM:
+                return f"left out: it would take {needed / 2**30:.1f} GiB (the formulas judge piece by piece)"
+        results: dict[str, Tensor] = call.results()
+        try:
+            compute(call, results, backend)
+        except (BackendError, ImportError, MemoryError) as error:
+            return str(error).splitlines()[0]
+        return {name: t for name, t in results.items() if name in names}
+
+
+def from_recording(found: Recording, source: str = "") -> Recorded:
+    """What a capture holds."""
+    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items()}
+    return Recorded(found.op, found.args, outputs, found.seed, source, (), found.saved, found.upstream)
+
+
+def recorded(
+    operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
+) -> Recorded:
+    """A call by the operator's name, with arguments by the names of its record or as the interface spells them.
+
+    Raises:
+        JudgeError: no such operator, no such argument, no output.
+    """
+    op = RECORDS.get(operator)
+    if op is None:
+        near = ", ".join(n for n in RECORDS if operator.lower() in n.lower() or n.lower() in operator.lower())
+        raise JudgeError(f"operator {operator!r} has no record here" + (f" (did you mean {near}?)" if near else ""))
+    shown = {p.shown: p.name for p in op.params} | {p.name: p.name for p in op.params}
+    unknown = sorted(set(inputs) - shown.keys())
+    if unknown:
+        raise JudgeError(
+            f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})"
+        )
+    args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
+    found = {name: t.detach().cpu().contiguous() for name, t in outputs.items() if isinstance(t, Tensor) and t.numel()}
+    if not found:
+        raise JudgeError(f"{operator}: no output to judge")
+    missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
+    if missing:
+        raise JudgeError(f"{operator}: the call lacks {', '.join(missing)}")
+    return Recorded(op, args, found, seed, source)
+
+
+def _needed(p: Any) -> bool:
+    from fusion_attention.contract import REQUIRED
+
+    return not getattr(p, "output", False) and getattr(p, "default", REQUIRED) is REQUIRED
+
+
+def _value(op: Op, name: str, value: Any) -> Any:
+    p = op.by_name[name]
+    if isinstance(p, Array):
+        return [int(n) for n in (value.tolist() if hasattr(value, "tolist") else value)]
+    if isinstance(p, Tensors) and isinstance(value, (list, tuple)):
+        return [t.detach().cpu() for t in value]
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,113 @@
+"""judge() and diagnose(): a call and its results, judged; and which well-known mistake explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.judging import index
+from fusion_attention.judging.calls import BACKENDS, Recorded, recorded
+from fusion_attention.judging.diagnosis import diagnosed
+from fusion_attention.judging.mistakes import Case
+from fusion_attention.judging.outputs import Output, setting_of, units
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.trials import Result, measured
+from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+
+Tensor = torch.Tensor
+
+
+def judge(
+    operator: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
+    backends: bool = True,
+) -> Judgement:
+    """Whether a call's results are right: about as near to float64 as a plain program in the call's dtype.
+
+    Args:
+        operator: the record's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
+        inputs: arguments by name. outputs: results by the record's names ("attention_out", "softmax_max", ...).
+        seed: that dropout was drawn from, where the call gives no bits.
+        backends: judge this machine's back ends beside it.
+
+    Returns:
+        A Judgement; printed, it is five lines.
+
+    Raises:
+        JudgeError: no such operator, argument or output, or not a call of the operator.
+
+    Example:
+        >>> import fusion_attention as fa
+        >>> q = torch.randn(1, 16, 2, 64)
+        >>> out = torch.nn.functional.scaled_dot_product_attention(*(q.transpose(1, 2),) * 3).transpose(1, 2)
+        >>> fa.judge("attention", {"q": q, "k": q, "v": q}, {"out": out}).verdict
+        'right'
+    """
+    return judged(recorded(operator, inputs, outputs, seed=seed), search=False, backends=backends)
+
+
+def diagnose(
+    operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, backends: bool = False
+) -> Judgement:
+    """judge(), and where results are wrong, which well-known mistakes explain them.
+
+    Example:
+        >>> import fusion_attention as fa
+        >>> q, k = torch.randn(2, 1, 16, 2, 64)
+        >>> out = fa.attention(q, k, k, scale=1.0)
+        >>> fa.diagnose("attention", {"q": q, "k": k, "v": k}, {"out": out}).mistakes[0].name
+        'scale-missing'
+    """
+    return judged(recorded(operator, inputs, outputs, seed=seed), search=True, backends=backends)
+
+
+def judged(call: Recorded, *, search: bool, backends: bool = True) -> Judgement:
+    """A recorded call."""
+    lowered = call.lowered()
+    captured = call.judgeable(lowered)
+    if index.serves(lowered):
+        return index.judged(call, lowered, search=search, backends=backends)
+    setting, outputs = setting_of(lowered, captured)
+    unjudged = dict.fromkeys(call.outputs.keys() - {o.name for o in outputs}, "the judge has no formula for it")
+    outputs = [o for o in outputs if o.view is not None]
+    theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
+    base = measured(setting, outputs, units(setting, outputs), mapped=True, beside=theirs)
+    found, noisy = _searched(call, lowered, setting, outputs, base) if search and not base.passes else ((), False)
+    return Judgement(
+        call.op.name,
+        call.source,
+        RIGHT if base.passes else NOISY if noisy else WRONG,
+        {name: opinion(name, tally, base.maps.get(name)) for name, tally in base.tallies.items()},
+        unjudged,
+        reasons | {who: {n: t.times_plain for n, t in tallies.items()} for who, tallies in base.beside.items()},
+        found,
+        search,
+        (*call.notes, *call.doubts()),
+    )
+
+
+def _beside(
+    call: Recorded, lowered: Any, captured: dict[str, Tensor]
+) -> tuple[dict[str, list[Output]], dict[str, str]]:
+    """What this machine's back ends give, and why others give nothing."""
+    results, reasons = {}, {}
+    for backend in BACKENDS:
+        found = call.computed(backend, captured)
+        if isinstance(found, str):
+            reasons[backend] = found
+        else:
+            results[backend] = [o for o in setting_of(lowered, found)[1] if o.view is not None]
+    return results, reasons
+
+
+def _searched(
+    call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result
+) -> tuple[tuple[Explanation, ...], bool]:
+    names = dict(call.bound().names)
+    layout = getattr(lowered, "out_layout", "") or getattr(lowered, "layout", "") or lowered.call.form.layout
+    return diagnosed(Case(setting, tuple(outputs), names, layout), base)

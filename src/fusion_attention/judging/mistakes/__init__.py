@@ -1,0 +1,10 @@
+"""Well-known mistakes of attention kernels, as data: what each means, and how a call with it would be computed."""
+
+from __future__ import annotations
+
+from fusion_attention.judging.mistakes import masks, memory, results, scores
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+
+MISTAKES: tuple[Mistake, ...] = (*masks.MISTAKES, *scores.MISTAKES, *memory.MISTAKES, *results.MISTAKES)
+
+__all__ = ["MISTAKES", "Case", "Mistake", "Try"]

@@ -1,0 +1,279 @@
+"""Mistakes about which keys a row sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
+from fusion_attention.judging.setting import Block, Setting
+from fusion_attention.waist.kv import MatrixView, PagedView
+from fusion_attention.waist.mask import INFINITE
+
+TILES = (512, 128, 256, 64, 32, 16, 1024, 2048)
+
+
+def _bands(s: Setting) -> bool:
+    e = s.extents
+    return bool(finite(e.lo).any() or finite(e.hi).any())
+
+
+def _other(case: Case, detail: str, found: Setting) -> Iterator[Try]:
+    """A try, where its band is another one."""
+    if not same_band(case.setting, found):
+        yield Try(detail, found)
+
+
+def _distance(s: Setting) -> np.ndarray:
+    found: np.ndarray = s.extents.kv_len - s.extents.q_len
+    return found
+
+
+def causal_alignment(case: Case) -> Iterator[Try]:
+    """The diagonal from the other corner."""
+    s, e, d = case.setting, case.setting.extents, _distance(case.setting)
+    if d.any() and _bands(s):
+        for by, corner in ((-d, "upper left"), (d, "lower right")):
+            yield from _other(case, f"from the {corner} corner", s.of_extents(lo=moved(e.lo, by), hi=moved(e.hi, by)))
+
+
+def _open(s: Setting) -> Setting:
+    e = s.extents
+    lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
+    return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
+
+
+def _unmasked(s: Setting) -> Setting:
+    return s.of_problem(has_blocked=False, has_blocked_tiles=False)
+
+
+def mask_ignored(case: Case) -> Iterator[Try]:
+    """Every key is seen."""
+    s = case.setting
+    blocks = s.problem.has_blocked or s.problem.has_blocked_tiles
+    if blocks:
+        yield Try("the mask's elements", _unmasked(s))
+    if _bands(s):
+        yield Try("the sparse mode or band", _open(s))
+        if blocks:
+            yield Try("both the mask and the band", _unmasked(_open(s)))
+
+
+def band_uncalled(case: Case) -> Iterator[Try]:
+    """Causal, though nobody asked."""
+    s, e = case.setting, case.setting.extents
+    if not finite(e.hi).any():
+        d = _distance(s)
+        for by, corner in ((d, "lower right"), (0 * d, "upper left")):
+            yield from _other(case, f"to the {corner} corner", s.of_extents(hi=by + 1))
+            if not d.any():
+                return
+
+
+def _inverted(view: MatrixView) -> MatrixView:
+    keep = view.keep
+    flat = keep.as_strided((keep.untyped_storage().nbytes() // keep.element_size(),), (1,), 0)
+    other = (flat == 0).to(torch.uint8)
+    return replace(view, keep=other.as_strided(keep.shape, keep.stride(), keep.storage_offset()))
+
+
+def mask_polarity(case: Case) -> Iterator[Try]:
+    """What the mask removes is all that is seen."""
+    s = case.setting
+    if s.problem.has_blocked and s.operands.blocked is not None:
+        yield Try("the mask's elements", s.of_operands(blocked=_inverted(s.operands.blocked)))
+    if _bands(s) and not s.problem.select_count:
+
+        def complement(x: Block) -> Block:
+            first, end = s.extents.row_interval(x.b, np.arange(x.rows.start, x.rows.stop))
+            low, high = (torch.from_numpy(edge)[:, None] for edge in (first, end))
+            inside = (x.positions >= low) & (x.positions < high)
+            return replace(x, seen=x.seen & ~inside, in_band=~inside.all(-1))
+
+        yield Try("the sparse mode or band", _open(s).changed(complement))
+
+
+def window_by_one(case: Case) -> Iterator[Try]:
+    """An edge of the band is one key off."""
+    s, e = case.setting, case.setting.extents
+    if finite(e.hi).any():
+        yield from _other(case, "the diagonal itself is not seen", s.of_extents(hi=moved(e.hi, -1)))
+        yield from _other(case, "one key behind the right edge is seen", s.of_extents(hi=moved(e.hi, 1)))
+    if finite(e.lo).any():
+        yield from _other(case, "one key before the left edge is seen", s.of_extents(lo=moved(e.lo, -1)))
+        yield from _other(case, "the first key of the window is not seen", s.of_extents(lo=moved(e.lo, 1)))
+
+
+def window_ignored(case: Case) -> Iterator[Try]:
+    """One edge of the window is left out."""
+    s, e = case.setting, case.setting.extents
+    if finite(e.lo).any() and finite(e.hi).any():
+        yield from _other(case, "the left edge", s.of_extents(lo=np.full_like(e.lo, -INFINITE)))
+        yield from _other(case, "the right edge", s.of_extents(hi=np.full_like(e.hi, INFINITE)))
+
+
+def window_mirrored(case: Case) -> Iterator[Try]:
+    """pre_tokens and next_tokens in each other's place."""
+    s, e = case.setting, case.setting.extents
+    if finite(e.lo).any() or finite(e.hi).any():
+        corner = np.zeros_like(e.lo)
+        for origin in (corner, _distance(s)):
+            lo, hi = moved(e.lo, -origin), moved(e.hi, -origin)
+            swapped = s.of_extents(lo=moved(1 - hi, origin), hi=moved(1 - lo, origin))
+            if finite(e.lo).all() and finite(e.hi).all():
+                yield from _other(case, "pre_tokens and next_tokens", swapped)
+
+
+def prefix_ignored(case: Case) -> Iterator[Try]:
+    """Causal without the prefix."""
+    s, e = case.setting, case.setting.extents
+    if e.prefix.any():
+        yield from _other(case, "causal alone", s.of_extents(prefix=np.zeros_like(e.prefix)))
+
+
+def tile_skipped(case: Case) -> Iterator[Try]:
+    """Keys behind the edge of a tile are never met."""
+    s = case.setting
+    longest = int(s.extents.kv_len.max(initial=0))
+    for tile in TILES:
+        if longest > tile:
+
+            def first(x: Block, tile: int = tile) -> Block:
+                return replace(x, seen=x.seen & (x.positions < tile))
+
+            yield Try(f"from key {tile} on", s.changed(first))
+    for tile in TILES:
+        rests = s.extents.kv_len % tile
+        if longest > tile and rests.any():
+
+            def whole(x: Block, tile: int = tile) -> Block:
+                return replace(x, seen=x.seen & (x.positions < x.kv_len // tile * tile))
+
+            yield Try(f"the last, partial tile of {tile}", s.changed(whole))
+
+
+def mask_ends(case: Case) -> Iterator[Try]:
+    """The mask is read up to the edge of a tile; behind it everything is seen."""
+    s = case.setting
+    if not (s.problem.has_blocked or _bands(s)):
+        return
+    longest = int(s.extents.kv_len.max(initial=0))
+    everything = _unmasked(_open(s))
+    for tile in TILES:
+        if longest > tile:
+
+            def behind(x: Block, tile: int = tile) -> Block:
+                masked = s.block(x.b, x.heads, x.rows, x.keys)
+                return replace(x, seen=masked.seen | (x.positions >= tile), in_band=torch.ones_like(x.in_band))
+
+            yield Try(f"from key {tile} on", everything.changed(behind))
+
+
+def sequences_mixed(case: Case) -> Iterator[Try]:
+    """Rows of a packed batch see the keys of other sequences."""
+    s, e, o = case.setting, case.setting.extents, case.setting.operands
+    if case.layout not in ("TND", "NTD") or len(e) < 2 or isinstance(o.k, PagedView) or s.problem.select_count:
+        return
+    if s.problem.bias != "none" or s.problem.has_blocked or s.problem.dropout != "none":
+        return
+    starts = e.kv_start
+
+    def whole(view: object) -> object:
+        return replace(view, address=view.address - starts * view.stride_token)  # type: ignore[type-var, attr-defined]
+
+    memory = {n: whole(getattr(o, n)) for n in ("k", "v", "k_rope") if getattr(o, n) is not None}
+    total = np.full_like(e.kv_len, int(e.kv_len.sum()))
+    wide = s.of_operands(**memory)
+    banded = wide.of_extents(kv_len=total, lo=moved(e.lo, starts), hi=moved(e.hi, starts))
+    yield Try("all keys of the batch that the band leaves", banded)
+    if _bands(s):
+        yield Try("all keys of the batch", _open(wide.of_extents(kv_len=total)))
+
+
+def empty_rows(case: Case) -> Iterator[Try]:
+    """Rows that see no key return the other form."""
+    s = case.setting
+    forms = {"zero": ("mean", "the mean of V, not zero"), "mean": ("zero", "zero, not the mean of V")}
+    form, detail = forms.get(s.problem.empty_rows, ("zero", "zero, not the mean of V"))
+    if s.problem.has_blocked or s.problem.bias != "none" or _bands(s):
+        yield Try(detail, s.of_problem(empty_rows=form))
+
+
+MISTAKES = (
+    Mistake(
+        "causal-alignment",
+        "The diagonal of the band starts in the wrong corner of the matrix.",
+        "sparse_mode 2 counts from the upper left corner, 3 and 4 to the lower right one; they differ where the "
+        "numbers of queries and keys do.",
+        causal_alignment,
+    ),
+    Mistake(
+        "mask-ignored",
+        "Keys that the call removes are seen.",
+        "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
+        mask_ignored,
+    ),
+    Mistake(
+        "causal-uncalled",
+        "Keys behind the diagonal are removed, though the call does not ask for it.",
+        "Look for a default of is_causal or sparse_mode.",
+        band_uncalled,
+    ),
+    Mistake(
+        "mask-polarity",
+        "The mask is read the other way round: what it removes is all that is seen.",
+        "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
+        mask_polarity,
+    ),
+    Mistake(
+        "window-off-by-one",
+        "An edge of the band is one key off.",
+        "pre_tokens counts the keys before the diagonal, without the diagonal's own.",
+        window_by_one,
+    ),
+    Mistake(
+        "window-ignored",
+        "Only one edge of the window is applied.",
+        "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.",
+        window_ignored,
+    ),
+    Mistake(
+        "window-mirrored",
+        "The two sides of the window are in each other's place.",
+        "pre_tokens is what lies to the left of the diagonal, next_tokens what lies to the right.",
+        window_mirrored,
+    ),
+    Mistake(
+        "prefix-ignored",
+        "The prefix that all rows see is treated as any other key.",
+        "Modes 5 and 6 take one prefix per sequence.",
+        prefix_ignored,
+    ),
+    Mistake(
+        "tile-skipped",
+        "Keys behind the edge of a tile are left out.",
+        "Look at the loop over tiles of keys: its end, and its last, partial tile.",
+        tile_skipped,
+    ),
+    Mistake(
+        "mask-ends-early",
+        "Behind the edge of a tile the mask is not read: everything is seen.",
+        "Look at how the mask's tile is addressed; masks of one row for all rows are known to fail here.",
+        mask_ends,
+    ),
+    Mistake(
+        "sequences-mixed",
+        "Rows of a packed batch see the keys of other sequences.",
+        "actual_seq_qlen and actual_seq_kvlen are cumulative ends, one per sequence.",
+        sequences_mixed,
+    ),
+    Mistake(
+        "empty-rows",
+        "Rows that see no key return what another mode returns.",
+        "inner_precise 2 asks for zeros; a mask that takes all keys leaves the mean of V.",
+        empty_rows,
+    ),
+)

@@ -1,0 +1,261 @@
+"""Mistakes about what is returned: statistics, their base and order, the output's layout, gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.judging import formulas
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Block, Setting
+from fusion_attention.waist.kv import RowView
+
+Tensor = torch.Tensor
+Raw = dict[str, Tensor]
+_PAIR = ("max", "sum")
+
+
+def _kinds(case: Case) -> set[str]:
+    return {o.kind for o in case.outputs}
+
+
+def _returning(s: Setting, change: Any) -> Setting:
+    return s.changed(returns=(*s.returns, change))
+
+
+def base_two(case: Case) -> Iterator[Try]:
+    """Logarithms to base 2."""
+    log2e = 1 / math.log(2)
+
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return value * log2e if kind in ("lse", "max") else value
+
+    if _kinds(case) & {"lse", "max"}:
+        yield Try("", _returning(case.setting, change))
+
+
+def unscaled(case: Case) -> Iterator[Try]:
+    """Statistics of scores that were not scaled."""
+    if case.setting.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
+        return
+
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        if kind == "out":
+            return value
+        found = formulas.forward(replace(x, scores_by=1.0), p)
+        return found["max"] + found["sum"].log() if kind == "lse" else found[kind]
+
+    def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return value / x.scores_by if kind == "max" else value
+
+    yield Try("", _returning(case.setting, change))
+    if "max" in _kinds(case):
+        yield Try("the maximum alone", _returning(case.setting, only_max))
+
+
+def lse_parts(case: Case) -> Iterator[Try]:
+    """Part of the log-sum-exp, or a logarithm where a sum belongs."""
+    s, kinds = case.setting, _kinds(case)
+
+    def without_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return raw["sum"].log() if kind == "lse" else value
+
+    def max_alone(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return raw["max"] if kind == "lse" else value
+
+    def logarithm(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return raw["sum"].log() if kind == "sum" else value
+
+    def both(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return raw["max"] + raw["sum"].log() if kind in _PAIR else value
+
+    def unshifted(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        if kind == "sum":
+            return raw["sum"] * raw["max"].exp()
+        return torch.zeros_like(value) if kind == "max" else value
+
+    def inverse(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return 1 / raw["sum"] if kind == "sum" else value
+
+    if "lse" in kinds:
+        yield Try("log(sum) without the maximum", _returning(s, without_max))
+        yield Try("the maximum alone", _returning(s, max_alone))
+    if "sum" in kinds:
+        yield Try("log(sum) for the sum", _returning(s, logarithm))
+        yield Try("the sum of exp(score), with no maximum", _returning(s, unshifted))
+        yield Try("1 / sum for the sum", _returning(s, inverse))
+    if {*_PAIR} <= kinds:
+        yield Try("max + log(sum) in both", _returning(s, both))
+
+
+def swapped(case: Case) -> Iterator[Try]:
+    """Maximum and sum in each other's place."""
+    if {*_PAIR} <= _kinds(case) and case.setting.grads is None:
+        other = {"max": "sum", "sum": "max"}
+        outputs = tuple(replace(o, kind=other.get(o.kind, o.kind)) for o in case.outputs)
+        yield Try("", case.setting, outputs)
+
+
+def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
+    """Statistics at the same memory, in another order."""
+    e = case.setting.extents
+    count, starts = len(e), e.q_start
+    ones = np.ones(count, np.int64)
+    if case.layout in ("TND", "NTD"):
+        total = int(e.q_len.sum())
+        orders = {
+            "token": (starts * heads, heads, ones),
+            "item": (starts * heads, 1, e.q_len.astype(np.int64)),
+            "head": (starts, 1, ones * total),
+        }
+    else:
+        rows = int(case.names.get("S1") or e.q_len.max(initial=1))
+        batch = np.arange(count) * heads * rows
+        orders = {"token": (batch, heads, ones), "item": (batch, 1, ones * rows)}
+    if how not in orders:
+        return None
+    address, stride_token, stride_head = orders[how]
+    if (
+        stride_token == view.stride_token
+        and (address == view.address).all()
+        and (stride_head == view.stride_head).all()
+    ):
+        return None
+    return replace(o, view=RowView(view.keep, np.asarray(address, np.int64), stride_token, stride_head, 1))
+
+
+_ORDERS = {
+    "token": "token by token, all heads of a token beside each other",
+    "item": "head by head within each sequence",
+    "head": "head by head over the whole batch",
+}
+
+
+def statistics_order(case: Case) -> Iterator[Try]:
+    """Statistics of heads and rows in the other order."""
+    heads = case.setting.problem.heads_q
+    stats = [o for o in case.outputs if o.kind in (*_PAIR, "lse")]
+    if not stats or heads == 1 or case.setting.grads is not None:
+        return
+    for how, detail in _ORDERS.items():
+        again = {o.name: _reread(o, o.view, heads, case, how) for o in stats if o.view is not None}
+        if all(again.values()):
+            yield Try(detail, case.setting, tuple(again.get(o.name) or o for o in case.outputs))
+
+
+def output_layout(case: Case) -> Iterator[Try]:
+    """Rows of the output as another layout has them."""
+    s, p, e = case.setting, case.setting.problem, case.setting.extents
+    if s.grads is not None or p.heads_q == 1:
+        return
+    for o in case.outputs:
+        if o.kind != "out" or o.view is None or not o.tensor.is_contiguous():
+            continue
+        count, dim, heads = len(e), p.dim_v, p.heads_q
+        if case.layout in ("TND", "NTD"):
+            total = int(e.q_len.sum())
+            ways = {"NTD": (e.q_start * dim, dim, total * dim), "TND": (e.q_start * heads * dim, heads * dim, dim)}
+        else:
+            rows = int(case.names.get("S1") or e.q_len.max(initial=1))
+            batch = np.arange(count) * rows * heads * dim
+            ways = {"BNSD": (batch, dim, rows * dim), "BSND": (batch, heads * dim, dim)}
+            ways["SBH"] = (np.arange(count) * heads * dim, count * heads * dim, dim)
+        for layout, (address, token, head) in ways.items():
+            view = RowView(o.view.keep, np.asarray(address, np.int64), token, np.full(count, head, np.int64), dim)
+            same = token == o.view.stride_token and (view.stride_head == o.view.stride_head).all()
+            if not (same and (view.address == o.view.address).all()):
+                outputs = tuple(replace(o, view=view) if other is o else other for other in case.outputs)
+                yield Try(f"as {layout} has them", s, outputs)
+
+
+def unnormalised(case: Case) -> Iterator[Try]:
+    """The output is not divided by the row's sum."""
+
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
+
+    if case.setting.grads is None and case.setting.problem.out_quant == "none":
+        yield Try("", _returning(case.setting, change))
+
+
+def delta_missing(case: Case) -> Iterator[Try]:
+    """dS = P * dP, without the row's sum."""
+    if case.setting.grads is not None:
+        yield Try("", case.setting.changed(lambda x: replace(x, no_delta=True)))
+
+
+def gradient_scale(case: Case) -> Iterator[Try]:
+    """dq and dk are not scaled, or scaled twice."""
+    s, scale = case.setting, case.setting.problem.scale
+    if s.grads is not None and scale != 1.0:
+        yield Try("not at all", s.changed(lambda x: replace(x, gradient_scale=1.0)))
+        yield Try("twice", s.changed(lambda x: replace(x, gradient_scale=scale * scale)))
+
+
+def group_sum(case: Case) -> Iterator[Try]:
+    """dk and dv of one query head of each group."""
+    s = case.setting
+    if s.grads is not None and s.problem.group > 1:
+        yield Try("the first query head alone", s.changed(of_group="first"))
+        yield Try("the last query head alone", s.changed(of_group="last"))
+        yield Try("their mean, not their sum", s.changed(of_group="mean"))
+
+
+MISTAKES = (
+    Mistake(
+        "lse-base", "Statistics are logarithms to base 2.", "exp2 kernels: multiply by ln 2 before returning.", base_two
+    ),
+    Mistake(
+        "lse-unscaled",
+        "Statistics are those of scores before the scale.",
+        "Maximum and log-sum-exp are of scale * q . k + bias.",
+        unscaled,
+    ),
+    Mistake(
+        "lse-parts",
+        "Maximum, sum and log-sum-exp are confused.",
+        "lse = max + log(sum); the sum is of exp(score - max).",
+        lse_parts,
+    ),
+    Mistake("statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.", swapped),
+    Mistake(
+        "statistics-order",
+        "Statistics of heads and rows lie in another order.",
+        'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
+        statistics_order,
+    ),
+    Mistake(
+        "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.", output_layout
+    ),
+    Mistake(
+        "unnormalised",
+        "The output is not divided by the sum of its weights.",
+        "Look at the last step of the row.",
+        unnormalised,
+    ),
+    Mistake(
+        "delta-missing",
+        "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
+        "Is attention_in passed, and is it this call's output?",
+        delta_missing,
+    ),
+    Mistake(
+        "gradient-scale",
+        "dq and dk lack the scale, or have it twice.",
+        "dq = scale * dS k, dk = scale * dS^T q.",
+        gradient_scale,
+    ),
+    Mistake(
+        "group-sum",
+        "dk and dv are not summed over the query heads of a group.",
+        "Key heads receive from N1 / N2 query heads.",
+        group_sum,
+    ),
+)

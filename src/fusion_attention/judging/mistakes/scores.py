@@ -1,0 +1,221 @@
+"""Mistakes about scores and weights: scale, bias, softcap, rope, sink, dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.setting import Block
+
+
+def scale_missing(case: Case) -> Iterator[Try]:
+    """Products are not scaled."""
+    if case.setting.problem.scale != 1.0:
+        yield Try("", case.setting.of_problem(scale=1.0))
+
+
+def scale_twice(case: Case) -> Iterator[Try]:
+    """Products are scaled twice."""
+    scale = case.setting.problem.scale
+    if scale not in (0.0, 1.0):
+        yield Try("", case.setting.of_problem(scale=scale * scale))
+
+
+def scale_other(case: Case) -> Iterator[Try]:
+    """A scale that the call does not say."""
+    p = case.setting.problem
+    found = {
+        "1 / sqrt(D)": 1 / math.sqrt(p.dim_qk),
+        "1 / sqrt(D + Dr)": 1 / math.sqrt(p.dim_qk + p.dim_rope),
+        "1 / sqrt(Dv)": 1 / math.sqrt(p.dim_v),
+        "1 / scale": 1 / p.scale if p.scale else 0.0,
+        "1 / D": 1 / p.dim_qk,
+    }
+    known = {p.scale, 1.0, p.scale * p.scale}
+    for detail, scale in found.items():
+        if not any(math.isclose(scale, other, rel_tol=1e-6) for other in known):
+            known.add(scale)
+            yield Try(detail, case.setting.of_problem(scale=scale))
+
+
+def bias_order(case: Case) -> Iterator[Try]:
+    """The bias is added on the other side of the scale."""
+    p = case.setting.problem
+    if p.bias != "none" and p.scale != 1.0:
+        if p.bias in ("matrix", "table"):
+            detail = "after it, not before" if p.bias_scaled else "before it, not after"
+            yield Try(detail, case.setting.of_problem(bias_scaled=not p.bias_scaled))
+        else:
+
+            def scaled(x: Block) -> Block:
+                return replace(x, bias=None if x.bias is None else p.scale * x.bias)
+
+            yield Try("before it, not after", case.setting.changed(scaled))
+
+
+def bias_missing(case: Case) -> Iterator[Try]:
+    """No bias is added."""
+    if case.setting.problem.bias != "none":
+        yield Try("", case.setting.of_problem(bias="none"))
+
+
+def slopes_wrong(case: Case) -> Iterator[Try]:
+    """Distances with the other sign, another origin, or without their root."""
+    s, p, e = case.setting, case.setting.problem, case.setting.extents
+    if p.bias not in ("slopes", "slopes_sqrt") or s.operands.slopes is None:
+        return
+    yield Try("with the other sign", s.of_operands(slopes=-s.operands.slopes))
+    other = "slopes" if p.bias == "slopes_sqrt" else "slopes_sqrt"
+    yield Try("of the distance itself" if other == "slopes" else "of its root", s.of_problem(bias=other))
+    for shift in (np.zeros_like(e.shift), e.q_len - e.kv_len):
+        if (shift != e.shift).any():
+            yield Try("from another origin", s.of_extents(shift=shift))
+
+
+def softcap_missing(case: Case) -> Iterator[Try]:
+    """Scores are not capped."""
+    if case.setting.problem.softcap:
+        yield Try("", case.setting.of_problem(softcap=0.0))
+
+
+def softcap_order(case: Case) -> Iterator[Try]:
+    """The bias is added before the cap, or the mask is capped too."""
+    p = case.setting.problem
+    if p.softcap and p.bias != "none":
+        yield Try("the bias is capped too", case.setting.changed(lambda x: replace(x, bias_capped=True)))
+
+
+def rope_missing(case: Case) -> Iterator[Try]:
+    """The rope parts add nothing."""
+    if case.setting.problem.dim_rope:
+        yield Try("", case.setting.of_problem(dim_rope=0))
+
+
+def sink_missing(case: Case) -> Iterator[Try]:
+    """The sink does not join the denominator."""
+    if case.setting.problem.has_sink:
+        yield Try("", case.setting.of_problem(has_sink=False))
+
+
+def dropout_scale(case: Case) -> Iterator[Try]:
+    """Kept probabilities are not divided by keep_prob."""
+    if case.setting.problem.dropout != "none":
+        yield Try("", case.setting.changed(lambda x: replace(x, keep_factor=1.0)))
+
+
+def dropout_missing(case: Case) -> Iterator[Try]:
+    """Nothing is dropped."""
+    if case.setting.problem.dropout != "none":
+        yield Try("", case.setting.changed(lambda x: replace(x, keep=None, keep_factor=1.0)))
+
+
+def dropout_bits(case: Case) -> Iterator[Try]:
+    """Bits of the mask in the other order, or the other way round."""
+    s = case.setting
+    if s.problem.dropout == "bits":
+        yield Try("bits from the most significant one on", s.changed(drop_msb=True))
+    if s.problem.dropout != "none":
+
+        def inverted(x: Block) -> Block:
+            return replace(x, keep=None if x.keep is None else ~x.keep)
+
+        yield Try("a set bit drops", s.changed(inverted))
+
+
+def dropout_divisor(case: Case) -> Iterator[Try]:
+    """The divisor sums what dropout leaves."""
+    if case.setting.problem.dropout != "none":
+        kept = case.setting.changed(lambda x: replace(x, dropped_divisor=True, keep_factor=1.0))
+        yield Try("", kept)
+
+
+def uniform_average(case: Case) -> Iterator[Try]:
+    """All keys weigh the same."""
+    s, p = case.setting, case.setting.problem
+
+    def flat(x: Block) -> Block:
+        return replace(x, scores_by=0.0, bias=None)
+
+    yield Try("over the keys that a row sees", s.changed(flat))
+    if p.has_blocked or (np.abs(s.extents.hi) < 1 << 39).any():
+        far = 1 << 40
+        e = s.extents
+        everything = s.of_problem(has_blocked=False, has_blocked_tiles=False).of_extents(
+            lo=np.full_like(e.lo, -far), hi=np.full_like(e.hi, far), prefix=np.zeros_like(e.prefix)
+        )
+        yield Try("over all keys", everything.changed(flat))
+
+
+MISTAKES = (
+    Mistake("scale-missing", "Products are not scaled.", "Is scale passed, and is its default 1.0?", scale_missing),
+    Mistake("scale-twice", "Products are scaled twice.", "Is the query scaled before the call too?", scale_twice),
+    Mistake(
+        "scale-default",
+        "Another scale than the call's is used.",
+        "CANN's default is 1.0; torch's is 1 / sqrt(D), with rope 1 / sqrt(D + Dr).",
+        scale_other,
+    ),
+    Mistake(
+        "pse-order",
+        "The bias is added on the wrong side of the scale.",
+        "pse_type 1 adds before the scale, 0 after it; inference adds after it.",
+        bias_order,
+    ),
+    Mistake(
+        "pse-missing", "The bias is not added.", "Is pse passed on, and is pse_type one that reads it?", bias_missing
+    ),
+    Mistake(
+        "alibi-distance",
+        "Biases of distances are computed otherwise.",
+        "pse_type 2 is -slope * |distance|, 3 its root; q_start_idx and kv_start_idx move the origin.",
+        slopes_wrong,
+    ),
+    Mistake("softcap-missing", "Scores are not capped.", "Is softcap passed on?", softcap_missing),
+    Mistake(
+        "softcap-order",
+        "The cap is applied after the bias.",
+        "flash-attn's order: the scaled product is capped, then the bias is added.",
+        softcap_order,
+    ),
+    Mistake(
+        "rope-missing",
+        "The rope parts of query and key do not reach the scores.",
+        "Are query_rope and key_rope passed, or the parts joined before the call?",
+        rope_missing,
+    ),
+    Mistake(
+        "sink-missing",
+        "The sink is not in the denominator.",
+        "One more logit per head joins each row's sum, and has no value.",
+        sink_missing,
+    ),
+    Mistake(
+        "dropout-scale",
+        "Kept probabilities are not divided by keep_prob.",
+        "keep_prob is the share that is kept, 1 - dropout_p.",
+        dropout_scale,
+    ),
+    Mistake("dropout-missing", "Nothing is dropped.", "Is keep_prob passed to this kernel?", dropout_missing),
+    Mistake(
+        "dropout-bits",
+        "The bits of the dropout mask are read in another way.",
+        "Bits count from the least significant one, 1 keeps, row-major over [B, N, S1, S2].",
+        dropout_bits,
+    ),
+    Mistake(
+        "dropout-divisor",
+        "Probabilities are normalised after dropout, not before.",
+        "The row's sum is that of all weights, dropped ones too.",
+        dropout_divisor,
+    ),
+    Mistake(
+        "uniform-average",
+        "The output is the plain average of V: scores do not matter.",
+        "Known of TND with sparse_mode 0 and no mask; look whether q and k arrive at all.",
+        uniform_average,
+    ),
+)

@@ -1,0 +1,317 @@
+"""A call below the waist as the judge changes and cuts it: any rows, heads and keys of a sequence, materialised.
+
+Reads the views that back ends read. Refuses to know any interface's words, and what is wrong with a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.waist import bias
+from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
+from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.waist.mask import blocked_by_tiles
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+
+Tensor = torch.Tensor
+WIDE = torch.float64
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some rows, query heads and keys of one sequence, in float64; heads of k and v as many as q's, or one.
+
+    Attributes:
+        heads, rows, keys: what they are of the sequence b.
+        scores_by: the factor on q . k, a number or [heads, rows, 1].
+        seen: bool [heads or 1, rows, keys]; times: how often each key is weighed, or None.
+        in_band: [rows] bool; kv_len: keys of the sequence.
+        keep: bool, or None; keep_factor: on kept probabilities.
+        normalised: the divisor; False: sums what dropout leaves.
+        saved: of a backward, (dout, out, max, sum) of these rows.
+    """
+
+    problem: Problem
+    b: int
+    heads: slice
+    rows: slice
+    keys: slice
+    kv_len: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_rope: Tensor | None
+    k_rope: Tensor | None
+    scores_by: Any
+    softcap: float
+    bias: Tensor | None
+    seen: Tensor
+    in_band: Tensor
+    times: Tensor | None = None
+    keep: Tensor | None = None
+    keep_factor: float = 1.0
+    sink: Tensor | None = None
+    weight_scale: Tensor | None = None
+    out_scale: tuple[Tensor, Tensor | None] | None = None
+    bias_capped: bool = False
+    dropped_divisor: bool = False
+    no_delta: bool = False
+    gradient_scale: float | None = None
+    saved: tuple[Tensor, ...] = ()
+
+    @property
+    def positions(self) -> Tensor:
+        """[keys]: which key of the sequence each one is."""
+        return torch.arange(self.keys.start, self.keys.stop)
+
+
+Edit = Callable[[Block], Block]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is planned of a call, with what a mistake may change of it.
+
+    Attributes:
+        kv_heads: the key head that each query head meets.
+        edits: what is done to every block.
+        offset_outside: stored * scale + offset, in place of (stored + offset) * scale.
+        high_first: the even element of an int4 pair in the high half.
+        drop_msb: drop bits are read from the most significant one on.
+        returns: what is done to every result: (kind, value, the waist's results, block, precision) -> value.
+        of_group: what of a group's query heads reaches a key head's gradient: "sum", "first", "last" or "mean".
+    """
+
+    verb: str
+    problem: Problem
+    extents: Extents
+    operands: Operands
+    grads: Grads | None = None
+    kv_heads: np.ndarray | None = None
+    edits: tuple[Edit, ...] = ()
+    offset_outside: bool = False
+    high_first: bool = False
+    drop_msb: bool = False
+    returns: tuple[Callable[..., Tensor], ...] = ()
+    of_group: str = "sum"
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
+        """This setting with other fields, and a further edit of its blocks."""
+        edits = self.edits if edit is None else (*self.edits, edit)
+        return replace(self, edits=edits, kept={}, **fields)
+
+    def of_problem(self, **fields: Any) -> Setting:
+        """This setting with another problem."""
+        return self.changed(problem=replace(self.problem, **fields))
+
+    def of_extents(self, **fields: Any) -> Setting:
+        """This setting on other lengths or bands."""
+        e = self.extents
+        arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
+        return self.changed(extents=Extents(**arrays))
+
+    def of_operands(self, **fields: Any) -> Setting:
+        """This setting on other memory."""
+        return self.changed(operands=replace(self.operands, **fields))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.problem.group
+
+    def block(self, b: int, heads: slice, rows: slice, keys: slice | None = None) -> Block:
+        """Rows and heads of sequence b; keys None: those that the rows may see."""
+        p, e, o = self.problem, self.extents, self.operands
+        first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
+        kv_len = int(e.kv_len[b])
+        keys = _keys(p, first, end, kv_len) if keys is None else keys
+        position = torch.arange(keys.start, keys.stop)
+        low, high = (torch.from_numpy(edge)[:, None] for edge in (first, end))
+        seen = ((position >= low) & (position < high))[None]
+        seen = self._unblocked(seen, b, heads, rows, keys)
+        times = self._times(b, heads, rows, keys)
+        kv = self._kv_heads()[heads]
+        by: Any = p.scale
+        if o.row_scale is not None:
+            by = by * _rows(o.row_scale, b, p.heads_q, int(e.q_len[b]), heads, rows)
+        k, v = self._keys_of(b, "k", kv, keys), self._keys_of(b, "v", kv, keys)
+        found = Block(
+            p,
+            b,
+            heads,
+            rows,
+            keys,
+            kv_len,
+            q=self._query(o.q, b, heads, rows),
+            k=k,
+            v=v,
+            q_rope=self._query(o.q_rope, b, heads, rows) if p.dim_rope and o.q_rope is not None else None,
+            k_rope=self._keys_of(b, "k_rope", kv, keys) if p.dim_rope and o.k_rope is not None else None,
+            scores_by=by,
+            softcap=p.softcap,
+            bias=self._bias(b, heads, rows, keys),
+            seen=seen if times is None else seen & (times > 0),
+            in_band=torch.from_numpy(end > first),
+            times=times,
+            keep=self._keep(b, heads, rows, keys),
+            keep_factor=1.0 / p.keep_prob if p.dropout != "none" else 1.0,
+            sink=o.sink[heads].to(WIDE) if p.has_sink and o.sink is not None else None,
+            weight_scale=o.weight_scale.to(WIDE) if p.has_weight_scale and o.weight_scale is not None else None,
+            out_scale=self._out_scale(heads),
+            saved=self._saved(b, heads, rows),
+        )
+        for edit in self.edits:
+            found = edit(found)
+        return found
+
+    def _kv_heads(self) -> np.ndarray:
+        return np.arange(self.problem.heads_q) // self.group if self.kv_heads is None else self.kv_heads
+
+    def _query(self, view: RowView, b: int, heads: slice, rows: slice) -> Tensor:
+        return _rows(view, b, self.problem.heads_q, int(self.extents.q_len[b]), heads, rows)
+
+    def _saved(self, b: int, heads: slice, rows: slice) -> tuple[Tensor, ...]:
+        if self.grads is None:
+            return ()
+        o = self.operands
+        return tuple(self._query(view, b, heads, rows) for view in (self.grads.dout, o.out, o.stats.max, o.stats.sum))
+
+    def _keys_of(self, b: int, name: str, kv: np.ndarray, keys: slice) -> Tensor:
+        """[heads or 1, keys, dim] of k, v or k_rope as they are meant."""
+        stored = self._stored(b, name)
+        one = np.unique(kv)
+        picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
+        found = picked.to(WIDE)
+        dequant = {"k": self.operands.dequant_k, "v": self.operands.dequant_v}.get(name)
+        if dequant is None:
+            return found
+        which = one if len(one) == 1 else kv
+        scale, offset = (self._scales(part, b, which, keys) for part in (dequant.scale, dequant.offset))
+        if self.offset_outside and offset is not None:
+            return found * scale + offset
+        return (found if offset is None else found + offset) * scale
+
+    def _scales(self, view: RowView | PagedView | None, b: int, heads: np.ndarray, keys: slice) -> Any:
+        if view is None:
+            return None
+        rows = view.sequence(b, self.problem.heads_kv, int(self.extents.kv_len[b]))
+        return rows[torch.from_numpy(np.asarray(heads)), keys].to(WIDE)
+
+    def _stored(self, b: int, name: str) -> Tensor:
+        """[heads_kv, kv_len, dim] as it lies, common keys first; pages are gathered once for a sequence."""
+        if (b, name) in self.kept:
+            found: Tensor = self.kept[b, name]
+            return found
+        p, o, length = self.problem, self.operands, int(self.extents.kv_len[b])
+        shared = min(p.common_keys, length)
+        rows = self._unpacked(getattr(o, name), b, length - shared, name)
+        common = {"k": o.k_common, "v": o.v_common}.get(name)
+        if common is not None and shared:
+            rows = torch.cat((self._unpacked(common, 0, shared, name), rows), 1)
+        for key in [key for key in self.kept if key[0] != b]:
+            del self.kept[key]
+        self.kept[b, name] = rows
+        return rows
+
+    def _unpacked(self, view: RowView | PagedView, b: int, length: int, name: str) -> Tensor:
+        p = self.problem
+        if p.kv_dtype != "int4" or name == "k_rope":
+            return view.sequence(b, p.heads_kv, length)
+        packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, length).int()
+        halves = (packed & 15, packed >> 4)
+        both = torch.stack(halves[::-1] if self.high_first else halves, -1).flatten(-2)[..., : view.dim]
+        return (both ^ 8) - 8
+
+    def _unblocked(self, seen: Tensor, b: int, heads: slice, rows: slice, keys: slice) -> Tensor:
+        p, o = self.problem, self.operands
+        q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
+        if p.has_blocked and o.blocked is not None:
+            start = o.blocked.first_of(b)
+            matrix = o.blocked.sequence(b, p.heads_q, q_len, kv_len)[heads, rows]
+            free = matrix[..., max(keys.start - start, 0) : max(keys.stop - start, 0)] == 0
+            seen = seen & torch.nn.functional.pad(free, (seen.shape[-1] - free.shape[-1], 0), value=True)
+        if p.has_blocked_tiles and o.blocked_tiles is not None:
+            removed = blocked_by_tiles(o.blocked_tiles, o.blocked_bits, b, p.heads_q, q_len, kv_len)
+            seen = seen & ~removed[heads, rows, keys]
+        return seen
+
+    def _times(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+        p, e = self.problem, self.extents
+        if not p.select_count or self.operands.indices is None:
+            return None
+        entries = self.operands.indices.sequence(b, p.heads_kv, int(e.q_len[b]))
+        entries = entries[torch.from_numpy(self._kv_heads()[heads])][:, rows].long()
+        _, end = e.row_interval(b, np.arange(rows.start, rows.stop))
+        blocks = torch.from_numpy(-(-np.maximum(end, 0) // p.select_block))[:, None]
+        read = (torch.arange(entries.shape[2]) < blocks) & (entries >= 0).cumprod(-1).bool()
+        return selected_times(entries, read, int(e.kv_len[b]), p.select_block)[..., keys]
+
+    def _bias(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+        p, o, e = self.problem, self.operands, self.extents
+        if p.bias == "none":
+            return None
+        if p.bias in ("slopes", "slopes_sqrt"):
+            assert o.slopes is not None
+            return bias.from_slopes(o.slopes[b, heads].to(WIDE), int(e.shift[b]), rows, keys, p.bias == "slopes_sqrt")
+        assert o.bias is not None
+        if p.bias == "table":
+            lengths = int(e.q_len[b]), int(e.kv_len[b])
+            found = bias.from_table(o.bias, b, p.heads_q, lengths, rows, keys)[heads].to(WIDE)
+        else:
+            found = o.bias.sequence(b, p.heads_q, rows.stop, keys.stop)[heads, rows, keys].to(WIDE)
+        return p.scale * found if p.bias_scaled else found
+
+    def _keep(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+        p, o = self.problem, self.operands
+        count = heads.stop - heads.start
+        if p.dropout == "none":
+            return None
+        if p.dropout == "philox":
+            stream = b * p.heads_q + heads.start
+            return keep_from_philox(o.seed, o.offset, p.keep_prob, stream, count, rows, keys)
+        assert o.drop_bits is not None
+        view = o.drop_bits
+        if self.drop_msb:
+            places = torch.arange(8, dtype=torch.uint8)
+            bits = ((view.keep.reshape(-1)[:, None] >> places) & 1).flip(-1)
+            view = replace(view, keep=(bits << places).sum(-1, dtype=torch.uint8))
+        here = replace(view, address=view.address + heads.start * view.stride_head)
+        return keep_from_bits(here, b, count, rows, keys)
+
+    def _out_scale(self, heads: slice) -> tuple[Tensor, Tensor | None] | None:
+        o = self.operands
+        if self.problem.out_quant == "none" or o.out_scale is None:
+            return None
+        offset = None if o.out_offset is None else o.out_offset[heads].to(WIDE)[:, None]
+        return o.out_scale[heads].to(WIDE)[:, None], offset
+
+
+def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
+    """[heads, rows, kv_len]: how often each key is listed, of lists [heads, rows, entries]."""
+    places = -(-kv_len // block)
+    counted = read & (entries < places)
+    total = torch.zeros(*entries.shape[:-1], places + 1, dtype=WIDE)
+    total.scatter_add_(-1, entries.where(counted, places), counted.to(WIDE))
+    return total[..., :places].repeat_interleave(block, -1)[..., :kv_len]
+
+
+def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows: slice) -> Tensor:
+    return view.sequence(b, heads_all, length)[heads, rows].to(WIDE)
+
+
+def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
+    """The keys that rows may see, or all where an empty row may need their mean."""
+    means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
+    some = end > first
+    if means or p.has_blocked_tiles or p.select_count or not some.any():
+        return slice(0, kv_len)
+    return slice(int(first[some].min()), int(end[some].max()))
+
+
+__all__ = ["Block", "Dequant", "Edit", "MatrixView", "Setting", "selected_times"]

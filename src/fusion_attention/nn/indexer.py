@@ -1,0 +1,117 @@
+"""The lightning indexer as a layer: it scores every key for every row, and chooses the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fusion_attention.nn.ranks import Lengths, Ranks, functions, rows_of
+from fusion_attention.nn.rope import apply_rope
+
+Rope = tuple[Tensor, Tensor] | None
+
+if TYPE_CHECKING:
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
+    def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
+        """Says what a layer's call takes and returns; nn.Module says (*args, **kwargs) -> Any."""
+
+
+class Index(NamedTuple):
+    """What an indexer says of a batch: its query, key and weights, and the keys that it chose (None: not asked)."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    indices: Tensor | None
+
+
+class LightningIndexer(nn.Module):
+    """Scores every key for every row with a few small heads, and chooses the best.
+
+        q_h = wq_b(query)_h,  k = k_norm(wk(x)),  w = weights_proj(x) / sqrt(heads * head_dim)
+        I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the keys that a row sees
+
+    What it reads is detached: its loss teaches the indexer alone. Parameters have the names of DeepSeek-V3.2; the
+    Hadamard rotation of its inference code is left out, as it changes no product.
+
+    Args:
+        dim: elements of a token's hidden state.
+        heads: query heads.
+        head_dim: elements of a head.
+        top_k: keys that a row chooses.
+        query_dim: elements of what queries are made of (MLA's query latent); None: the hidden state, dim.
+        group: a process group or DeviceMesh among whose ranks sequences are divided, as distributed.shard() does it
+            with `schedule`; None: this process has them whole. A layer around the indexer works among the same ranks.
+        schedule: as of distributed.attention().
+
+    Source: this library; the indexer of DeepSeek-V3.2.
+
+    Example:
+        >>> indexer = LightningIndexer(64, heads=4, head_dim=16, top_k=8)
+        >>> indexer(torch.randn(2, 32, 64)).indices.shape
+        torch.Size([2, 32, 1, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        top_k: int,
+        *,
+        query_dim: int | None = None,
+        group: Any = None,
+        schedule: str = "zigzag",
+    ) -> None:
+        super().__init__()
+        self.ranks = None if group is None else Ranks(group, schedule)
+        self.heads, self.head_dim, self.top_k = heads, head_dim, top_k
+        self.wq_b = nn.Linear(query_dim or dim, heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(dim, heads, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        query: Tensor | None = None,
+        *,
+        rope: Rope = None,
+        lengths: Lengths = None,
+        choose: bool = True,
+        tokens: int | None = None,
+    ) -> Index:
+        """The indexer's rows, and the keys that every row chooses.
+
+        Args:
+            x: hidden states, [B, S, dim], or packed [T, dim].
+            query: [B, S, query_dim], or packed [T, query_dim]; None: x.
+            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head rotate.
+            lengths: tokens of every sequence; packed: needed.
+            choose: False: indices are None.
+            tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
+        """
+        x = x.detach()
+        query = x if query is None else query.detach()
+        q = self.wq_b(query).unflatten(-1, (self.heads, self.head_dim))
+        k = self.k_norm(self.wk(x)).unsqueeze(-2)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        # weights_proj may stay in float32 where the model does not.
+        weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)) * (self.heads * self.head_dim) ** -0.5
+        indices = None
+        if choose:
+            with torch.no_grad():
+                rows = rows_of(x, lengths, self.ranks, tokens)
+                indices, _ = functions(self.ranks).lightning_indexer(q, k, weights, self.top_k, **rows)
+        return Index(q, k, weights, indices)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -1,0 +1,63 @@
+"""Among which ranks the sequences of a layer are divided: where its functions are, and what they are told.
+
+Refuses to know what a layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusion_attention.api.attention import attention
+from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+
+Lengths = Sequence[int] | Tensor | None
+
+
+class Ranks:
+    """The ranks among which a layer's sequences are divided, and how."""
+
+    def __init__(self, group: Any, schedule: str) -> None:
+        self.group, self.schedule = group, schedule
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # A copy of a layer works among the same ranks: a process group has no copy.
+
+
+class _Whole:
+    """The functions of one process."""
+
+    attention = staticmethod(attention)
+    indexer_loss = staticmethod(indexer_loss)
+    lightning_indexer = staticmethod(lightning_indexer)
+    sparse_attention = staticmethod(sparse_attention)
+
+
+def functions(ranks: Ranks | None) -> Any:
+    """Where attention and the indexer's functions are: of one process, or of several ranks."""
+    if ranks is None:
+        return _Whole
+
+    from fusion_attention import distributed
+
+    return distributed
+
+
+def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
+    """How the tokens of hidden states lie, in the words of the functions."""
+    rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
+    return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
+
+
+def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
+    """Tokens that are not padding, of all ranks, at least 1."""
+    if lengths is not None:
+        return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
+    count = x.shape[:-1].numel()
+    if ranks is not None:
+        from fusion_attention.distributed.groups import group_of
+
+        count = x.shape[0] * tokens if tokens is not None else count * group_of(ranks.group).world
+    return max(1, count)

@@ -1,0 +1,66 @@
+"""Rotary embedding of rows: a table of angles by position, and rows rotated by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """The cosines and sines by which rotary embedding rotates `dim` elements of a row.
+
+        angle_i = position * base ** (-2 i / dim)
+
+    Args:
+        positions: of tokens, any shape; packed sequences count from 0 each.
+        dim: elements of a row that are rotated; even.
+        base: ratio of the longest wave to the shortest.
+
+    Returns:
+        (cos, sin): float32 [*positions.shape, dim / 2].
+
+    Source: this library.
+
+    Example:
+        >>> cos, sin = rope_table(torch.arange(6), 8)
+        >>> cos.shape
+        torch.Size([6, 4])
+    """
+    rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
+    angle = positions[..., None] * rate
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    """Rows whose first elements are rotated by their positions; the elements behind the table's width stay.
+
+        (a, b) -> (a cos - b sin, b cos + a sin)
+
+    Args:
+        rows: [..., heads, D].
+        rope: (cos, sin), each [..., R / 2] with R <= D, as rope_table() gives them.
+        interleaved: pairs are neighbours (2 i, 2 i + 1), and the results stand halves apart; False: pairs stand
+            halves apart (i, i + R / 2).
+
+    Raises:
+        ValueError: the table is wider than the rows.
+
+    Source: this library; DeepSeek-V3.2 rotates attention interleaved and its indexer halves apart.
+
+    Example:
+        >>> rows = torch.randn(2, 6, 4, 16)
+        >>> rotated = apply_rope(rows, rope_table(torch.arange(6), 8))
+        >>> torch.equal(rotated[:, 0], rows[:, 0]) and torch.equal(rotated[..., 8:], rows[..., 8:])
+        True
+    """
+    cos, sin = (t.unsqueeze(-2) for t in rope)
+    width = 2 * cos.shape[-1]
+    if width > rows.shape[-1]:
+        raise ValueError(
+            f"apply_rope: rope: expected at most {rows.shape[-1] // 2} columns, got {cos.shape[-1]} "
+            f"(rows have {rows.shape[-1]} elements; make a narrower rope_table)"
+        )
+    rotated = rows[..., :width]
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
+    parts = (a * cos - b * sin).to(rows.dtype), (b * cos + a * sin).to(rows.dtype), rows[..., width:]
+    return torch.cat(parts, -1)

@@ -1,0 +1,275 @@
+"""Sparse attention, the indexer and its loss over several ranks beside one process: bits where they are promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.bits import same_bits
+from support.worlds import Worlds
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusion_attention as fa
+import fusion_attention.distributed as far
+from fusion_attention.distributed.topk import best
+from fusion_attention.testing import compare
+from fusion_attention.testing.cases import Named
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case(Named):
+    """Lengths of whole sequences, padded to `padded` tokens or (0) packed, and what a call says of them."""
+
+    q_len: tuple[int, ...] = (330,)
+    kv_len: tuple[int, ...] = ()
+    padded: int = 0
+    dtype: str = "float32"
+    schedule: str = "zigzag"
+    heads_kv: int = 1
+    rope: bool = False
+    values: bool = True
+    sink: bool = False
+    block: int = 1
+    causal: bool = True
+    top_k: int = 24
+    seed: int = 0
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return self.kv_len or self.q_len
+
+    def tokens(self, side: str) -> int | tuple[int, ...]:
+        lengths = self.q_len if side == "q" else self.keys
+        return self.padded + (side == "kv") * 70 * bool(self.kv_len) if self.padded else lengths
+
+    def shape(self, side: str) -> tuple[int, ...]:
+        tokens = self.tokens(side)
+        return (len(self.q_len), tokens) if isinstance(tokens, int) else (sum(tokens),)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        lengths = {"q_len": list(self.q_len), "kv_len": list(self.keys)}
+        return {"layout": "BSND" if self.padded else "TND", **lengths, "causal": self.causal}
+
+
+CASES = [
+    Case(),
+    Case(schedule="ring", rope=True, sink=True, heads_kv=2),
+    Case(dtype="bfloat16", values=False, rope=True),
+    Case(dtype="float16", q_len=(70, 0, 200, 3, 129), schedule="allgather", sink=True),
+    Case(q_len=(100, 30), kv_len=(180, 30), causal=False, schedule="ulysses"),
+    Case(q_len=(300, 211), padded=320, heads_kv=2, rope=True),
+    Case(q_len=(129, 200), kv_len=(190, 270), padded=200, block=48, top_k=4, dtype="bfloat16", rope=True, sink=True),
+    Case(q_len=(40,), schedule="ring"),  # ranks without rows
+    Case(q_len=(640, 130), schedule="ulysses+ring", rope=True, sink=True),
+    Case(q_len=(300, 211), padded=320, schedule="ulysses+ring", dtype="bfloat16"),
+]
+
+
+def in_worlds(case: Case, at: int) -> list[Any]:
+    """A case with each size of a world; all but one are slow, another one for every case."""
+    sizes = (4,) if case.schedule == "ulysses+ring" else (2, 3, 4, 1)
+    quick = sizes[at % len(sizes)]
+    return [
+        pytest.param(case, size, id=f"{case.id}-{size}", marks=[pytest.mark.slow] * (size != quick)) for size in sizes
+    ]
+
+
+WORLDS = [param for at, case in enumerate(CASES) for param in in_worlds(case, at)]
+
+
+def whole(case: Case, wide: bool = False) -> dict[str, Tensor | None]:
+    """All tensors of one process; wide: the same numbers in float64."""
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+
+    def draw(side: str, *inner: int, to: torch.dtype = dtype) -> Tensor:
+        """Rows whose strides are no neighbours', with NaN behind the tokens that count."""
+        drawn = torch.randn(*case.shape(side), *inner, generator=generator).to(to)
+        for b, length in enumerate(case.q_len if side == "q" else case.keys):
+            if case.padded:
+                drawn[b, length:] = torch.nan
+        return torch.stack((drawn.double() if wide else drawn,) * 2, -2)[..., 0, :]
+
+    found: dict[str, Tensor | None] = {
+        "q": draw("q", 4, 16),
+        "k": draw("kv", case.heads_kv, 16),
+        "v": draw("kv", case.heads_kv, 8) if case.values else None,
+        "q_rope": draw("q", 4, 8) if case.rope else None,
+        "k_rope": draw("kv", case.heads_kv, 8) if case.rope else None,
+        "index_q": draw("q", 3, 16),
+        "index_k": draw("kv", 1, 16),
+        "weights": draw("q", 3, to=torch.float32),
+        "dout": draw("q", 4, 8 if case.values else 16),
+        "dvalues": draw("q", 1, case.top_k),
+    }
+    sink = torch.randn(4, generator=generator) if case.sink else None
+    found["sink"] = sink.double() if wide and sink is not None else sink
+    if case.block > 1:  # The loss is that of all keys, with the lse of a dense attention.
+        rest = {name: found[name] for name in ("q_rope", "k_rope", "sink")}
+        lengths = {name: case.how[name] for name in ("layout", "q_len", "kv_len")}
+        band = fa.Band.causal() if case.causal else fa.Band.full()
+        _, found["lse"] = fa.attention(
+            found["q"], found["k"], found["k"], **rest, **lengths, band=band, return_lse=True,
+            backend="golden" if wide else "auto",
+        )  # type: ignore[call-overload]  # fmt: skip
+    return found
+
+
+ROWS = ("q", "q_rope", "index_q", "weights", "dout", "dvalues", "indices", "lists", "lse")
+
+
+def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dict[str, Tensor]:
+    """All results and gradients of the three functions, over one process, or (how: group) over ranks."""
+    library: Any = far if "group" in how else fa
+    how = {**case.how, **how}
+    trained = {
+        name: t.detach().clone().requires_grad_()
+        for name, t in given.items()
+        if isinstance(t, Tensor) and name not in ("dout", "dvalues", "lse")
+    }
+    t = {**given, **trained}
+    indices, values = library.lightning_indexer(t["index_q"], t["index_k"], t["weights"], case.top_k, **how)
+    values.backward(t["dvalues"])
+    found = {"indices": indices, "values": values.detach()}
+    found |= {f"indexer's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+    for name in ("index_q", "index_k", "weights"):
+        t[name].grad = None
+    ropes = {"q_rope": t["q_rope"], "k_rope": t["k_rope"], "sink": t["sink"]}
+    out, lse = library.sparse_attention(
+        t["q"], t["k"], t["v"], lists, **ropes, block=case.block, return_lse=True, **how
+    )
+    out.backward(t["dout"])
+    found |= {"out": out.detach(), "lse": lse.detach()}
+    for name in ("q", "k", "v", "q_rope", "k_rope", "sink"):
+        if t[name] is not None:
+            found[f"d{name}"] = t[name].grad
+    own = lists if case.block == 1 else None
+    if case.heads_kv > 1 and own is not None:
+        own = own[..., :1, :]
+    ropes = {name: None if value is None else value.detach() for name, value in ropes.items()}
+    loss = library.indexer_loss(
+        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), t["index_q"], t["index_k"], t["weights"], own,
+        **ropes, **how,
+    )  # fmt: skip
+    (loss * 0.5).backward()
+    found["loss"] = loss.detach()
+    return found | {f"loss's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+
+
+def lists_of(case: Case) -> Tensor:
+    """What rows select: the indexer's choice, or every block once, in some order."""
+    given = whole(case)
+    if case.block == 1:
+        found, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
+    else:
+        blocks = -(-min(case.keys) // case.block)
+        found = torch.stack([torch.randperm(blocks)[:4] for _ in range(case.shape("q")[0] * max(case.padded, 1))])
+        found = found.int().view(*case.shape("q"), 1, -1)
+    return found.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
+
+
+# Sums over ranks, in another order than one process's.
+SUMMED = ("indexer's index_k", "dk", "dv", "dk_rope", "dsink", "loss", "loss's index_k")
+
+
+def axis_of(case: Case, name: str) -> int:
+    """Where tokens are."""
+    return 0 if not case.padded else 2 if name == "lse" else 1
+
+
+def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """This rank's part of results of one process."""
+    found = {}
+    for name, t in tensors.items():
+        side = "kv" if name in ("indexer's index_k", "loss's index_k", "dk", "dv", "dk_rope") else "q"
+        whole = name in ("dsink", "loss")
+        found[name] = t if whole else far.shard(t, group, case.schedule, case.tokens(side), axis_of(case, name))
+    return found
+
+
+def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
+    """What is the same on every rank, of the call as it is and of the deterministic one."""
+    if case.schedule == "ulysses+ring":
+        group = init_device_mesh("cpu", (2, 2))
+    given, lists = whole(case), lists_of(case)
+    want = shares(case, results(case, given, lists), group)
+    golden = shares(case, results(case, whole(case, True), lists, backend="golden"), group)
+    local = {
+        name: t if t is None or name == "sink" else far.shard(
+            t, group, case.schedule, case.tokens("q" if name in ROWS else "kv"), axis_of(case, name)
+        )
+        for name, t in given.items()
+    }  # fmt: skip
+    own = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
+    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    found = []
+    for deterministic in (False, True):
+        how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
+        got = results(case, local, own, **how)
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            if deterministic or name not in SUMMED:
+                same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
+            else:
+                compare(f"{case.id}: {name}", got[name], golden[name].double(), tensor, max(case.q_len))
+        found.append({name: got[name] for name in ("dsink", "loss") if name in got})
+    return found
+
+
+def merged(group: Any, case: Case) -> None:
+    """The indexer alone, whose keys stay where they are."""
+    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    how = {"group": group, "schedule": case.schedule, "tokens": tokens, "merge_topk": True}
+    names = ("index_q", "index_k", "weights")
+    sides = ("q", "kv", "q")
+
+    def run(given: dict[str, Any], share: bool, **more: Any) -> dict[str, Tensor]:
+        def part(t: Tensor, side: str) -> Tensor:
+            return far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded))) if share else t
+
+        t = [part(given[name], side).detach().requires_grad_() for name, side in zip(names, sides, strict=True)]
+        library: Any = far if share else fa
+        indices, values = library.lightning_indexer(*t, case.top_k, **case.how, **more)
+        values.backward(part(given["dvalues"], "q"))
+        found = {"indices": indices, "values": values.detach()}
+        return found | {name: x.grad for name, x in zip(names, t, strict=True)}
+
+    want, got = run(whole(case), False), run(whole(case), True, **how)
+    golden = run(whole(case, True), False, backend="golden")
+    for name in want:
+        side = "kv" if name == "index_k" else "q"
+        mine, exact = (
+            far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded)))
+            for t in (want[name], golden[name])
+        )
+        if name in ("index_q", "weights") and dist.get_world_size() > 1:
+            compare(f"{case.id}: {name}", got[name], exact, mine, max(case.keys))
+        else:
+            same_bits(got[name], mine, f"{case.id}, rank {dist.get_rank()}: {name}")
+
+
+@pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
+def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
+    worlds.run(world, merged, case)
+
+
+def test_the_order_of_candidates() -> None:
+    nan = torch.nan
+    indices = torch.tensor([[[7, 2, -1, 5, 3, 9, 1, -1]]], dtype=torch.int32)
+    values = torch.tensor([[[0.0, 1.0, -torch.inf, nan, -0.0, 1.0, nan, -torch.inf]]])
+    got, found = best(indices, values, 7)
+    assert got[0, 0].tolist() == [1, 5, 2, 9, 3, 7, -1]
+    same_bits(found, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
+
+
+@pytest.mark.parametrize(("case", "world"), WORLDS)
+def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int) -> None:
+    first, *others = worlds.run(world, compared, case)
+    for other in others:
+        same_bits(other, first, "another rank's")

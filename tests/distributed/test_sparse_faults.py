@@ -1,0 +1,260 @@
+"""Wrong calls of sparse attention, of its indexer and of shared caches, on one rank or on all: errors with words, on
+every rank, and never a wrong result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.worlds import Worlds
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusion_attention as fa
+import fusion_attention.distributed as far
+from fusion_attention.distributed import GroupError
+
+S = 128
+
+
+def rows(*inner: int, tokens: int = S) -> torch.Tensor:
+    return torch.randn(1, tokens, *inner)
+
+
+def text_of(call: Callable[[], Any], error: type[Exception] = GroupError) -> str:
+    try:
+        call()
+    except error as found:
+        return str(found)
+    return ""
+
+
+def indexed(ranks: Any, **changes: Any) -> Any:
+    share = S // dist.get_world_size(ranks)
+    given = {"q": rows(2, 8, tokens=share), "k": rows(1, 8, tokens=share), "weights": rows(2, tokens=share)}
+    return far.lightning_indexer(**{**given, "top_k": 4, "group": ranks, "schedule": "ring", **changes})
+
+
+CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "top k": (lambda group: {"top_k": 4 + dist.get_rank(group)}, "sparse_count=5"),
+    "schedule": (lambda group: {"schedule": ("ring", "ulysses")[dist.get_rank(group)]}, "schedule=ulysses"),
+    "dtype": (
+        lambda group: (
+            {name: rows(n, 8, tokens=64).half() for name, n in (("q", 2), ("k", 1))} if dist.get_rank(group) else {}
+        ),
+        "torch.float16",
+    ),
+    "lengths": (lambda group: {"q_len": [100 + dist.get_rank(group)], "kv_len": [128]}, "actual_seq_qlen=[101]"),
+    "what is trained": (
+        lambda group: {"q": rows(2, 8, tokens=64).requires_grad_(dist.get_rank(group) == 1)},
+        "trained=['query']",
+    ),
+    "a share that is too small": (
+        lambda group: (
+            {"q": rows(2, 8, tokens=60), "weights": rows(2, tokens=60), "tokens": S}
+            if dist.get_rank(group)
+            else {"tokens": S}
+        ),
+        "on rank 1 q has 60 tokens, not the 64 that its layout gives it",
+    ),
+    "keys that do not add up": (
+        lambda group: {"k": rows(1, 8, tokens=63), "tokens": (S, S)} if dist.get_rank(group) else {"tokens": (S, S)},
+        "on rank 1 k has 63 tokens",
+    ),
+}
+
+
+def told(group: Any, name: str) -> str:
+    return text_of(lambda: indexed(group, **CALLS[name][0](group)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_call_otherwise_all_raise(worlds: Worlds, name: str) -> None:
+    for rank, text in enumerate(worlds.run(2, told, name)):
+        assert f"distributed.lightning_indexer: rank {rank} of 2" in text
+        assert CALLS[name][1] in text
+
+
+def wrong(group: Any) -> list[str]:
+    """The record's own rules, of the call of all ranks; each is asked of every rank alike."""
+    found = [
+        text_of(lambda: indexed(group, weights=rows(3, tokens=64)), fa.ContractError),
+        text_of(lambda: indexed(group, top_k=0), fa.ContractError),
+        text_of(lambda: indexed(group, schedule="zag"), ValueError),
+        text_of(lambda: indexed(group, group=3), GroupError),
+    ]
+    packed = {"layout": "TND", "q": torch.randn(64, 2, 8), "k": torch.randn(64, 1, 8), "weights": torch.randn(64, 2)}
+    found.append(text_of(lambda: indexed(group, **packed), fa.ContractError))
+    return found
+
+
+HOSTILE: list[dict[str, Any]] = [
+    *({"tokens": tokens} for tokens in (-1, "12", (1,), (1, 2, 3), 1.5, 2**60, True)),
+    *({"q": q} for q in (None, [1.0], 3, torch.zeros(()), torch.zeros(0), rows(2, 8).to(torch.int8))),
+    *({"layout": layout} for layout in ("BNSD", "", 3)),
+    *({"q_len": lengths} for lengths in ([-1], [129], [1, 2], ["x"], 5, [2**70], [1.5], torch.ones(1))),
+    *({"layout": "TND", "q_len": lengths} for lengths in ([-1], [2**70], [2**50], "ab", [[1]], [])),
+    {"backend": "abacus"},
+    {"top_k": "many"},
+]
+
+
+def hostile(group: Any) -> list[str]:
+    return [text_of(lambda words=words: indexed(group, **words), Exception) for words in HOSTILE]  # type: ignore[misc]
+
+
+def test_whatever_comes_is_refused_in_words(worlds: Worlds) -> None:
+    for found in worlds.run(2, hostile):
+        for words, text in zip(HOSTILE, found, strict=True):
+            assert "expected" in text, (words, text)
+
+
+def test_wrong_calls_have_the_words_of_one_process(worlds: Worlds) -> None:
+    for weights, top_k, schedule, group, lengths in worlds.run(2, wrong):
+        assert "weights: expected one weight for every head of q, got weights=float32 [1, 128, 3]" in weights
+        assert "top_k: expected" in top_k
+        assert "schedule: expected one of allgather" in schedule
+        assert "expected a ProcessGroup" in group
+        assert "q_len: expected the lengths of packed sequences" in lengths
+
+
+def on_a_mesh(group: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    how = {"group": mesh, "schedule": "ulysses+ring", "merge_topk": True}
+    both = text_of(lambda: indexed(group, merge_topk=True, deterministic=True), ValueError)
+    return [text_of(lambda: indexed(group, **how), ValueError), both]
+
+
+def test_what_does_not_go_with_merged_choices(worlds: Worlds) -> None:
+    for mesh, both in worlds.run(4, on_a_mesh):
+        assert "merge_topk: expected False on a mesh of two dimensions" in mesh
+        assert "deterministic: expected False with merge_topk" in both
+
+
+def listed(group: Any, entry: int) -> str:
+    """A block that does not exist, in the last list of the last rank."""
+    lists = torch.zeros(1, 64, 1, 4, dtype=torch.int32)
+    lists[0, -1, 0, 2] = entry
+    q, kv = rows(2, 8, tokens=64), rows(1, 8, tokens=64)
+    return text_of(lambda: far.sparse_attention(q, kv, None, lists, group=group, schedule="ring"), fa.ContractError)
+
+
+@pytest.mark.parametrize("entry", [-2, 128, 2**31 - 1])
+def test_no_kernel_reads_a_block_that_does_not_exist(worlds: Worlds, entry: int) -> None:
+    for rank, text in enumerate(worlds.run(2, listed, entry)):
+        assert f"got {entry} at batch 0, row {64 * rank + 63}, slot 2, outside [-1, 128)" in text
+
+
+def derived(group: Any) -> list[str]:
+    lists = torch.zeros(1, 64, 1, 4, dtype=torch.int32)
+    q, kv = rows(2, 8, tokens=64).requires_grad_(), rows(1, 8, tokens=64)
+    how = {"group": group, "schedule": "ring"}
+    out, lse = far.sparse_attention(q, kv, None, lists, return_lse=True, **how)
+    twice = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
+    compiled = torch.compile(lambda q: far.sparse_attention(q, kv, None, lists, **how), backend="eager", fullgraph=True)
+    return [
+        text_of(lambda: lse.sum().backward(), NotImplementedError),
+        text_of(lambda: twice.sum().backward(), NotImplementedError),
+        text_of(lambda: compiled(q), Exception),
+        text_of(lambda: torch.func.grad(lambda q: far.sparse_attention(q, kv, None, lists, **how).sum())(q), Exception),
+    ]
+
+
+def test_derivatives_that_there_are_not(worlds: Worlds) -> None:
+    for lse, twice, compiled, transformed in worlds.run(2, derived):
+        assert "the loss goes through the lse" in lse
+        assert "cannot differentiate twice" in twice
+        assert "run eagerly alone" in compiled
+        assert "run eagerly alone" in transformed
+
+
+def other_lengths(group: Any) -> list[str]:
+    """Rank 1's cache has a token more, then another sequence, than the others'."""
+    cache = fa.PagedKVCache(1, 8, 8, page_size=4, group=group)
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a, b], torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8))
+    second = dist.get_rank(group) == 1
+    q = torch.randn(1, 1, 2, 8)
+    other = text_of(lambda: fa.decode_attention(q, cache, sequences=[b if second else a]))
+    if second:
+        cache.append([a], torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8))
+    longer = text_of(lambda: fa.decode_attention(q, cache, sequences=[a]))
+    heads = text_of(lambda: far.decode_attention(q, cache, sequences=[a], own_heads=True))
+    scale = text_of(lambda: fa.decode_attention(q, cache, sequences=[b], scale=0.1 + second))
+    return [other, longer, heads, scale]
+
+
+def test_caches_that_differ_are_an_error_on_every_rank(worlds: Worlds) -> None:
+    for rank, (other, longer, heads, scale) in enumerate(worlds.run(3, other_lengths)):
+        for text in (other, longer, heads):
+            assert f"distributed.decode_attention: rank {rank} of 3, comparing caches" in text
+            assert "other sequences, or sequences of other lengths" in text
+        assert "scale=1.1" in scale
+
+
+def refused(group: Any) -> list[str]:
+    cache = fa.PagedKVCache(1, 8, 1, page_size=4, group=group)
+    a = cache.allocate()
+    cache.append([a], torch.randn(1, 13, 1, 8), torch.randn(1, 13, 1, 8))
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 5, 1, 8)
+    full = text_of(lambda: cache.append([a], k, k), fa.CacheFullError)
+    lengths, free = cache.lengths(), cache.free_pages
+    assert (lengths, free) == ([13], 0)
+    decode = [
+        {"out_scale": torch.ones(1)},
+        {"blocked": torch.zeros(1, 1, 1, 12, dtype=torch.bool)},
+        {"bias": torch.zeros(1, 1, 12)},
+        {"kv_len": [3]},
+        *({"band": band} for band in ("causal", fa.Band.prefix_causal([1, 2]), 3)),
+        *({"q_len": lengths} for lengths in ([2], [-1], [1, 1], "x", 1.5)),
+        *({"blocked": mask} for mask in (3, torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool))),
+        {"sink": torch.zeros(3)},
+        {"layout": "TND"},
+        {"softcap": -1.0},
+        {"scale": float("nan")},
+    ]
+    found = [text_of(lambda words=words: fa.decode_attention(q, cache, **words), fa.ContractError) for words in decode]  # type: ignore[misc]
+    queries = [None, 3, torch.randn(1, 2, 8), torch.randn(1, 1, 2, 9), q.half(), q.int(), torch.randn(2, 1, 2, 8)]
+    found += [text_of(lambda q=q: fa.decode_attention(q, cache), fa.ContractError) for q in queries]  # type: ignore[misc]
+    whole = fa.PagedKVCache(1, 8, 2, page_size=4)
+    found.append(text_of(lambda: far.decode_attention(q, whole), fa.ContractError))
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.get_world_size(group) == 4 else group
+    found.append(text_of(lambda: fa.PagedKVCache(1, 8, 2, group=mesh), ValueError))
+    return [full, *found]
+
+
+def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
+    for full, out_scale, blocked, bias, kv_len, *others, count, whole, mesh in worlds.run(4, refused):
+        assert "1 more pages needed on rank 0 of 4, 0 free" in full
+        assert "out_scale: expected None over a cache with a group" in out_scale
+        assert "blocked: expected" in blocked
+        assert "bias: expected" in bias
+        assert "kv_len: expected nothing beside a PagedKVCache" in kv_len
+        assert [text for text in others if "expected" not in text] == []
+        assert "sequences: expected 2 sequences of the cache" in count
+        assert "cache: expected a PagedKVCache with a group" in whole
+        assert "group: expected a group of one dimension" in mesh
+
+
+def leaving(group: Any) -> str:
+    """Rank 1 dies between the forward and the backward, which sums gradients over ranks."""
+    q, kv = rows(2, 8, tokens=64).requires_grad_(), rows(1, 8, tokens=64).requires_grad_()
+    lists = torch.zeros(1, 64, 1, 4, dtype=torch.int32)
+    out = far.sparse_attention(q, kv, None, lists, group=group, schedule="ring")
+    if dist.get_rank(group) == 1:
+        os._exit(9)
+    return text_of(lambda: out.sum().backward())
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_training_is_an_error_on_the_others() -> None:
+    pool = Worlds(2, timeout=4.0)
+    try:
+        (text, _) = pool.run(2, leaving, kill=[1])
+        assert "distributed.sparse_attention: rank 0 of 2" in text
+        assert "a rank died" in text
+    finally:
+        pool.end()

@@ -1,0 +1,142 @@
+"""The calls that the explorer writes run, see what is drawn, and are refused as it says."""
+
+import random
+import warnings
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.settings import random_setting
+
+import fusion_attention as fa
+from fusion_attention import acl, npu
+from fusion_attention.contract import ContractError, ContractWarning
+from fusion_attention.explorer.calls import call
+from fusion_attention.explorer.draw import cells_of, is_seen
+from fusion_attention.explorer.remarks import OPERATORS, asked, remarks_on, verdict
+from fusion_attention.explorer.seen import FACES, MODES, Setting
+
+SETTINGS = 24  # of every mode and face
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_npu() -> Iterator[None]:
+    npu.install()
+    yield
+    npu.uninstall()
+    acl.finalize()
+
+
+def message(operator: str, remark: dict[str, Any]) -> str:
+    """A remark as an error says it, without CANN's name of the parameter."""
+    got = f", got {remark['got']}" if remark["got"] else ""
+    advice = f" ({remark['advice']})" if remark["advice"] else ""
+    return f"{operator}: {remark['param']}: expected {remark['expected']}{got}{advice}"
+
+
+def prepare(s: Setting, before: str) -> dict[str, Any]:
+    """The tensors of a call's text: scores are zero, and a value row is the number of its key, one hot."""
+    names: dict[str, Any] = {}
+    exec(before, names)
+    q, k, v = (names[name] for name in ("q", "k", "v") if name in names) if "q" in names else (
+        names[name] for name in ("query", "key", "value")
+    )  # fmt: skip
+    q.zero_()
+    k.zero_()
+    positions = torch.cat([torch.arange(n) for n in s.kv_len])
+    rows = torch.eye(v.shape[-1])[positions][:, None]
+    v.copy_(rows.expand(-1, v.shape[-2], -1) if s.packed else rows[None].expand(1, -1, v.shape[-2], -1))
+    return names
+
+
+def check_seen(s: Setting, face: str, out: torch.Tensor) -> None:
+    """Whether each row of an output has exactly the keys that the picture shows; one without keys: zeros or a mean."""
+    cells = cells_of(s, face)
+    assert cells is not None
+    weights = (out if s.packed else out[0]).float().numpy()
+    starts_q, starts_k = ([0, *accumulate(n)] for n in (s.q_len, s.kv_len))
+    for b, (rows, keys) in enumerate(zip(s.q_len, s.kv_len, strict=True)):
+        wanted = is_seen(cells[starts_q[b] :][:rows, starts_k[b] :][:, :keys])
+        got = weights[starts_q[b] :][:rows, :, :keys] > 0
+        empty = ~wanted.any(1)
+        assert np.array_equal(got[~empty], np.broadcast_to(wanted[:, None], got.shape)[~empty]), (s, face, b)
+        assert (got[empty].all(-1) | ~got[empty].any(-1)).all()
+
+
+def known(failures: Any, operator: str, face: str) -> set[str]:
+    """The messages of failures whose rules the explorer asks."""
+    rules = {rule.id for rule in asked(operator, face)}
+    domain = [rule.expected for rule in asked(operator, face) if rule.stage == "domains"]
+    found = set()
+    for failure in failures:
+        if failure.rule.id in rules if failure.rule else failure.expected in domain:
+            got = {"got": failure.got, "param": failure.param, "expected": failure.expected, "advice": failure.advice}
+            found.add(message(operator, got))
+    return found
+
+
+def refusal(text: str, names: dict[str, Any]) -> tuple[Any, list[str]]:
+    """(failures or None, texts of warnings) of a call."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            exec(text, names)
+            failures = None
+        except ContractError as error:
+            failures = error.failures
+    return failures, [str(w.message) for w in warned if issubclass(w.category, ContractWarning)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("face", ["own", "training", "inference"])
+def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, face: str) -> None:
+    rng = random.Random(f"{mode} {face}")
+    for _ in range(SETTINGS):
+        s = random_setting(rng, longest=7, modes=(mode,))
+        text, found = call(s, face), remarks_on(s, face)
+        if text is None or "your_mask" in text["before"]:
+            continue
+        names = prepare(s, text["before"])
+        failures, warned = refusal(text["call"], names)
+        if face == "own":
+            assert failures is None, (s, failures)
+            check_seen(s, face, names["out"])
+            continue
+        operator = OPERATORS[face][s.packed]
+        by_level = {
+            level: {message(operator, r) for r in found if r["level"] in level} for level in ("meaning", "note")
+        }
+        assert (failures is not None) is (verdict(found) == "refused"), (s, found, failures)
+        if failures is not None:
+            assert known(failures, operator, face) == by_level["meaning"]
+            continue
+        check_seen(s, face, names["out"])
+        assert by_level["note"] <= set(warned)
+        with fa.strict():
+            failures, _ = refusal(text["call"], names)
+        limits = {message(operator, r) for r in found if r["level"] in ("limit", "doubt")}
+        assert known(failures or (), operator, face) == limits, (s, found, failures)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_phase_calls_see_what_is_drawn_and_return_the_code(mode: int) -> None:
+    rng = random.Random(mode)
+    for _ in range(SETTINGS):
+        s = random_setting(rng, longest=7, modes=(mode,))
+        text, found = call(s, "two_phase"), remarks_on(s, "two_phase")
+        if text is None or "your_mask" in text["before"]:
+            continue
+        names = prepare(s, text["before"])
+        failures, _ = refusal(text["call"], names)
+        assert failures is None
+        refused = [remark for remark in found if remark["level"] in ("meaning", "limit", "doubt")]
+        assert names["ret"] == (refused[0]["code"] if refused else 0), (s, found, acl.get_recent_err_msg())
+        if not refused:
+            check_seen(s, "two_phase", names["out"])
+
+
+def test_every_face_has_a_call() -> None:
+    assert {"own", *OPERATORS} == set(FACES)

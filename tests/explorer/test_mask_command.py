@@ -1,0 +1,286 @@
+"""`fusion-attention mask`: pictures, numbers, files, and what it says to options that it does not understand."""
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+import zlib
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+
+from fusion_attention import Band
+from fusion_attention.cli import app
+from fusion_attention.explorer import gallery
+from fusion_attention.explorer.draw import LIGHT, OUTSIDE, SEEN, cells_of, is_seen, png, svg, text
+from fusion_attention.explorer.page import fragment, page, server
+from fusion_attention.explorer.seen import BAND, Setting
+from fusion_attention.explorer.words import RULES
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def invoke(*arguments: Any) -> tuple[int, str]:
+    """Exit code and text, without colours and line ends."""
+    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["mask", *map(str, arguments)], terminal_width=200)
+    if outcome.exception and not isinstance(outcome.exception, SystemExit):
+        raise outcome.exception
+    plain = Text.from_ansi(outcome.output).plain.translate(str.maketrans("│╭╮╰╯─", "      "))
+    return outcome.exit_code, " ".join(plain.split())
+
+
+def report(*arguments: Any) -> dict[str, Any]:
+    outcome = CliRunner().invoke(app, ["mask", *map(str, arguments), "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    found: dict[str, Any] = json.loads(outcome.output)
+    return found
+
+
+def test_a_band_as_json_is_the_band() -> None:
+    found = report("window(2, 1)", "--q", 5, "--kv", 8)
+    seen = Band.window(2, 1).visible(5, 8)
+    rows = found["items"][0]["rows"]
+    assert [[first <= j < end for j in range(8)] for first, end in rows] == seen.tolist()
+    assert found["seen"] == int(seen.sum())
+    assert found["title"] == "Band.window(2, 1)"
+    assert "sparse_mode=4, pre_tockens=2" in found["faces"]["training"]["call"]
+
+
+@pytest.mark.parametrize(
+    ("words", "band"),
+    [
+        ("causal", Band.causal()),
+        ("Band.causal('start')", Band.causal("start")),
+        ("fa.Band.window(3, 0)", Band.window(3, 0)),
+        ("Band(lo=-2, hi=4)", Band(-2, 4)),
+        ("prefix_causal([3])", Band.prefix_causal([3])),
+        ("full", Band.full()),
+    ],
+)
+def test_bands_as_text(words: str, band: Band) -> None:
+    found = report(words, "--q", 6, "--kv", 9)
+    assert found["title"] == repr(band)
+    assert [first <= j < end for first, end in found["items"][0]["rows"] for j in range(9)] == (
+        band.visible(6, 9).flatten().tolist()
+    )
+
+
+def test_packed_modes_say_each_sequence() -> None:
+    found = report(7, "--q", "3,5", "--kv", "6,5", "--next", -1)
+    assert [item["formula"] for item in found["items"]] == ["0 ≤ j ≤ min(5, i + 3)", "0 ≤ j ≤ min(4, i - 1)"]
+    verdicts = {name: face["verdict"] for name, face in found["faces"].items()}
+    assert verdicts == {"own": "ok", "training": "chip", "inference": "refused", "two_phase": "chip"}
+    assert "actual_seq_qlen=[3, 8]" in found["faces"]["training"]["call"]
+
+
+def test_infinite_edges_are_null() -> None:
+    item = report(3, "--q", 2, "--kv", 4)["items"][0]
+    assert (item["lo"], item["hi"], item["prefix"]) == (None, 3, 0)
+
+
+def test_the_screen_shows_picture_rule_call_and_refusal() -> None:
+    code, shown = invoke(6, "--q", 4, "--kv", 6, "--prefix", 1)
+    assert code == 0
+    assert " ".join(RULES["6"].split()) in shown
+    assert "561002 prefix: expected per sequence a prefix between" in shown
+    assert "fa.Band.prefix_causal([1])" in shown
+    code, shown = invoke(3, "--q", 5, "--kv", 3, "--mask", "none", "--face", "training")
+    assert "runs, and warns" in shown
+    assert "a training operator without atten_mask ignores sparse_mode" in shown
+    assert "import torch_npu" in shown
+
+
+def test_without_a_mode_all_are_shown() -> None:
+    code, shown = invoke()
+    assert code == 0
+    assert all(" ".join(rule.split())[:30] in shown for rule in RULES.values())
+
+
+def test_a_mask_of_ones_own(tmp_path: Path) -> None:
+    mask = np.array([[0, 1, 0], [1, 1, 1]], bool)
+    np.save(tmp_path / "mask.npy", mask)
+    (tmp_path / "mask.txt").write_text("0,1,0\n1 1 1\n")
+    for name in ("mask.npy", "mask.txt"):
+        found = report(1, "--q", 2, "--kv", 3, "--mask", tmp_path / name)
+        assert found["seen"] == 2
+        assert "mask[[0, 1, 1, 1], [1, 0, 1, 2]] = True" in found["faces"]["training"]["before"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["12"], "expected a mode (0 to 9) or a Band"),
+        (["-3"], "No such option"),
+        (["window(1"], "expected a mode (0 to 9) or a Band"),
+        (["window(__import__('os').getpid(), 0)"], "expected a mode (0 to 9) or a Band"),
+        (["Band.resolve(1, 2)"], "expected a mode (0 to 9) or a Band"),
+        (["(" * 9000], "expected a mode (0 to 9) or a Band"),
+        (["Band(lo=1.5)"], "expected a mode (0 to 9) or a Band"),
+        (["Band(align='middle')"], 'expected "start" or "end"'),
+        (["Band(lo=-1, prefix=(2,))"], "expected no left edge beside a prefix"),
+        (["prefix_causal([1, 2])", "--q", "4"], "expected 1 numbers as in --q, got 2"),
+        (["window(1, 0)", "--pre", "2"], "a Band says its edges itself"),
+        (["3", "--q", "4,x"], "expected whole numbers with commas between"),
+        (["3", "--q", "-4"], "expected 1 to 64 numbers from 0 to"),
+        (["3", "--q", "99999999999"], "expected 1 to 64 numbers from 0 to"),
+        (["3", "--q", "4", "--kv", "4,5"], "expected 1 numbers as in --q, got 2"),
+        (["3", "--q", "0", "--kv", "0"], "expected at least one row and one key"),
+        (["4", "--pre", "9" * 20], "9223372036854775807"),
+        (["3", "--q", "9999", "--kv", "9999"], "cells: ask for at most"),
+        (["3", "--prefix", "2"], "mode 3 has no prefix"),
+        (["6", "--q", "4"], "mode 6 needs a prefix"),
+        (["3", "--mask", "/nowhere.npy"], "only modes 0, 1, 5 and 9 read a mask"),
+        (["1", "--mask", "/nowhere.npy"], "cannot read /nowhere.npy"),
+        (["1", "--mask", "/nowhere.txt"], "cannot read /nowhere.txt"),
+        (["3", "--face", "sideways"], "expected one of own, training, inference, two_phase"),
+        (["Band(hi=3, prefix=(2,))", "--face", "training"], "has no call that says the same"),
+        (["--svg", "x.svg"], "a picture needs a mode"),
+    ],
+)
+def test_what_it_does_not_understand_is_one_sentence(arguments: list[str], said: str) -> None:
+    code, shown = invoke(*arguments)
+    assert code == 2
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("content", [b"", b"0 2\n", b"01\n0\n", b"\xff\xfe", b"\x93NUMPY\x01", b"0 1 x"])
+@pytest.mark.parametrize("name", ["mask.txt", "mask.npy"])
+def test_files_that_are_no_mask(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, shown = invoke(1, "--mask", tmp_path / name)
+    assert code == 2
+    assert "expected a matrix [rows, keys] of 0 and 1" in shown
+
+
+def test_no_pickle_is_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "mask.npy", np.array([[{"a": 1}]], object), allow_pickle=True)
+    code, shown = invoke(1, "--mask", tmp_path / "mask.npy")
+    assert (code, "expected a matrix" in shown) == (2, True)
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+SETTING = Setting(5, (5,), (7,), prefix=(3,), mask="own", own=((0, 1), (1, 0)))
+
+
+def unpacked(data: bytes) -> np.ndarray:
+    """[height, width, 4] of a PNG without filters."""
+    width, height = struct.unpack(">II", data[16:24])
+    start = data.index(b"IDAT") + 4
+    size = struct.unpack(">I", data[start - 8 : start - 4])[0]
+    assert struct.unpack(">I", data[start + size : start + size + 4])[0] == zlib.crc32(data[start - 4 : start + size])
+    rows = np.frombuffer(zlib.decompress(data[start : start + size]), np.uint8).reshape(height, -1)
+    assert not rows[:, 0].any()
+    return rows[:, 1:].reshape(height, width, 4)
+
+
+def test_files_hold_the_picture(tmp_path: Path) -> None:
+    arguments = (3, "--q", 4, "--kv", 6, "--svg", tmp_path / "a" / "m.svg", "--png", tmp_path / "m.png")
+    assert invoke(*arguments)[0] == 0
+    seen = Band.causal().visible(4, 6)
+    pixels = unpacked((tmp_path / "m.png").read_bytes())
+    scale = pixels.shape[0] // 4
+    colours = pixels[scale // 2 :: scale, scale // 2 :: scale]
+    blue = [int(LIGHT[SEEN][i : i + 2], 16) for i in (1, 3, 5)]
+    assert np.array_equal((colours[..., :3] == blue).all(-1), seen.numpy())
+    tree = ElementTree.parse(tmp_path / "a" / "m.svg")
+    drawn = {path.get("class"): str(path.get("d")).count("M") for path in tree.iter(f"{SVG}path")}
+    assert drawn == {"fa-k1": 24 - int(seen.sum()), "fa-k3": int(seen.sum())}
+    assert tree.findtext(f"{SVG}title") == "sparse_mode 3: causal, lower right"
+
+
+def test_large_pictures_are_runs() -> None:
+    cells = cells_of(Setting(3, (900,), (900,)))
+    assert cells is not None
+    assert svg(cells, "large").count("M") < 2000
+    assert unpacked(png(cells)).shape == (900, 900, 4)
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 200])
+def test_text_fits(width: int) -> None:
+    for s in (SETTING, Setting(3, (300,), (77,)), Setting(3, (3,), (900,))):
+        cells = cells_of(s)
+        assert cells is not None
+        for plain in (False, True):
+            lines = text(cells, width, plain)
+            assert max(map(len, lines)) <= width
+            assert len(lines) <= 64
+            assert not plain or "".join(lines).isascii()
+
+
+def test_a_seen_key_is_never_blank_in_text() -> None:
+    cells = np.full((400, 400), 1, np.uint8)
+    cells[17, 233] = SEEN
+    assert sum(line.strip(" ") != "" for line in text(cells, 50)) == 1
+
+
+def test_the_gallery_has_every_mode() -> None:
+    found = gallery()
+    assert list(found) == [f"mode_{mode}.svg" for mode in range(10)]
+    assert all(ElementTree.fromstring(picture).get("role") == "img" for picture in found.values())
+    assert len(set(found.values())) == 10
+
+
+def test_cells_of_one_sequence_lie_apart() -> None:
+    cells = cells_of(Setting(3, (2, 3), (4, 1), packed=True))
+    assert cells is not None
+    assert (cells[:2, 4:] == OUTSIDE).all()
+    assert (cells[2:, :4] == OUTSIDE).all()
+    assert is_seen(cells).sum() == 3 + 4 + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_is_written_and_served(tmp_path: Path) -> None:
+    assert invoke("--explorer", tmp_path / "new" / "explorer.html")[0] == 0
+    assert (tmp_path / "new" / "explorer.html").read_text(encoding="utf-8") == page()
+    running = server()
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    try:
+        root = f"http://127.0.0.1:{running.server_address[1]}"
+        assert urllib.request.urlopen(f"{root}/?x#y", timeout=10).read().decode() == page()
+        for path in ("/etc/passwd", "/../pyproject.toml", "/page.py"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(root + path, timeout=10)
+    finally:
+        running.shutdown()
+        running.server_close()
+        thread.join()
+
+
+def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
+    command = [sys.executable, "-m", "fusion_attention", "mask", "4", "--q", "5", "--pre", "2", "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout
+        said = running.stdout.readline().strip()
+        assert said.endswith("/#mode=4&q=5&kv=5&pre=2")
+        assert urllib.request.urlopen(said, timeout=30).read().decode() == page()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 0
+        assert running.stderr
+        assert running.stderr.read() == ""
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, shown = invoke("--explorer", tmp_path / "file" / "explorer.html")
+    assert code == 2
+    assert "cannot write" in shown
+
+
+def test_an_address_says_the_setting() -> None:
+    assert fragment(SETTING) == "#mode=5&q=5&kv=7&prefix=3&mask=own&own=01/10"
+    band = Setting(BAND, (4, 2), (6, 2), packed=True, pre=3, next=0, align="start")
+    assert fragment(band) == "#mode=band&q=4,2&kv=6,2&packed=1&pre=3&next=0&align=start"

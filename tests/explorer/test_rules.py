@@ -1,0 +1,29 @@
+"""The explorer's rules: the page's JavaScript against the Python it comes from, and both against real calls."""
+
+import json
+import random
+
+import pytest
+import quickjs
+from support.settings import BY_SCRIPT, argument, by_python, random_setting
+
+from fusion_attention.explorer.page import rules
+from fusion_attention.explorer.seen import MODES
+
+SETTINGS = 400
+
+
+@pytest.fixture(scope="module")
+def script() -> quickjs.Context:
+    context = quickjs.Context()
+    context.eval(rules())
+    context.eval(BY_SCRIPT)
+    return context
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_page_says_what_the_library_says(script: quickjs.Context, mode: int) -> None:
+    rng = random.Random(mode)
+    for _ in range(SETTINGS // len(MODES)):
+        s = random_setting(rng, modes=(mode,))
+        assert json.loads(script.eval(f"everything({argument(s)})")) == json.loads(json.dumps(by_python(s))), s

@@ -1,0 +1,192 @@
+"""`fusion-attention bench`: its rows, files and charts; and what it says of two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from typer.testing import CliRunner
+
+from fusion_attention.bench import rows
+from fusion_attention.bench.changes import FiguresError, compared, figures
+from fusion_attention.bench.pair import Pair, Timing, measure
+from fusion_attention.cli import app
+from fusion_attention.cli import bench as module
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["bench", *arguments], terminal_width=200)
+    return outcome.exit_code, outcome.stdout, outcome.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("group", rows.GROUPS)
+def test_both_sides_of_a_row_compute_the_same(group: str) -> None:
+    make, count = rows.GROUPS[group]
+    pairs = list(make(CPU, True))
+    assert len(pairs) == count
+    for pair in pairs:
+        assert pair.group == group
+        assert pair.flops > 0
+        ours, theirs = pair.ours(), pair.peer()
+        if group == "packed":
+            theirs = unpadded(theirs, ours)
+        if group == "decoding":
+            theirs = theirs.transpose(1, 2)
+        assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def unpadded(wide: Any, packed: Any) -> torch.Tensor:
+    """Rows of [B, heads, longest, dim] that are of sequences: their lengths stand in the row's own source."""
+    lengths = [16, 40, 7, 120, 64, 33, 200, 12]
+    assert sum(lengths) == packed.shape[0]
+    return torch.cat([wide[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+
+
+def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows.peers(CPU)["torch SDPA"] == torch.__version__
+    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes on GPUs alone"
+    monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
+    assert rows.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
+
+
+def test_a_timing_says_between_what_its_ratios_lie() -> None:
+    found = measure(Pair("", "", "", lambda: sum(range(100_000)), lambda: sum(range(200_000)), flops=1), 9)
+    assert 0 < found.low <= found.ratio <= found.high
+
+
+def test_files_table_and_chart(tmp_path: Path) -> None:
+    code, out, _ = run("--quick", "--turns", "1", "--only", "packed", "--output", str(tmp_path / "run.v1"))
+    assert code == 0
+    assert "padded torch SDPA" in out
+    assert "peer torch SDPA" in out
+    assert (tmp_path / "run.v1.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "run.v1.json").read_text(encoding="utf-8"))
+    assert [row["group"] for row in found["rows"]] == ["packed"] * 2
+    assert found["peers"].keys() == rows.peers(CPU).keys()
+    assert found["torch"] == torch.__version__
+    assert len(figures(tmp_path / "run.v1.json")) == 2
+
+
+def test_json_alone(tmp_path: Path) -> None:
+    code, out, _ = run("--quick", "--turns", "1", "--only", "windows", "--json")
+    assert code == 0
+    assert json.loads(out)["rows"][0]["group"] == "windows"
+
+
+def test_without_matplotlib_there_is_no_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run("--quick", "--turns", "1", "--only", "windows", "--output", str(tmp_path / "figures"))
+    assert code == 0
+    assert "pip install matplotlib" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_an_installed_package_holds_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    code, _, err = run("--repository")
+    assert code == 2
+    assert "clone the repository" in err
+
+
+def test_the_repository_s_groups_run() -> None:
+    program = "from fusion_attention.cli import main; main()"
+    command = [sys.executable, "-c", program, "bench", "--repository", "--only", "packed", "--quick", "--turns", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.sep)
+    assert done.returncode == 0, done.stderr
+    assert "128 of 16 tokens" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------- changes
+
+
+def row(name: str, ours: float, peer: float, spread: float = 0.01) -> dict[str, Any]:
+    ratio = peer / ours
+    low, high = ratio * (1 - spread), ratio * (1 + spread)
+    return asdict(Timing("forward", name, "SDPA", ours, peer, ratio, 1.0, 0.0, 0.0, 0.0, low, high))
+
+
+def file(path: Path, *found: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({"rows": found}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ((2.0, 8.0), (1.0, 8.0), "faster"),
+        ((1.0, 8.0), (2.0, 8.0), "slower"),
+        ((1.0, 8.0), (2.0, 16.0), "same"),  # the machine is slower
+        ((1.0, 8.0), (1.0, 4.0), "slower"),  # the machine is faster, and we are not
+        ((1.0, 8.0), (1.02, 8.0), "same"),  # what two runs differ by
+    ],
+)
+def test_what_changed(before: tuple[float, float], after: tuple[float, float], says: str, tmp_path: Path) -> None:
+    one, other = file(tmp_path / "a.json", row("x", *before)), file(tmp_path / "b.json", row("x", *after))
+    (change,), gone, new = compared(one, other)
+    assert change.says == says
+    assert (gone, new) == ([], [])
+    assert change.faster == before[0] / after[0]
+    assert change.net == pytest.approx((before[0] / before[1]) / (after[0] / after[1]))
+
+
+def test_turns_that_lie_among_each_other_are_no_change(tmp_path: Path) -> None:
+    one = file(tmp_path / "a.json", row("x", 1.0, 8.0, 0.4))
+    other = file(tmp_path / "b.json", row("x", 1.3, 8.0, 0.4))
+    assert [change.says for change in compared(one, other)[0]] == ["same"]
+    assert [change.says for change in compared(other, one)[0]] == ["same"]
+
+
+def test_the_comparison_is_shown(tmp_path: Path) -> None:
+    one = file(tmp_path / "a.json", row("x", 2.0, 8.0), row("old", 1.0, 1.0), row("y", 1.0, 2.0))
+    other = file(tmp_path / "b.json", row("x", 1.0, 8.0), row("new", 1.0, 1.0), row("y", 1.0, 2.0))
+    code, out, _ = run("--compare", str(one), str(other))
+    assert code == 0
+    assert "1 faster, 0 slower, 1 same" in out
+    assert f"in {one} alone: forward: old" in out
+    assert f"in {other} alone: forward: new" in out
+    found = json.loads(run("--compare", str(one), str(other), "--json")[1])
+    assert [change["says"] for change in found["changes"]] == ["faster", "same"]
+    assert found["only_after"] == ["forward: new"]
+
+
+BAD = [
+    "", "[", "[]", "{}", "null", '{"rows": []}', '{"rows": {}}', '{"rows": [1]}', '{"rows": [{}]}', "[" * 100_000,
+    *(json.dumps({"rows": [{**row("x", 1.0, 2.0), word: value}]})
+      for word, value in (("ours_ms", 0), ("ours_ms", -1), ("peer_ms", None), ("ratio", "2"), ("group", 3),
+                          ("name", None), ("ours_ms", True), ("ratio", float("nan")), ("peer_ms", float("inf")))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
+def test_files_without_figures(text: str, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.json", file(tmp_path / "good.json", row("x", 1.0, 2.0))
+    bad.write_text(text)
+    with pytest.raises(FiguresError) as error:
+        compared(good, bad)
+    assert str(bad) in str(error.value)
+    assert run("--compare", str(bad), str(good))[0] == 2
+
+
+def test_figures_without_a_row_in_common(tmp_path: Path) -> None:
+    one, other = file(tmp_path / "a.json", row("x", 1.0, 2.0)), file(tmp_path / "b.json", row("y", 1.0, 2.0))
+    with pytest.raises(FiguresError, match="no row in common"):
+        compared(one, other)
+
+
+def test_older_figures_have_no_spread(tmp_path: Path) -> None:
+    old = {word: value for word, value in row("x", 2.0, 8.0).items() if word not in ("low", "high")}
+    one, other = file(tmp_path / "a.json", old), file(tmp_path / "b.json", row("x", 1.0, 8.0))
+    assert [change.says for change in compared(one, other)[0]] == ["faster"]

@@ -1,0 +1,46 @@
+"""The mutations of what people look with: explorer, judge, command line; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+RULES_TEST = "explorer/test_rules.py::test_the_page_says_what_the_library_says"
+SEEN_TEST = "explorer/test_calls.py::test_calls_see_what_is_drawn_and_are_refused_as_said"
+EXPLORER = [
+    house("explorer: an edge is translated one key short", "explorer/translate.py",
+          'ast.LtE: "py.le({}, {})"', 'ast.LtE: "py.lt({}, {})"',
+          RULES_TEST, "explorer/test_translate.py::test_both_languages_say_the_same"),
+    house("explorer: remainders have the sign of JavaScript", "explorer/runtime.js",
+          "x - y * Math.floor(x / y)", "x % y", "explorer/test_translate.py::test_both_languages_say_the_same"),
+    house("explorer: a tree is drawn over the first keys", "explorer/facade.js",
+          "if (own[j - start])", "if (own[j])", RULES_TEST),
+    house("explorer: a mask of the reader's own is not drawn", "explorer/seen.py",
+          'known.mask in ("triangle", "own")', 'known.mask in ("triangle",)', SEEN_TEST),
+    house("explorer: rules of one layout asked of the other", "explorer/remarks.py",
+          'layout not in rule["only"]', 'layout in rule["only"]', SEEN_TEST),
+    house("explorer: cumulative ends written as lengths", "explorer/calls.py",
+          "sum(lengths[: b + 1])", "lengths[b]", SEEN_TEST),
+]  # fmt: skip
+
+FILES = "judging/test_files.py"
+JUDGING = [
+    house("the judge's formulas forget the sink", "judging/formulas.py",
+          "divided.sum(-1, keepdim=True) + tail", "divided.sum(-1, keepdim=True)",
+          "judging/test_formulas.py::test_training"),
+    house("the judge takes the gradient of one head of a group", "judging/outputs.py",
+          "else grouped.sum(1)", "else grouped[:, 0]", "judging/test_formulas.py::test_training"),
+    house("the judge forgets the largest error of earlier pieces", "judging/standards.py",
+          "kept[2] = max(kept[2], float(found.amax()))", "kept[2] = float(found.amax())",
+          "judging/test_formulas.py::test_the_law_forgets_no_piece"),
+    house("a diagonal is tried from the wrong corner", "judging/mistakes/masks.py",
+          '((-d, "upper left"), (d, "lower right"))', '((2 * d, "upper left"), (d, "lower right"))',
+          "judging/test_judge.py::test_the_diagonal_of_the_other_corner"),
+    house("verify runs pickles unasked", "judging/dumps.py",
+          "weights_only=not how.unsafe_pickle", "weights_only=False", f"{FILES}::test_no_pickle_is_run"),
+    house("verify follows a path out of a dump's folder", "judging/dumps.py",
+          "if not path.resolve().is_relative_to(folder.resolve()):", "if folder is None:",
+          f"{FILES}::test_paths_that_leave_the_folder"),
+    house("bits of a recorded mask in the other order", "captures/files.py",
+          'mask.reshape(-1).numpy(), bitorder="little"', 'mask.reshape(-1).numpy(), bitorder="big"',
+          f"{FILES}::test_a_capture_and_a_broken_one"),
+]  # fmt: skip

@@ -1,0 +1,283 @@
+"""Files that verify reads: captures, msprobe's folders, .npz, .safetensors, .npy; and all that is wrong with them."""
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import fusion_attention as fa
+from fusion_attention.cli import app
+from fusion_attention.judging import dumps
+from fusion_attention.npu import npu_fusion_attention
+
+runner = CliRunner()
+SCALE = 0.25
+
+
+def call(scale: float = SCALE) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(inputs, outputs) of one call."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 12, 2, 16) for _ in range(3))
+    out = npu_fusion_attention(q, k, v, 2, "BSND", scale=scale)[0]
+    return {"query": q, "key": k, "value": v}, {"attention_out": out}
+
+
+def verify(*args: Any) -> tuple[int, str, str]:
+    """(exit code, what is printed, what is said on stderr)."""
+    found = runner.invoke(app, ["verify", *map(str, args), "--no-backends"])
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.stdout, found.stderr
+
+
+def refused(*args: Any, what: str) -> None:
+    """Exit code 2, one sentence, no traceback."""
+    code, _, error = verify(*args)
+    assert code == 2, error
+    lines = error.strip().splitlines()
+    assert len(lines) == 1, error
+    assert what in lines[0], error
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Path:
+    inputs, _ = call()
+    with fa.capture(tmp_path / "calls") as recorded:
+        npu_fusion_attention(*inputs.values(), 2, "BSND", scale=SCALE, atten_mask=torch.ones(12, 12).triu(1).bool())
+    return recorded.files[0]
+
+
+SAID = ("--op", "npu_fusion_attention", "--set", "head_num=2", "--set", "input_layout=BSND", "--set", f"scale={SCALE}")
+
+
+def test_a_capture_and_a_broken_one(capture: Path, tmp_path: Path) -> None:
+    assert verify(capture)[0] == 0
+    with safetensors.safe_open(capture, framework="pt") as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        text = file.metadata()
+    attributes = json.loads(text["attributes"]) | {"scale": 1.0}
+    broken = tmp_path / "broken.safetensors"
+    safetensors.torch.save_file(tensors, broken, {**text, "attributes": json.dumps(attributes)})
+    code, printed, _ = verify(broken, "--html", tmp_path / "page.html")
+    assert code == 1
+    assert "scale-default" in printed
+    page = (tmp_path / "page.html").read_text()
+    assert "scale-default" in page
+    assert "data:image/png;base64," in page
+    assert "http" not in page.replace("http-equiv", "")
+    code, printed, _ = verify(broken, "--json")
+    found = json.loads(printed)["calls"][0]
+    assert (code, found["verdict"], found["mistakes"][0]["name"]) == (1, "wrong", "scale-default")
+    assert verify(capture.parent, broken)[0] == 1
+
+
+def msprobe(folder: Path, scale: float, kind: str = ".pt", **changes: Any) -> Path:
+    """A folder as msprobe writes it."""
+    inputs, outputs = call(scale)
+    data = folder / "step0" / "rank0" / "dump_tensor_data"
+    data.mkdir(parents=True)
+    name = "NPU.npu_fusion_attention.0.forward"
+
+    def tensor(t: torch.Tensor, place: str) -> dict[str, Any]:
+        file = f"{name}.{place}{kind}"
+        if kind == ".pt":
+            torch.save(t, data / file)
+        else:
+            np.save(data / file, t.numpy())
+        return {"type": "torch.Tensor", "dtype": str(t.dtype), "shape": list(t.shape), "data_name": file}
+
+    args: list[Any] = [tensor(t, f"input.{i}") for i, t in enumerate(inputs.values())]
+    args += [{"type": "int", "value": 2}, {"type": "str", "value": "BSND"}]
+    entry = {
+        "input_args": args,
+        "input_kwargs": {"scale": {"type": "float", "value": SCALE}, "atten_mask": {"type": "NoneType", "value": None}},
+        "output": [tensor(outputs["attention_out"], "output.0")],
+    } | changes
+    content = {"task": "tensor", "level": "L1", "framework": "pytorch", "dump_data_dir": "/elsewhere",
+               "data": {name: entry, "Torch.add.0.forward": {}}}  # fmt: skip
+    (data.parent / "dump.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [".pt", ".npy"])
+def test_a_dump_of_msprobe(kind: str, tmp_path: Path) -> None:
+    assert verify(msprobe(tmp_path / "right", SCALE, kind))[0] == 0
+    code, printed, _ = verify(msprobe(tmp_path / "wrong", 1.0, kind))
+    assert code == 1
+    assert "scale-missing" in printed
+    assert verify(tmp_path / "wrong" / "step0" / "rank0", "--call", "npu_fusion_attention.0")[0] == 1
+
+
+def save_npz(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    np.savez(path, **{n: t.numpy() for n, t in tensors.items()})
+
+
+def save_folder(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.mkdir()
+    for name, t in tensors.items():
+        np.save(path / f"{name}.npy", t.numpy())
+
+
+SAVES: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
+    "x.npz": save_npz,
+    "x.safetensors": lambda path, tensors: safetensors.torch.save_file(tensors, path),
+    "x": save_folder,
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_plain_files_with_a_mapping(name: str, tmp_path: Path) -> None:
+    inputs, outputs = call()
+    SAVES[name](tmp_path / name, {"a": inputs["query"], "key": inputs["key"], "c": inputs["value"],
+                                  "o": outputs["attention_out"]})  # fmt: skip
+    pairs = tmp_path / "names.json"
+    pairs.write_text(json.dumps({"query": "a", "output.attention_out": "o"}))
+    assert verify(tmp_path / name, *SAID, "--map", pairs, "--map", "value=c")[0] == 0
+    assert verify(tmp_path / name, *SAID, "--map", pairs, "--map", "value=c", "--set", "scale=0.9")[0] == 1
+    refused(tmp_path / name, *SAID, what="map it (--map NAME=a)")
+    refused(tmp_path / name, *SAID, "--map", "query=b", what="has no tensor 'b'")
+    refused(tmp_path / name, *SAID, "--map", "qery=a", what="no parameter qery")
+    refused(tmp_path / name, what="say which operator")
+
+
+def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
+    refused(tmp_path / "absent", what="no such file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", what="no captures, no dump.json")
+    noise = tmp_path / "noise.safetensors"
+    noise.write_bytes(b"\xff" * 64)
+    refused(noise, what="not a readable .safetensors file")
+    for size in (0, 7, 40, capture.stat().st_size - 1):
+        (cut := tmp_path / "cut.safetensors").write_bytes(capture.read_bytes()[:size])
+        refused(cut, what="cut.safetensors")
+    bad = tmp_path / "bad.npz"
+    bad.write_bytes(b"PK\x03\x04 and nothing")
+    refused(bad, *SAID, what="not a readable .npz file")
+    inputs, outputs = call()
+    save_npz(bad, inputs | outputs)
+    refused(bad, "--op", "npu_fusion", what="did you mean")
+    refused(bad, "--op", "fft", what="has no record here")
+    refused(bad, *SAID, "--set", "colour=3", what="no parameter colour")
+    refused(bad, *SAID, "--set", "colour", what="expected PARAMETER=VALUE")
+    refused(bad, *SAID, "--standard", "mine", what="--standard")
+    save_npz(bad, outputs)
+    refused(bad, *SAID, what="lacks query, key, value")
+    save_npz(bad, inputs)
+    refused(bad, *SAID, what="no output")
+    save_npz(bad, {**inputs, "key": torch.zeros(1, 12, 3, 16), **outputs})
+    refused(bad, *SAID, what="not a call of npu_fusion_attention")
+    save_npz(bad, {**inputs, "attention_out": torch.zeros(3, 4)})
+    refused(bad, *SAID, what="attention_out")
+    refused(bad, *SAID, "--html", tmp_path / "no" / "page.html", what="attention_out")
+
+
+def test_a_capture_of_a_newer_version(capture: Path, tmp_path: Path) -> None:
+    with safetensors.safe_open(capture, framework="pt") as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        text = file.metadata()
+    newer = tmp_path / "newer.safetensors"
+    safetensors.torch.save_file(tensors, newer, {**text, "version": "7"})
+    refused(newer, what="format version '7', and this library reads 1 and 2")
+    for bits in ({"atten_mask": [1 << 50]}, {"atten_mask": [-1, 12]}, {"query": [12]}, {"atten_mask": "x"}, {"x": [1]}):
+        safetensors.torch.save_file(tensors, newer, {**text, "bits": json.dumps(bits)})
+        refused(newer, what="bits")
+
+
+class Trap:
+    """A pickle that leaves a file behind when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_is_run(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    folder = msprobe(tmp_path / "dump", SCALE)
+    data = folder / "step0" / "rank0" / "dump_tensor_data"
+    torch.save(Trap(sprung), data / "NPU.npu_fusion_attention.0.forward.input.1.pt")
+    refused(folder, what="--unsafe-pickle")
+    assert not sprung.exists()
+    verify(folder, "--unsafe-pickle")
+    assert sprung.exists()
+    sprung.unlink()
+    boxed = np.array([Trap(sprung)], dtype=object)
+    (tmp_path / "np").mkdir()
+    np.save(tmp_path / "np" / "query.npy", boxed, allow_pickle=True)
+    refused(tmp_path / "np", *SAID, what="query.npy")
+    np.savez(tmp_path / "x.npz", query=boxed)
+    refused(tmp_path / "x.npz", *SAID, what="x.npz")
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "leaves the folder") for name in ("../../../../secret.pt", "/etc/x.pt", "link.pt")),
+        ("absent.pt", "no such file"),
+        *((name, "data_name") for name in ("", 3, "x.txt", "a\0b.pt")),
+    ],
+)
+def test_paths_that_leave_the_folder(name: Any, what: str, tmp_path: Path) -> None:
+    torch.save(torch.zeros(3), tmp_path / "secret.pt")
+    folder = msprobe(tmp_path / "dump", SCALE, input_kwargs={"pse": {"type": "torch.Tensor", "data_name": name}})
+    (folder / "step0" / "rank0" / "dump_tensor_data" / "link.pt").symlink_to(tmp_path / "secret.pt")
+    refused(folder, what=what)
+
+
+DEEP = "[" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "not JSON"),
+        (DEEP, "not JSON"),
+        ("[]", "no object 'data'"),
+        ('{"data": 3}', "no object 'data'"),
+        ('{"data": {}}', "names no call"),
+        ('{"task": "statistics", "data": {}}', "holds no tensors"),
+        ('{"data": {"NPU.npu_fusion_attention.0.forward": {"input_args": 3}}}', "expected lists"),
+        ('{"data": {"NPU.npu_fusion_attention.0.forward": {}}}', "no output"),
+        (
+            '{"data": {"NPU.npu_fusion_attention.0.forward": {"input_args": [{"type": "torch.Tensor"}]}}}',
+            "without data",
+        ),
+        ('{"data": {"NPU.npu_fusion_attention.0.forward": {"input_kwargs": {"x": 1}}}}', "no parameter x"),
+        (f'{{"data": {{"NPU.npu_fusion_attention.0.forward": {{"input_args": {"[" * 40 + "]" * 40}}}}}}}', "deep"),
+    ],
+)
+def test_bad_dumps(text: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text(text)
+    refused(tmp_path, what=what)
+
+
+def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that says it is large is refused before it is read."""
+    bomb = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("query.npy", b"\0" * (1 << 20))
+    monkeypatch.setattr(dumps, "LIMIT", 1 << 19)
+    refused(bomb, *SAID, what="GiB of values, more than")
+
+
+def test_random_bytes(tmp_path: Path, capture: Path) -> None:
+    """A file that was changed anywhere is one sentence, a verdict, or nothing that can be seen."""
+    whole = capture.read_bytes()
+    for seed in range(30):
+        generator = np.random.default_rng(seed)
+        forged = bytearray(whole)
+        for _ in range(4):
+            forged[int(generator.integers(min(len(forged), 2500)))] = int(generator.integers(256))
+        (file := tmp_path / "forged.safetensors").write_bytes(forged)
+        code, _, error = verify(file, "--no-diagnose")
+        assert code in (0, 1, 2)
+        assert (code == 2) == (len(error.strip().splitlines()) == 1), error

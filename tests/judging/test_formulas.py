@@ -1,0 +1,131 @@
+"""The judge's formulas, piece by piece, are the golden back end's: of every family, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import cases as dense
+from support import decode_cases, fused_cases
+from support.fused import arguments as fused_arguments
+
+from fusion_attention.contract import bind
+from fusion_attention.judging import formulas, index
+from fusion_attention.judging.calls import recorded
+from fusion_attention.judging.outputs import computed, of_heads, setting_of, units
+from fusion_attention.judging.standards import Tally
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.fused import records as fused_records
+from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.training.run import DenseBackward, DenseForward
+from fusion_attention.plan import compute
+from fusion_attention.testing import compare, lowered
+from fusion_attention.testing import decode as decoding
+from fusion_attention.testing import indexer_loss as losses
+from fusion_attention.testing import sparse as selections
+
+
+def agree(call: Any) -> dict[str, torch.Tensor]:
+    """Golden's results are the formulas', but for the one rounding that stores them."""
+    results: dict[str, torch.Tensor] = call.results()
+    compute(call, results, "golden")
+    setting, outputs = setting_of(call, results)
+    judged = set()
+    kv_len = int(call.extents.kv_len.max(initial=1))
+    for unit in units(setting, outputs):
+        [found] = computed(setting, unit, outputs, formulas.GOLDEN)
+        for o in outputs:
+            if o.name in found and o.by_keys == unit.by_keys and found[o.name].numel():
+                ours = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows)
+                judged.add(o.name)
+                compare(o.name, ours, found[o.name], found[o.name].to(ours.dtype), kv_len)
+    assert judged or not any(t.numel() for t in results.values()) or not call.extents.visible_pairs
+    return results
+
+
+@pytest.mark.parametrize("case", dense.CASES[::3], ids=lambda case: case.id)
+def test_training(case: Any) -> None:
+    args = dense.operands(case)
+    call = lowered(case, args)
+    forward = DenseForward(call)
+    out = agree(forward)
+    saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
+    agree(DenseBackward(call, saved, call.extras[2]))
+
+
+@pytest.mark.parametrize("case", decode_cases.CASES[::2], ids=lambda case: case.id)
+def test_decoding(case: Any) -> None:
+    op = RECORDS["npu_incre_flash_attention"]
+    assert op.lower is not None
+    agree(op.lower(bind(op, decoding.arguments(case))))
+
+
+@pytest.mark.parametrize("case", fused_cases.CASES[::3], ids=lambda case: case.id)
+def test_fused(case: Any) -> None:
+    newest = case.sink or case.latent or case.mode == 9
+    op = fused_records.TORCH_V2 if newest else fused_records.TORCH_V1
+    assert op.lower is not None
+    agree(op.lower(bind(op, fused_arguments(case))))
+
+
+@pytest.mark.parametrize("changes", [{}, {"sink": True}, {"block": 2}, {"layout": "TND"}, {"dim_rope": 4}], ids=str)
+def test_selections(changes: dict[str, Any]) -> None:
+    case = selections.SparseCase(**changes)
+    args = selections.arguments(case)
+    call = selections.lowered(args)
+    found = agree(call)
+    agree(SparseBackward(call, args["dy"], *found.values()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_indexer_and_its_loss(dtype: str) -> None:
+    chosen = selections.indexer_arguments(selections.IndexerCase(dtype=dtype))
+    lost = losses.arguments(losses.LossCase(dtype=dtype, count=0))
+    listed = losses.arguments(losses.LossCase(dtype=dtype))
+    names = ("npu_dense_lightning_indexer_grad_kl_loss", "npu_sparse_lightning_indexer_grad_kl_loss")
+    for name, args in (("npu_lightning_indexer", chosen), (names[0], lost), (names[1], listed)):
+        op = RECORDS[name]
+        assert op.lower is not None
+        inputs = {n: v for n, v in args.items() if n in op.by_name and v is not None}
+        call = op.lower(bind(op, inputs))
+        call = call.whole() if op.trains else call
+        results = call.results()
+        compute(call, results, "golden")
+        found = index.judged(recorded(name, inputs, results), call, search=False, backends=False)
+        assert found.passes, found
+        assert {*found.outputs} == {*results}
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 2.5, 4.0, 20.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_law_is_that_of_the_tests(dtype: torch.dtype, factor: float) -> None:
+    """What testing.compare lets pass, the judge lets pass, and nothing else; piece by piece as at once."""
+    golden = torch.randn(40, 16, dtype=torch.float64)
+    plain = golden + 1e-2 * torch.randn_like(golden)
+    ours = (golden + factor * (plain - golden)[torch.randperm(40)]).to(dtype)
+    tally = Tally(dtype, 16)
+    for rows in golden.new_zeros(40).split(7):
+        first = tally.count // 16
+        here = slice(first, first + len(rows))
+        tally.add(ours[here], golden[here], plain[here])
+    try:
+        compare("x", ours, golden, plain, 16)
+        right = True
+    except AssertionError:
+        right = False
+    assert tally.house().passes == right
+    assert right or factor > 2
+    assert not right or factor < 4
+
+
+def test_the_law_forgets_no_piece() -> None:
+    """A single wrong element of the first piece is not forgiven for thousands of right ones."""
+    golden = torch.randn(100, 64, dtype=torch.float64)
+    plain = golden.float()
+    ours = plain.clone()
+    ours[0, 0] += 1e-4
+    tally = Tally(torch.float32, 4)
+    for piece in range(0, 100, 10):
+        here = slice(piece, piece + 10)
+        tally.add(ours[here], golden[here], plain[here])
+    assert not tally.house().passes
+    assert tally.largest == float((ours.double() - golden).abs().max())

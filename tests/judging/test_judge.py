@@ -1,0 +1,120 @@
+"""What the judge says: the verdict, where, why; of replays, of backwards, and of calls that it cannot judge."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.planted import made
+from support.planted_cases import BASE, CAUSAL
+
+import fusion_attention as fa
+from fusion_attention.judging.judge import diagnose
+from fusion_attention.judging.places import Map
+from fusion_attention.npu import npu_fusion_attention
+
+
+@pytest.mark.parametrize("mode", [2, 3])
+def test_the_diagonal_of_the_other_corner(mode: int) -> None:
+    found = made(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
+    said = fa.diagnose(found.operator, found.inputs, found.outputs)
+    assert [m.name for m in said.mistakes] == ["causal-alignment"]
+    lines = str(said).splitlines()
+    assert len(lines) == 5
+    assert lines[1] == "verdict  wrong (attention_out, softmax_max, softmax_sum)"
+    assert "tensor" not in str(said)
+    assert json.loads(json.dumps(said.json()))["mistakes"][0]["confirmed"]
+    assert fa.judge(found.operator, found.inputs, found.outputs).mistakes == ()
+
+
+def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
+    """Every row sees the first 16 keys, so a mask that ends there is none, as is a diagonal 40 keys further."""
+    found = made(CAUSAL, "mask-ignored")
+    said = diagnose(found.operator, found.inputs, found.outputs)
+    assert {m.name for m in said.mistakes} == {"mask-ignored"}
+    longer = replace(CAUSAL, q_len=(30,), kv_len=(70,))
+    found = made(longer, "mask-ignored")
+    said = diagnose(found.operator, found.inputs, found.outputs)
+    assert {m.name for m in said.mistakes} == {"mask-ignored", "mask-ends-early", "causal-alignment"}
+    assert all(m.confirmed for m in said.mistakes)
+
+
+def test_a_mistake_and_noise() -> None:
+    found = made(replace(BASE, dtype="float32"), "scale-missing")
+    found.outputs["attention_out"] += 1e-4 * torch.randn(found.outputs["attention_out"].shape)
+    said = diagnose(found.operator, found.inputs, found.outputs)
+    assert said.verdict == "wrong"
+    assert said.mistakes[0].name == "scale-missing"
+    assert said.mistakes[0].noisy
+
+
+def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
+    q = torch.randn(1, 70, 2, 16, requires_grad=True)
+    mask = torch.ones(2048, 2048).triu(1).bool()
+    with fa.capture(tmp_path) as recorded:
+        out = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.25, atten_mask=mask, sparse_mode=3)[0]
+        own = fa.attention(q, q.detach(), q.detach(), band=fa.Band.causal())
+        (out.sum() + own.square().sum()).backward()
+    names = [file.name.partition("-")[2] for file in recorded.files]
+    assert names[:2] == ["npu_fusion_attention.safetensors", "attention.safetensors"]
+    assert sorted(names[2:]) == ["attention-backward.safetensors", "npu_fusion_attention-backward.safetensors"]
+    assert recorded.files[0].stat().st_size < 700_000  # 2048 x 2048 bits, not bytes
+    for file in recorded.files:
+        again = fa.replay(file)
+        assert again.worst == 0.0
+        lines = repr(again).splitlines()
+        assert len(lines) == 5
+        assert lines[1] == "verdict  right"
+        assert "tensor(" not in repr(again)
+        assert again.judgement.passes
+    (whole,) = (file for file in recorded.files if "npu_fusion_attention-backward" in file.name)
+    assert fa.replay(whole).recorded.keys() == {"dq", "dk", "dv"}
+    wrong = fa.replay(recorded.files[0])
+    wrong.recorded["attention_out"].mul_(1.5)
+    assert repr(wrong).splitlines()[1] == "verdict  wrong (attention_out)"
+
+
+def of_rows(bad: torch.Tensor) -> list[str]:
+    """What is said of a map in which these rows of these heads are wrong."""
+    found = Map([bad.shape[1]], bad.shape[0])
+    found.off[0] = bad.float() * 9
+    return found.sentences()
+
+
+def test_where_in_words() -> None:
+    none = torch.zeros(4, 256, dtype=torch.bool)
+    assert of_rows(none) == []
+    assert of_rows(~none) == ["all 4 heads", "all 256 rows"]
+    late = none.clone()
+    late[1, 128:] = True
+    assert of_rows(late) == ["head 1 of 4", "every row from 128 on (of 256); 128 is an edge of tiles of 128"]
+    last = none.clone()
+    last[:, -1] = True
+    assert of_rows(last) == ["all 4 heads", "the last row alone"]
+    tiles = none.clone()
+    tiles[0].view(-1, 32)[:, 30:] = True
+    assert of_rows(tiles)[1] == (
+        "rows 30-31, 62-63, 94-95, 126-127 and 4 more of 256; "
+        "the same rows (30-31, 62-63, 94-95, 126-127) of every tile of 128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "outputs", "what"),
+    [
+        ("npu_fusion", {}, {"out": torch.ones(1)}, "did you mean"),
+        ("attention", {"colour": 1}, {"out": torch.ones(1)}, "no parameter colour"),
+        ("attention", {"q": torch.ones(1, 2, 2, 4)}, {"out": torch.ones(1)}, "lacks k, v"),
+        ("attention", dict.fromkeys("qkv", torch.ones(1, 2, 2, 4)), {}, "no output"),
+        ("attention", dict.fromkeys("qkv", torch.ones(1, 2, 2, 4)), {"o": torch.ones(1)}, "it has out, max, sum"),
+        ("attention", dict.fromkeys("qkv", torch.ones(1, 2, 2, 4)), {"out": torch.ones(3)}, "expected float32"),
+        ("attention", dict.fromkeys("qkv", torch.ones(2, 4)), {"out": torch.ones(1)}, "not a call of attention"),
+        ("attention", {**dict.fromkeys("kv", torch.ones(1, 2, 2, 4)), "q": "x"}, {"out": torch.ones(1)}, "not a call"),
+    ],
+)
+def test_what_cannot_be_judged(
+    operator: str, inputs: dict[str, object], outputs: dict[str, torch.Tensor], what: str
+) -> None:
+    with pytest.raises(fa.JudgeError, match=what):
+        fa.judge(operator, inputs, outputs)

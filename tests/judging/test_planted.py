@@ -1,0 +1,73 @@
+"""Kernels with well-known mistakes, correct ones and noisy ones: what the judge says of each.
+
+The kernels are plain torch (tests/support/planted.py). A share drawn by seed runs every day, all of them when slow
+tests do.
+"""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from support.planted import UNNAMED, made_unnamed
+from support.planted_cache import planted_caches
+from support.planted_cases import CAUSAL, Make, correct, noisy, planted
+
+from fusion_attention.judging.judge import diagnose
+from fusion_attention.judging.verdict import Judgement
+
+PLANTED = [*planted(), *planted_caches()]
+CORRECT = [*correct(), *planted_caches(False)]
+NOISY = [*noisy()]
+SHARE = 24
+
+
+def everyday(captures: list[tuple[str, Make]], count: int) -> list[object]:
+    """All captures; those beyond a share drawn by seed are slow."""
+    drawn = set(random.Random(24).sample(range(len(captures)), count))
+    slow = [() if i in drawn else pytest.mark.slow for i in range(len(captures))]
+    return [pytest.param(make, id=name, marks=mark) for (name, make), mark in zip(captures, slow, strict=True)]
+
+
+def said(make: Make) -> tuple[str, Judgement]:
+    capture = make()
+    return capture.mistake, diagnose(capture.operator, capture.inputs, capture.outputs)
+
+
+@pytest.mark.parametrize("make", everyday(PLANTED, SHARE))
+def test_the_mistake_is_named_first(make: Make) -> None:
+    mistake, found = said(make)
+    assert found.verdict == "wrong"
+    assert [m.name for m in found.mistakes][:1] == [mistake], found
+    assert found.mistakes[0].confirmed
+
+
+@pytest.mark.parametrize("make", everyday(CORRECT, SHARE))
+def test_nobody_is_accused(make: Make) -> None:
+    _, found = said(make)
+    assert found.verdict == "right", found
+    assert not found.mistakes
+
+
+@pytest.mark.parametrize("make", everyday(NOISY, 6))
+def test_noise_is_called_noise(make: Make) -> None:
+    _, found = said(make)
+    assert found.verdict == "noisy", found
+    assert not found.mistakes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("what", UNNAMED)
+def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:
+    _, found = said(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
+    assert found.verdict == "wrong", found
+    assert not found.mistakes, found
+
+
+def test_the_corpus_is_as_large_as_it_is_said_to_be() -> None:
+    mistakes = Counter(name.rpartition("-")[0] for name, _ in PLANTED)
+    assert len(PLANTED) >= 150
+    assert len(CORRECT) == len(PLANTED)
+    assert len(NOISY) == 20
+    assert len(mistakes) >= 40

@@ -1,0 +1,65 @@
+"""Triton's kernels on parts of sequences: what dropout takes is the whole's, and partial results are float32."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.pieces import Call, run
+
+from fusion_attention.distributed import pieces
+from fusion_attention.testing import compare
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.merge import empty_partial, join_sink, merge
+
+
+def call_of(dtype: torch.dtype, empty_rows: str, seed: int) -> Call:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, 16, generator=generator).to(dtype)
+
+    args = {
+        "layout": "TND", "q_len": [130, 20], "kv_len": [135, 9], "q": rows(150, 2), "k": rows(144, 1),
+        "v": rows(144, 1), "band": Band.window(90), "sink": torch.randn(2, generator=generator), "keep_prob": 0.7,
+        "alibi_slopes": torch.rand(2, generator=generator), "empty_rows": empty_rows,
+    }  # fmt: skip
+    return Call(args, rows(150, 2))
+
+
+@pytest.mark.parametrize(("dtype", "empty_rows"), [(torch.float32, "mean"), (torch.bfloat16, "zero")])
+def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
+    call = call_of(dtype, empty_rows, 5)
+    if empty_rows == "mean":
+        del call.args["sink"]
+    whole, golden, plain = call.whole(), run(call, "golden"), run(call, "cpu")
+    cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
+    rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
+    found = empty_partial(rows.q, rows.q.shape[:3], 16)
+    lots = [call.keys(pieces.Pieces(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
+    for lot in lots:
+        partial = pieces.forward(whole, rows, lot, backend="triton", partial=True)
+        assert partial.out.dtype == torch.float32
+        merge(found, partial)
+    if whole.sink is not None:
+        join_sink(found, whole.sink)
+    out = found.out.to(dtype)
+    compare("out", out, golden["out"][None], plain["out"][None], 135)
+    saved = pieces.Saved(call.tokens(call.dout), out, found.max, found.sum)
+    parts = [pieces.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
+    for name in ("dq", "dk", "dv"):
+        total = sum(getattr(part, name) for part in parts).to(dtype)
+        compare(name, total, golden[name][None], plain[name][None], 150)
+
+
+def halves(count: int, rng: random.Random) -> list[np.ndarray]:
+    return np.array_split(np.array(rng.sample(range(count), count)), 2)
+
+
+def test_rows_apart_are_rows_together() -> None:
+    call = call_of(torch.float32, "zero", 6)
+    whole, together = call.whole(), run(call, "triton")
+    everything = call.keys(call.pieces("kv"))
+    rows = call.pieces("q", lambda length: list(range(64, length, 64)))
+    found = pieces.forward(whole, call.rows(rows), everything, backend="triton")
+    compare("out", found.out[0], run(call, "golden")["out"], together["out"], 135)

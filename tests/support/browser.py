@@ -1,0 +1,157 @@
+"""A headless Chromium over its debugging pipe: no driver, no package, no port, no network."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MISSING = "needs a browser: apt-get install chromium"
+# Pages draw in software, so that a machine with a GPU measures what one without does.
+FLAGS = (
+    "--headless=new",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-extensions",
+    "--mute-audio",
+)
+FLAGS += ("--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update")
+
+
+class PageError(AssertionError):
+    """What a page threw."""
+
+
+class Browser:
+    """One browser with one page."""
+
+    def __init__(self) -> None:
+        assert CHROMIUM
+        self.folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
+        to_read, self.to = os.pipe()
+        self.back, to_write = os.pipe()
+        # The browser reads from 3 and writes to 4, whatever the pipes were called here.
+        moved = f'exec 3<&{to_read} 4>&{to_write}; exec "$@"'
+        command = ["bash", "-c", moved, "chromium", CHROMIUM, *FLAGS, f"--user-data-dir={self.folder.name}"]
+        self.process = subprocess.Popen(
+            [*command, "--remote-debugging-pipe", "about:blank"],
+            pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_read)
+        os.close(to_write)
+        self.number, self.buffer, self.session = 0, b"", ""
+        self.errors: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Page.enable")
+        self.call("Runtime.enable")
+
+    def __enter__(self) -> "Browser":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the browser and removes what it kept."""
+        os.close(self.to)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.back)
+        self.folder.cleanup()
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """What a method of the debugging protocol returns."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.to, json.dumps(message).encode() + b"\0")
+        while True:
+            found = self._next()
+            if found.get("id") == self.number:
+                if "error" in found:
+                    raise PageError(f"{method}: {found['error']}")
+                return found["result"]
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self.buffer:
+            data = os.read(self.back, 1 << 20)
+            if not data:
+                raise PageError("the browser ended")
+            self.buffer += data
+        text, _, self.buffer = self.buffer.partition(b"\0")
+        found = json.loads(text)
+        if found.get("method") == "Runtime.exceptionThrown":
+            details = found["params"]["exceptionDetails"]
+            self.errors.append(details.get("exception", {}).get("description", details["text"]))
+        return found
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page; promises are awaited."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in found:
+            raise PageError(found["exceptionDetails"].get("exception", {}).get("description", "an error"))
+        return found["result"].get("value")
+
+    def open(self, address: str, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
+        """Loads a page in a window of some size, and waits until it has drawn."""
+        self.size(width, height, dark)
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=address)
+        self.run("new Promise((done) => document.readyState === 'complete' ? done() : addEventListener('load', done))")
+        self.frame()
+
+    def size(self, width: int, height: int, dark: bool = False, scale: float = 1) -> None:
+        """The window's size, and what the system prefers."""
+        phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def frame(self) -> None:
+        """Waits until what was asked for is drawn."""
+        self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def screenshot(self, path: Path, whole: bool = False) -> None:
+        """Writes the window, or the whole page, as PNG."""
+        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def key(self, name: str, text: str = "") -> None:
+        """Presses a key."""
+        codes = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Tab": 9, " ": 32, "Enter": 13}
+        given = {"key": name, "code": "Space" if name == " " else name, "windowsVirtualKeyCode": codes.get(name, 0)}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text or (name if name == " " else ""), **given)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **given)
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        """A mouse event: "Pressed", "Moved" or "Released"."""
+        button = "none" if kind == "Moved" else "left"
+        self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, buttons=1, clickCount=1)
+
+    def click(self, selector: str) -> None:
+        """Clicks the middle of an element."""
+        x, y = self.middle(selector)
+        self.mouse("Pressed", x, y)
+        self.mouse("Released", x, y)
+
+    def middle(self, selector: str) -> tuple[float, float]:
+        """Where the middle of an element is, once it is in view."""
+        found = self.run(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "e.scrollIntoView({block: 'center', inline: 'center'}); "
+            "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        return found[0], found[1]

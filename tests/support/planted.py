@@ -1,0 +1,298 @@
+"""Kernels with well-known mistakes, written once more in plain torch from CANN's pages: what the judge must find.
+
+Shares nothing with the judge or the waist. A kernel is a plain loop over sequences; `wrong` names the mistake that it
+makes, and "" none. Sums are of float32; weights are rounded where a chip's kernel rounds them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.testing.cases import Case, arguments, in_band, part, seen, stats_part
+
+Tensor = torch.Tensor
+LANES = 8
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A call with its results, and the mistake that was made."""
+
+    mistake: str
+    operator: str
+    inputs: dict[str, Any]
+    outputs: dict[str, Tensor]
+    what: str = ""
+
+
+def bits_of(mask: Tensor, count: int) -> np.ndarray:
+    return np.unpackbits(mask.numpy(), bitorder="little")[:count]
+
+
+def visible(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor:
+    """[heads, rows, keys]."""
+    rows, keys = case.q_len[b], case.kv_len[b]
+    right = seen(case, args, b)
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    if wrong == "causal-alignment":
+        return seen(replace(case, sparse_mode={2: 3, 3: 2}[case.sparse_mode]), args, b)
+    if wrong == "mask-ignored":
+        return torch.ones_like(right)
+    if wrong == "mask-polarity":
+        return ~right
+    if wrong == "window-off-by-one":
+        return seen(replace(case, pre=case.pre - 1), args, b)
+    if wrong == "window-mirrored":
+        return seen(replace(case, pre=case.next, next=case.pre), args, b)
+    if wrong == "window-ignored":
+        return seen(replace(case, pre=(1 << 31) - 1), args, b)
+    if wrong == "prefix-ignored":
+        return (j <= i + keys - rows).expand_as(right)
+    if wrong == "causal-uncalled":
+        return right & (j <= i + keys - rows)
+    if wrong.startswith("tile-skipped"):
+        return right & (j < int(wrong.rpartition(":")[2]))
+    if wrong.startswith("mask-ends-early"):
+        return right | (j >= int(wrong.rpartition(":")[2]))
+    return right
+
+
+def bias_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> tuple[Tensor | float, bool]:
+    """(what is added [heads, rows, keys], whether it is added before the scale)."""
+    pse, rows, keys = args["pse"], case.q_len[b], case.kv_len[b]
+    if pse is None or wrong == "pse-missing":
+        return 0.0, False
+    if case.pse_type in (0, 1):
+        before = (case.pse_type == 1) != (wrong == "pse-order")
+        whole = pse[b if pse.shape[0] > 1 else 0].float()
+        return whole[:, :rows, :keys].expand(-1, rows, -1), before
+    slope = pse.float() if pse.dim() == 1 else pse[b if pse.shape[0] > 1 else 0].float()
+    away = (torch.arange(rows)[:, None] - torch.arange(keys)).abs().float()
+    away = away.sqrt() if (case.pse_type == 3) != (wrong == "alibi-distance:root") else away
+    sign = 1.0 if wrong == "alibi-distance:sign" else -1.0
+    return sign * slope[:, None, None] * away, False
+
+
+def kept_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor | None:
+    """[heads, rows, keys] of 1 and 0."""
+    if case.dropout == "none" or wrong == "dropout-missing":
+        return None
+    rows, keys = case.q_len[b], case.kv_len[b]
+    sizes = [case.heads_q * m * n for m, n in zip(case.q_len, case.kv_len, strict=True)]
+    first = sum(sizes[:b])
+    order = "big" if wrong == "dropout-bits" else "little"
+    bits = np.unpackbits(args["drop_mask"].numpy(), bitorder=order)[first : first + sizes[b]]
+    return torch.from_numpy(bits.astype(np.float32)).view(case.heads_q, rows, keys)
+
+
+def scale_of(case: Case, wrong: str) -> float:
+    factor = {"scale-missing": 1.0, "scale-twice": case.scale**2, "scale-default": case.dim_qk**-0.5}
+    return factor.get(wrong, case.scale)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a kernel rounds: accumulate in 16 bits, key by key."""
+
+    to: torch.dtype | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.to is None else x.to(self.to).float()
+
+
+def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Rounding) -> tuple[Tensor, ...]:
+    """(out, max, sum) [heads, rows, ..] of a sequence."""
+    group, dtype = case.heads_q // case.heads_kv, getattr(torch, case.dtype)
+
+    def keys_of(name: str) -> Tensor:
+        found = part(case, args[name], "kv", case.heads_kv, b).float()
+        return found.repeat(group, 1, 1) if wrong == "gqa-order" else found.repeat_interleave(group, 0)
+
+    q, k, v = part(case, args["query"], "q", case.heads_q, b).float(), keys_of("key"), keys_of("value")
+    if wrong == "kv-confused":
+        k, v = v, k
+    products = q @ k.mT
+    if case.dim_rope and wrong != "rope-missing":
+        products = products + part(case, args["query_rope"], "q", case.heads_q, b).float() @ keys_of("key_rope").mT
+    bias, before = bias_of(case, args, b, wrong)
+    scale = scale_of(case, wrong)
+    scores = rough((products + bias) * scale if before else products * scale + bias)
+    if wrong == "uniform-average":
+        scores = torch.zeros_like(scores)
+    if case.softcap and wrong != "softcap-missing":
+        plain = products * scale
+        scores = case.softcap * torch.tanh(plain / case.softcap) + bias
+        if wrong == "softcap-order":
+            scores = case.softcap * torch.tanh((plain + bias) / case.softcap)
+    scores = scores.masked_fill(~visible(case, args, b, wrong), -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    sink = args["sink"].float()[:, None, None] if case.sink and wrong != "sink-missing" else None
+    top = top if sink is None else torch.maximum(top, sink)
+    weights = (scores - top).exp().nan_to_num(0.0)
+    kept = kept_of(case, args, b, wrong)
+    total = (weights if wrong != "dropout-divisor" or kept is None else weights * kept).sum(-1, keepdim=True)
+    total = total if sink is None else total + (sink - top).exp()
+    carried = weights.to(dtype).float() if dtype == torch.bfloat16 else weights
+    if kept is not None:
+        carried = carried * kept / (1.0 if wrong in ("dropout-scale", "dropout-divisor") else case.keep_prob)
+    out = accumulated(carried, v, rough)
+    return (out if wrong == "unnormalised" else out / total), top, total, scores
+
+
+def accumulated(weights: Tensor, values: Tensor, rough: Rounding) -> Tensor:
+    if rough.to is None:
+        return weights @ values
+    total = torch.zeros(*weights.shape[:2], values.shape[-1])
+    for key in range(values.shape[1]):  # one product after the other, each sum rounded
+        total = rough(total + rough(weights[..., key, None] * values[:, None, key]))
+    return total
+
+
+def forward(case: Case, args: dict[str, Any], wrong: str = "", rough: Rounding = Rounding()) -> dict[str, Tensor]:
+    """attention_out, softmax_max, softmax_sum as npu_fusion_attention returns them."""
+    dtype = getattr(torch, case.dtype)
+    out = torch.zeros(args["dy"].shape, dtype=dtype)
+    shape = (case.tokens("q"), case.heads_q) if case.packed else (len(case.q_len), case.heads_q, case.tokens("q"))
+    top, total = (torch.zeros(*shape, LANES) for _ in range(2))
+    stored = case
+    if wrong == "statistics-order":
+        stored = replace(case, softmax_layout="" if case.softmax_layout else "TND")
+    source = mixed(case, args) if wrong == "sequences-mixed" else None
+    for b in range(len(case.q_len)):
+        found = row_block(case, args, b, wrong, rough) if source is None else source[b]
+        rows, m, l, scores = found
+        if wrong == "lse-unscaled":
+            bare = scores / case.scale
+            m = bare.amax(-1, keepdim=True)
+            l = (bare - m).exp().sum(-1, keepdim=True)
+        if wrong == "lse-base":
+            m = m * math.log2(math.e)
+        if wrong == "lse-parts":
+            l = l.log()
+        if wrong == "statistics-swapped":
+            m, l = l, m
+        part(case, out, "q", case.heads_q, b).copy_(rows)
+        stats_part(stored, top, b).copy_(m.expand(-1, -1, LANES))
+        stats_part(stored, total, b).copy_(l.expand(-1, -1, LANES))
+    if wrong == "output-layout":
+        out = out.transpose(1, 2).reshape(out.shape).contiguous() if not case.packed else out
+    return {"attention_out": out, "softmax_max": top, "softmax_sum": total}
+
+
+def mixed(case: Case, args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
+    """A packed batch as one long sequence: causal over all of it, ends meeting."""
+    total_q, total_kv = sum(case.q_len), sum(case.kv_len)
+    one = replace(case, q_len=(total_q,), kv_len=(total_kv,), sparse_mode=0, mask="none")
+    q_rows = torch.cat([torch.arange(m) + n - m + sum(case.kv_len[:b]) for b, (m, n) in
+                        enumerate(zip(case.q_len, case.kv_len, strict=True))])  # fmt: skip
+    group = case.heads_q // case.heads_kv
+    q = part(one, args["query"], "q", case.heads_q, 0).float()
+    k, v = (part(one, args[n], "kv", case.heads_kv, 0).float().repeat_interleave(group, 0) for n in ("key", "value"))
+    scores = (q @ k.mT * case.scale).masked_fill(torch.arange(total_kv) > q_rows[:, None], -math.inf)
+    m = scores.amax(-1, keepdim=True)
+    weights = (scores - m).exp()
+    l = weights.sum(-1, keepdim=True)
+    carried = weights.to(getattr(torch, case.dtype)).float() if case.dtype == "bfloat16" else weights
+    out = carried @ v / l
+    ends = np.cumsum(case.q_len)
+    return [tuple(t[:, e - n : e] for t in (out, m, l, scores)) for e, n in zip(ends, case.q_len, strict=True)]
+
+
+def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: str = "") -> dict[str, Tensor]:
+    """dq, dk, dv as npu_fusion_attention_grad returns them, from what the forward returned."""
+    dtype, group = getattr(torch, case.dtype), case.heads_q // case.heads_kv
+    found = {n: torch.zeros(args[of].shape, dtype=dtype) for n, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))}
+    for b in range(len(case.q_len)):
+        q = part(case, args["query"], "q", case.heads_q, b).float()
+        k, v = (part(case, args[n], "kv", case.heads_kv, b).float().repeat_interleave(group, 0)
+                for n in ("key", "value"))  # fmt: skip
+        dy = part(case, args["dy"], "q", case.heads_q, b).float()
+        out = part(case, saved["attention_out"], "q", case.heads_q, b).float()
+        m, l = (stats_part(case, saved[n], b)[..., :1] for n in ("softmax_max", "softmax_sum"))
+        scores = (q @ k.mT * case.scale).masked_fill(~visible(case, args, b, wrong), -math.inf)
+        p = (scores - m).exp() / l
+        dp = dy @ v.mT
+        ds = p * (dp if wrong == "delta-missing" else dp - (dy * out).sum(-1, keepdim=True))
+        low = dtype == torch.bfloat16
+        ds, p = (t.to(dtype).float() if low else t for t in (ds, p))
+        scale = 1.0 if wrong == "gradient-scale" else case.scale
+        whole = {"dk": scale * ds.mT @ q, "dv": p.mT @ dy}
+        part(case, found["dq"], "q", case.heads_q, b).copy_(scale * ds @ k)
+        for name, by_head in whole.items():
+            by_group = by_head.unflatten(0, (case.heads_kv, group))
+            total = by_group[:, 0] if wrong == "group-sum" else by_group.sum(1)
+            part(case, found[name], "kv", case.heads_kv, b).copy_(total)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+
+def made(case: Case, wrong: str, operator: str = "npu_fusion_attention_v2", rough: Rounding = Rounding()) -> Capture:
+    """A capture of a training call in CANN's words."""
+    from fusion_attention.ops import RECORDS
+
+    args = arguments(case)
+    names = RECORDS[operator].by_name
+    inputs = {n: v for n, v in args.items() if n in names and v is not None and n not in ("dy", "seed", "offset")}
+    results = forward(case, args, wrong, rough)
+    return Capture(wrong.partition(":")[0], operator, inputs, results, case.id)
+
+
+def made_gradient(case: Case, wrong: str) -> Capture:
+    """A capture of a training gradient."""
+    args = arguments(case)
+    saved = forward(case, args)
+    saved_names = {"attention_in": saved["attention_out"], "softmax_max": saved["softmax_max"],
+                   "softmax_sum": saved["softmax_sum"]}  # fmt: skip
+    from fusion_attention.ops import RECORDS
+
+    names = RECORDS["npu_fusion_attention_grad_v2"].by_name
+    inputs = {n: v for n, v in {**args, **saved_names}.items() if n in names and v is not None}
+    inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
+    return Capture(wrong, "npu_fusion_attention_grad_v2", inputs, backward(case, args, saved, wrong), case.id)
+
+
+def in_bands(case: Case) -> bool:
+    return all(bool(in_band(case, b).any(-1).all()) for b in range(len(case.q_len)))
+
+
+# ------------------------------------------------------------------------------------------- what has no name, and ours
+
+
+def made_own(case: Case, wrong: str) -> Capture:
+    """A capture of fusion_attention.attention."""
+    from fusion_attention.testing.faces import pythonic
+
+    args = arguments(case)
+    given = pythonic(case, args)
+    assert given is not None
+    inputs = {n: v for n, v in given.items() if v is not None}
+    return Capture(wrong, "attention", inputs, {"out": forward(case, args, wrong)["attention_out"]}, case.id)
+
+
+UNNAMED = {
+    "a tenth too much": lambda o: o * 1.1,
+    "heads in the other order": lambda o: o.flip(2),
+    "rows moved by one": lambda o: o.roll(1, 1),
+    "garbage": lambda o: torch.randn(o.shape, generator=torch.Generator().manual_seed(5)),
+    "zeros": torch.zeros_like,
+    "a NaN": lambda o: o.index_fill(1, torch.tensor([3]), math.nan),
+    "the last row left out": lambda o: torch.cat((o[:, :-1], 0 * o[:, -1:]), 1),
+    "one element": lambda o: o.clone().index_put_(tuple(torch.tensor([0]) for _ in range(4)), torch.tensor(9.0)),
+    "three bits fewer": lambda o: (o * 16).round() / 16,
+}
+
+
+def made_unnamed(case: Case, what: str) -> Capture:
+    """A capture with a mistake that nobody has named."""
+    found = made(case, "", "npu_fusion_attention_v2")
+    found.outputs["attention_out"] = UNNAMED[what](found.outputs["attention_out"].float()).to(
+        found.outputs["attention_out"].dtype
+    )
+    return found

@@ -1,0 +1,40 @@
+"""Calls of records as Python text: what `fusion-attention explain` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Op, Tensor
+from fusion_attention.waist.mask import Band
+
+
+def text(op: Op, args: Mapping[str, Any], face: bool = True) -> str:
+    """A call with every argument by name; face: without outputs, which functions of torch_npu and our own have not."""
+    written = []
+    for p in op.params:
+        value = args.get(p.name)
+        if value is None or (face and isinstance(p, Tensor) and p.output):
+            continue
+        if isinstance(p, Array) and isinstance(value, torch.Tensor):
+            value = value.tolist()
+        written.append(f"{p.shown}={word(value)}")
+    return f"{op.name}({', '.join(written)})"
+
+
+def word(value: Any) -> str:
+    """One value; a tensor by its dtype and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape)) or '()'}]"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(word, value)) + "]"
+    if isinstance(value, np.ndarray):
+        return str(value.tolist())
+    if isinstance(value, Band):
+        return f"Band({value.lo}, {value.hi}, {value.align!r}, {value.prefix!r})"
+    if isinstance(value, float) and value != value:
+        return "float('nan')"
+    return f"float('{value}')" if isinstance(value, float) and abs(value) == float("inf") else repr(value)

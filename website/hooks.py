@@ -1,0 +1,75 @@
+"""mkdocs' hooks: the operators in the navigation, pictures inside pages, the explorer, what search leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fusion_attention.cli.op_pages import groups
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+# Sections of the operators' pages that would be found for every word.
+QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters|call|example|support)[^"]*")')
+PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"\s*/?></p>')
+
+
+def operators() -> list[dict[str, list[str]] | str]:
+    """The pages of docs/ops by family, as their index lists them."""
+    found = groups(sorted(path.stem for path in (DOCS / "ops").glob("*.md") if path.stem not in ("index", "versions")))
+    families = [{title: [f"ops/{name}.md" for name in names]} for title, names in found.items()]
+    return ["ops/index.md", "ops/versions.md", *families]
+
+
+def on_config(config: Any) -> Any:
+    """Puts the operators where mkdocs.yml says "ops/"."""
+    config.nav = [{"Operators": operators()} if entry == {"Operators": "ops/"} else entry for entry in config.nav]
+    return config
+
+
+def on_post_build(config: Any) -> None:
+    """The mask explorer is made of the library's rules anew for every site."""
+    from fusion_attention.explorer.page import page
+
+    (Path(config.site_dir) / "assets" / "explorer.html").write_text(page(), encoding="utf-8")
+
+
+def _of_the_page(name: str) -> str:
+    """A picture without colours and ground of its own."""
+    text = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
+    return text.replace("head-", f"{name}-head-")  # ids are the page's
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Tells search which pages answer: one that translates words does, one that records figures seldom."""
+    boost = {
+        "words.md": 4,
+        "lab_book.md": 0.4,
+        "rulings.md": 0.5,
+        "testing.md": 0.4,
+        "release.md": 0.4,
+        "design.md": 0.5,
+    }
+    uri = page.file.src_uri
+    if uri in boost or uri.startswith("ops/npu_"):
+        page.meta.setdefault("search", {"boost": boost.get(uri, 2)})
+    return markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Pictures take the page's colours when they are part of it; tables may be wider than the page."""
+
+    def inside(found: re.Match[str]) -> str:
+        wide = _of_the_page(found[2])
+        tall = f"{found[2]}_tall"
+        if (DOCS / "pictures" / f"{tall}.svg").exists():
+            wide = _of_the_page(tall).replace('class="fa-pic"', 'class="fa-pic fa-tall"', 1) + wide
+        return f'<figure class="fa-figure fa-{found[2]}">{wide}</figure>'
+
+    html = PICTURE.sub(inside, html)
+    if page.file.src_uri.startswith("ops/"):
+        html = QUIET.sub(r"\1 data-search-exclude", html)
+        html = re.sub(r"<td>(yes|no)</td>", r'<td class="fa-\1">\1</td>', html)
+    return html

@@ -1,0 +1,131 @@
+"""Pictures of which key a row sees. Each is read off a result of attention itself.
+
+All keys are equal and values are unit vectors, so element j of a row's output is the weight of key j: above 0 where it
+is seen.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+import fusion_attention as fa
+from fusion_attention.npu import npu_fusion_attention
+from website.svg import Picture
+
+ROWS, KEYS, DIM = 6, 9, 16
+CUTS = (3, 5)  # where the packed modes' second and third sequence begin
+COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+PREFIX_COMPRESSED = torch.cat([COMPRESSED, torch.zeros(1024, 2048, dtype=torch.bool)])
+PREFIX_COMPRESSED[2048:, 1024:] = True
+
+
+def seen(rows: int = ROWS, keys: int = KEYS, layout: str = "BSND", **call: Any) -> torch.Tensor:
+    """[rows, keys] bool: what npu_fusion_attention gives a weight."""
+    wide = max(DIM, keys)
+    q, k, v = torch.zeros(rows, 1, wide), torch.zeros(keys, 1, wide), torch.eye(keys, wide)[:, None]
+    if layout == "BSND":
+        q, k, v = q[None], k[None], v[None]
+    out = npu_fusion_attention(q, k, v, 1, layout, **call)[0]
+    return out.reshape(rows, wide)[:, :keys] > 0
+
+
+def of_band(band: fa.Band, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
+    """[rows, keys] bool: what fa.attention gives a weight."""
+    wide = max(DIM, keys)
+    out = fa.attention(
+        torch.zeros(1, rows, 1, wide), torch.zeros(1, keys, 1, wide), torch.eye(keys, wide)[None, :, None], band=band
+    )
+    return out.reshape(rows, wide)[:, :keys] > 0
+
+
+def scattered(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
+    """A mask tensor without a form: true removes."""
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    return ((i * 5 + j * 3) % 7 == 0) & (j > 0)
+
+
+def packed(mode: int, q_len: list[int], kv_len: list[int], next_tokens: int) -> torch.Tensor:
+    """A packed call: three sequences one after the other, the cut one shifted by next_tokens."""
+    ends = {"actual_seq_qlen": list(accumulate(q_len)), "actual_seq_kvlen": list(accumulate(kv_len))}
+    call = {"atten_mask": COMPRESSED, "sparse_mode": mode, "next_tockens": next_tokens, **ends}
+    return seen(sum(q_len), sum(kv_len), "TND", **call)
+
+
+def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
+    """(mode, its name, what the call says, seen, what the mask tensor took inside the band)."""
+    mask = scattered()
+    window: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 2}
+    found: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
+
+    def add(mode: int, name: str, says: str, result: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        found.append((mode, name, says, result, None if whole is None else whole & ~result))
+
+    add(0, "window, and your mask", "pre 3, next 2", seen(atten_mask=mask, sparse_mode=0, **window),
+        seen(atten_mask=torch.zeros_like(mask), sparse_mode=0, **window))  # fmt: skip
+    add(1, "your mask alone", "a full mask", seen(atten_mask=mask, sparse_mode=1), torch.ones_like(mask))
+    add(2, "causal, from the upper left", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=2))
+    add(3, "causal, to the lower right", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=3))
+    band: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 1}
+    add(4, "band, to the lower right", "pre 3, next 1", seen(atten_mask=COMPRESSED, sparse_mode=4, **band))
+    below = torch.ones(ROWS, KEYS, dtype=torch.bool).triu(KEYS - ROWS + 1)
+    below[:, :6] = False
+    add(5, "prefix, and a full mask", "prefix 6", seen(atten_mask=below, sparse_mode=5, prefix=[6]))
+    add(6, "prefix, compressed mask", "prefix 6", seen(atten_mask=PREFIX_COMPRESSED, sparse_mode=6, prefix=[6]))
+    add(7, "packed, last sequence cut", "next -2", packed(7, [3, 2, 3], [3, 2, 5], -2))
+    add(8, "packed, first sequence cut", "next 2", packed(8, [3, 2, 3], [5, 2, 3], 2))
+    return found
+
+
+def gallery() -> Picture:
+    """The nine sparse modes."""
+    wide, high, side = 300, 248, 24
+    picture = Picture(3 * wide + 40, 3 * high + 74, "Which keys a row sees in CANN's nine sparse modes")
+    for place, (mode, name, says, result, taken) in enumerate(modes()):
+        x, y = 32 + place % 3 * wide, 26 + place // 3 * high
+        rows, keys = result.shape
+        size = min(176 / rows - 2, 234 / keys - 2, 24)
+        picture.text(x, y + 14, str(mode), size=20, fill="a", bold=True)
+        picture.text(x + 22, y + 14, name, size=15, bold=True)
+        picture.text(x + 22, y + 32, says, size=12.5, fill="soft")
+        cells, tips = [], []
+        for i in range(rows):
+            removed = [False] * keys if taken is None else taken[i].tolist()
+            colour = "abc"[int((torch.tensor(CUTS) <= i).sum())] if mode in (7, 8) else "a"
+            cells.append(
+                [colour if s else "c2" if t else "off" for s, t in zip(result[i].tolist(), removed, strict=True)]
+            )
+            tips.append([f"row {i}, key {j}: {'seen' if s else 'not seen'}" for j, s in enumerate(result[i].tolist())])
+        picture.grid(x, y + 46, cells, size, tips=tips)
+    y = 3 * high + 44
+    for x, fill, words in (
+        (32, "a", "seen"),
+        (112, "off", "not seen"),
+        (214, "c2", "removed by the mask tensor"),
+        (428, "b", "another sequence"),
+    ):
+        picture.rect(x, y - 12, side - 9, side - 9, fill)
+        picture.text(x + 22, y, words, size=13, fill="soft")
+    picture.text(3 * wide + 8, y, "rows are queries, columns are keys", size=13, fill="soft", anchor="end")
+    return picture
+
+
+def bands() -> Picture:
+    """The bands of the pythonic face."""
+    shown = [
+        ("Band.full()", fa.Band.full()),
+        ("Band.causal()", fa.Band.causal()),
+        ('Band.causal("start")', fa.Band.causal("start")),
+        ("Band.window(3)", fa.Band.window(3)),
+        ("Band.window(2, 2)", fa.Band.window(2, 2)),
+        ("Band.prefix_causal([5])", fa.Band.prefix_causal([5])),
+    ]
+    wide, high = 300, 204
+    picture = Picture(3 * wide + 40, 2 * high + 24, "What the bands of fa.attention let rows see")
+    for place, (name, band) in enumerate(shown):
+        x, y = 32 + place % 3 * wide, 28 + place // 3 * high
+        picture.text(x, y + 12, name, size=14, mono=True)
+        picture.grid(x, y + 28, [["a" if s else "off" for s in row] for row in of_band(band).tolist()], 20)
+    return picture

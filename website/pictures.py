@@ -1,0 +1,195 @@
+"""Pictures of memory, of a cache, of the house and of training; masks have a file of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+import fusion_attention as fa
+from fusion_attention.nn import SparseSelfAttention, Stage, set_stage
+from fusion_attention.ops import RECORDS
+from website.masks import of_band
+from website.svg import Picture
+
+Cell = tuple[int, int, int]  # sequence, token, head
+SEQUENCES = ("a", "b", "c", "d")  # a colour each
+SOURCE = Path(fa.__file__).parent
+
+
+def in_memory(layout: str, lengths: list[int], heads: int) -> list[Cell]:
+    """The rows of a query tensor in the order in which they lie, from the record's own axis words."""
+    words = RECORDS["attention"].by_name["q"].words(layout)  # type: ignore[attr-defined]
+    if words[0] == "T1":
+        return [(b, s, n) for b, length in enumerate(lengths) for s in range(length) for n in range(heads)]
+    sizes = {"B": len(lengths), "S1": max(lengths), "N1": heads}
+    axes = [axis for word in words for axis in word.split("*") if axis in sizes]
+    places = torch.cartesian_prod(*(torch.arange(sizes[axis]) for axis in axes)).tolist()
+    return [(p[axes.index("B")], p[axes.index("S1")], p[axes.index("N1")]) for p in places]
+
+
+def layouts() -> Picture:
+    """The same two sequences of two heads, in every layout."""
+    lengths, heads, size = [4, 2], 2, 46
+    names = RECORDS["attention"].layouts
+    picture = Picture(
+        900, 84 + 66 * len(names), "How two sequences of four and two tokens lie in memory, layout by layout"
+    )
+    picture.text(
+        104, 34, "one box: a token's row of one head, D elements; memory runs from left to right", size=13, fill="soft"
+    )
+    for line, layout in enumerate(names):
+        y = 54 + 66 * line
+        picture.text(28, y + 29, layout, size=17, bold=True, mono=True)
+        for place, (b, s, n) in enumerate(in_memory(layout, lengths, heads)):
+            x, held = 104 + place * (size + 2), s < lengths[b]
+            colour = SEQUENCES[b] if n == 0 else SEQUENCES[b] + "2"
+            picture.rect(x, y, size, size, colour if held else "off", r=5)
+            if held:
+                picture.text(
+                    x + size / 2, y + 22, f"t{s}", size=15, anchor="middle", fill="on" if n == 0 else "ink", bold=True
+                )
+                picture.text(x + size / 2, y + 37, f"h{n}", size=11, anchor="middle", fill="on" if n == 0 else "ink")
+    y = 66 + 66 * len(names)
+    for x, fill, words in ((104, "a", "first sequence"), (244, "b", "second sequence"), (398, "off", "padding")):
+        picture.rect(x, y - 12, 15, 15, fill)
+        picture.text(x + 22, y, words, size=13, fill="soft")
+    return picture
+
+
+def packing() -> Picture:
+    """Three sequences padded, and packed: what is computed."""
+    lengths = [7, 3, 5]
+    longest, total, size = max(lengths), sum(lengths), 13
+    picture = Picture(900, 330, "Scores of three sequences: padded to the longest, and packed")
+    causal = fa.Band.causal()
+    picture.text(32, 38, "padded", size=18, bold=True)
+    computed = len(lengths) * longest * longest
+    picture.text(32, 60, f"[B, S, N, D]: {len(lengths) * longest} rows, {computed} scores a head", size=13, fill="soft")
+    for b, length in enumerate(lengths):
+        band = of_band(causal, length, length)
+        cells = [
+            [SEQUENCES[b] if i < length and j < length and band[i, j] else "off" for j in range(longest)]
+            for i in range(longest)
+        ]
+        picture.grid(32 + b * (longest * (size + 2) + 18), 84, cells, size)
+    x = 500
+    used = sum(int(of_band(causal, n, n).sum()) for n in lengths)
+    picture.text(x, 38, "packed", size=18, bold=True)
+    picture.text(x, 60, f'layout="TND": {total} rows, {used} scores a head', size=13, fill="soft")
+    cells = [["bg"] * total for _ in range(total)]
+    start = 0
+    for b, length in enumerate(lengths):
+        band = of_band(causal, length, length)
+        for i in range(length):
+            for j in range(length):
+                cells[start + i][start + j] = SEQUENCES[b] if band[i, j] else "off"
+        start += length
+    picture.grid(x, 84, cells, size)
+    picture.text(32, 222, "Rows of padding are computed by every layer,", size=13, fill="soft")
+    picture.text(32, 241, "and a mask tensor hides them from attention.", size=13, fill="soft")
+    picture.text(32, 272, f"q_len={lengths}", size=14, mono=True)
+    picture.text(32, 293, "is all that packing needs", size=13, fill="soft")
+    return picture
+
+
+def pages() -> Picture:
+    """A real cache: two sequences, one of them forked, and where its tokens lie."""
+    cache = fa.PagedKVCache(heads=1, dim=1, pages=8, page_size=4)
+
+    def tokens(sequence: int, first: int, count: int) -> torch.Tensor:
+        return torch.tensor([100 * sequence + first + i for i in range(count)], dtype=torch.float32).reshape(
+            1, count, 1, 1
+        )
+
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a], tokens(1, 0, 6), tokens(1, 0, 6))
+    cache.append([b], tokens(2, 0, 5), tokens(2, 0, 5))
+    cache.append([a], tokens(1, 6, 4), tokens(1, 6, 4))
+    c = cache.fork(a)
+    cache.append([c], tokens(3, 10, 3), tokens(3, 10, 3))
+    pool = cache.arguments()["k"][:, 0, :, 0].int().tolist()
+    holders: dict[int, int] = {}
+    picture = Picture(900, 424, "A PagedKVCache: a block table per sequence, and the pool of pages")
+    picture.text(32, 38, "block_table", size=17, bold=True, mono=True)
+    picture.text(520, 38, "the pool: 8 pages of 4 tokens", size=17, bold=True)
+    names = {a: "a", b: "b", c: "c = fork(a)"}
+    for line, sequence in enumerate((a, b, c)):
+        y = 70 + line * 112
+        colour, held = SEQUENCES[line], cache.lengths([sequence])[0]
+        picture.text(32, y + 14, names[sequence], size=15, bold=True, fill=colour)
+        picture.text(32, y + 34, f"{held} tokens", size=12.5, fill="soft")
+        table = cache.block_table([sequence])[0].tolist()
+        for place, page in enumerate(table):
+            x = 150 + place * 54
+            picture.rect(x, y - 4, 48, 42, colour + "2", r=6)
+            picture.text(x + 24, y + 23, str(page), size=17, anchor="middle", bold=True)
+            holders[page] = holders.get(page, 0) + 1
+            bend = 330 + line * 26 + place * 6
+            target = 62 + page * 42 + 17 + (line - 1) * 6
+            start = x + 24
+            picture.path(
+                f"M{start} {y + 38}v{14 + place * 8}H{bend + 60}V{target}H514", stroke=colour, width=1.4, arrow=True
+            )
+    for page, slots in enumerate(pool):
+        y = 62 + page * 42
+        picture.text(536, y + 22, str(page), size=15, anchor="middle", fill="soft", bold=True)
+        for slot, code in enumerate(slots):
+            owner = code // 100 - 1
+            held = owner >= 0
+            picture.rect(556 + slot * 62, y, 58, 34, SEQUENCES[owner] + "2" if held else "off", r=5)
+            if held:
+                picture.text(585 + slot * 62, y + 22, f"t{code % 100}", size=14, anchor="middle")
+        note = "shared" if holders.get(page, 0) > 1 else "" if page in holders else "free"
+        picture.text(812, y + 22, note, size=12.5, fill="a" if note == "shared" else "soft")
+    return picture
+
+
+def stages() -> Picture:
+    """What attention reads and what learns in each stage; scores are whole numbers: the same on any machine."""
+    size, tokens, top = 11, 20, 5
+    numbers = torch.arange(tokens * 8).reshape(1, tokens, 2, 4)
+    q, k = (numbers * 7 % 5 - 2).float(), (numbers[:, :, :1] * 11 % 7 - 3).float()
+    weights = torch.tensor([2.0, 1.0]).expand(1, tokens, 2)
+    indices, _ = fa.lightning_indexer(q, k, weights, top)
+    every, values = fa.lightning_indexer(q, k, weights, tokens)
+    causal = of_band(fa.Band.causal(), tokens, tokens)
+    scores = torch.zeros(tokens, tokens)
+    for i in range(tokens):
+        for j, value in zip(every[0, i, 0].tolist(), values[0, i, 0].tolist(), strict=True):
+            if j >= 0:
+                scores[i, j] = value
+    shades = ("off", "c2", "c")
+    limits = scores.max() / 3
+    layer = SparseSelfAttention(16, heads=2, kv_heads=1, index_heads=2, index_dim=4, top_k=top)
+    picture = Picture(900, 404, "The three stages in which sparse attention is trained")
+    texts = {
+        "dense": ("attention over all keys", "a model as it is"),
+        "warmup": ("the indexer learns where it looks", "loss: KL over all keys"),
+        "sparse": (f"attention over the {top} keys of largest score", "loss: the model's + KL over those"),
+    }
+    for place, stage in enumerate(get_args(Stage)):
+        x = 32 + place * 290
+        set_stage(layer, stage)
+        learns = {name.startswith("indexer"): p.requires_grad for name, p in layer.named_parameters()}
+        picture.text(x, 40, f"{place + 1}  {stage}", size=19, bold=True)
+        picture.text(x, 62, texts[stage][0], size=12.5, fill="soft")
+        picture.text(x, 79, texts[stage][1], size=12.5, fill="soft")
+        chosen = [set(row) for row in indices[0, :, 0].tolist()]
+        cells = []
+        for i in range(tokens):
+            row = []
+            for j in range(tokens):
+                shade = shades[min(2, int(scores[i, j] / limits))] if limits > 0 else "off"
+                colour = {"dense": "a", "warmup": shade, "sparse": "a" if j in chosen[i] else "off"}[stage]
+                row.append(colour if causal[i, j] else "bg")
+            cells.append(row)
+        picture.grid(x, 96, cells, size, gap=1.5)
+        for line, (indexer, name) in enumerate(((False, "attention"), (True, "indexer"))):
+            y = 370 + line * 0
+            at = x + line * 132
+            picture.rect(at, y - 13, 122, 24, ("b2" if learns[indexer] else "off"), r=12)
+            words = f"{name} {'learns' if learns[indexer] else 'rests'}"
+            picture.text(at + 61, y + 4, words, size=12, anchor="middle", fill="ink" if learns[indexer] else "soft")
+    return picture
