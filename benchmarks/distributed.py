@@ -23,8 +23,8 @@ from rich.console import Console
 
 import fusion_attention as fa
 from benchmarks.memory import resident
-from benchmarks.report import Report
 from fusion_attention import Band
+from fusion_attention.bench.report import Report
 from fusion_attention.distributed import attention
 from fusion_attention.distributed.layout import layout_of
 
