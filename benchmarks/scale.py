@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.distributed import DIM, HEADS, Ranks
-from benchmarks.report import Report
+from fusion_attention.bench.report import Report
 
 SCHEDULES = ("allgather", "zigzag", "ulysses", "ulysses+ring")
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -116,12 +116,33 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
         return replace(g, **dict(zip(names, found, strict=True))), _sink(m, rows, saved)
     g = replace(g, dk=None, dv=None, dk_rope=None)
     all_rows, all_saved = _gather_rows(m, rows, saved)
-    met = m.pairs("owned", all_rows.pieces, keys.pieces)
-    own = pieces.backward(m.whole, all_rows, all_saved, keys, met, m.backend, partial=True)
+    own = _owned(m, all_rows, all_saved, keys)
     dsink = None
     if m.whole.sink is not None:
         dsink = pieces.sink_gradient(m.whole, all_rows, all_saved, m.backend)
     return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), dsink
+
+
+def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
+    """The gradients of this rank's keys from all rows, rounded where one process rounds: one piece of each sequence at
+    a time, so that none is a partial one."""
+    p, total = keys.pieces, None
+    turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
+    for n in range(int(turn.max(initial=0)) + 1):
+        some = turn == n
+        part = Pieces(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
+        met = m.pairs(("owned", n), rows.pieces, part)
+        # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
+        g = pieces.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend, dbias=m.dbias)
+        if total is None:
+            total = g
+            continue
+        for b, start, end in zip(part.batch, part.start, part.start + part.count, strict=True):
+            for ours, theirs in ((total.dk, g.dk), (total.dv, g.dv), (total.dk_rope, g.dk_rope)):
+                if ours is not None and theirs is not None:
+                    ours[b, start:end] = theirs[b, start:end]
+    assert total is not None
+    return total
 
 
 def _gather_keys(m: Meeting, keys: Keys) -> Keys:
