@@ -472,7 +472,7 @@ PAGES = [
 EXPLAINED, COMMANDS = "faces/test_explain.py", "faces/test_command_line.py"
 TOOLS = [
     house("a text may call what it likes", "calls/written.py",
-          "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n", 
+          "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n",
           f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
     house("what the chip alone refuses is not asked", "calls/explanation.py",
           "of_chip = _failures(op, args, there, strict=True)", "of_chip = _failures(op, args, there, strict=False)",
