@@ -215,9 +215,9 @@ def _function(op: Op) -> Any:
         from fusion_attention import npu
 
         return getattr(npu, op.name)
-    import fusion_attention
+    from fusion_attention.api import attention, decode, sparse
 
-    return getattr(fusion_attention, op.name)
+    return next(getattr(module, op.name) for module in (attention, decode, sparse) if hasattr(module, op.name))
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
