@@ -142,7 +142,7 @@ def test_what_changed(before: tuple[float, float], after: tuple[float, float], s
     assert change.says == says
     assert (gone, new) == ([], [])
     assert change.faster == before[0] / after[0]
-    assert change.net == pytest.approx((before[0] / before[1]) / (after[0] / after[1]))
+    assert change.net == (after[1] / after[0]) / (before[1] / before[0])
 
 
 def test_turns_that_lie_among_each_other_are_no_change(tmp_path: Path) -> None:
