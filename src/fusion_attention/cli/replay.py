@@ -182,7 +182,7 @@ def _verdict(file: Path, found: Replay) -> tuple[str, str]:
     if not hasattr(type(found), "judgement"):
         return _by_law(file, found)
     try:
-        judgement = found.judgement
+        judgement: Any = getattr(found, "judgement")  # noqa: B009
     except ValueError as error:  # a call that the judge has no formula for
         return UNJUDGED, _sentence(error)
     told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
