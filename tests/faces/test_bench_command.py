@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 from typer.testing import CliRunner
 
 from fusion_attention.bench import rows
@@ -45,7 +45,10 @@ def test_both_sides_of_a_row_compute_the_same(group: str) -> None:
             theirs = unpadded(theirs, ours)
         if group == "decoding":
             theirs = theirs.transpose(1, 2)
-        assert_close(ours, theirs, rtol=0.05, atol=0.05)
+        for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (ours, theirs)), strict=True):
+            assert one.shape == other.shape
+            # Another mask or scale is wrong by as much as there is; sums of up to 512 terms differ by their rounding.
+            assert (one - other).norm() < torch.finfo(one.dtype).eps * math.sqrt(512) * other.norm()
 
 
 def unpadded(wide: Any, packed: Any) -> torch.Tensor:
@@ -139,7 +142,7 @@ def test_what_changed(before: tuple[float, float], after: tuple[float, float], s
     assert change.says == says
     assert (gone, new) == ([], [])
     assert change.faster == before[0] / after[0]
-    assert change.net == pytest.approx((before[0] / before[1]) / (after[0] / after[1]))
+    assert change.net == (after[1] / after[0]) / (before[1] / before[0])
 
 
 def test_turns_that_lie_among_each_other_are_no_change(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ EXECUTES = [
     CALL.format("Band._load('{path}')"),
     CALL.format("'{{0.__class__}}'.format(1)"),
     CALL.format("f16[2].apply_(print)"),
+    CALL.format("f16[2].__reduce_ex__(2)"),
+    CALL.format("f16[2].__getattribute__('shape')"),
     CALL.format("f16[2].to(open('{path}', 'w'))"),
     "import os\nos.system('touch {path}')",
     "def f():\n    open('{path}', 'w')\nf()",

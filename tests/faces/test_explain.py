@@ -190,7 +190,7 @@ def test_printed_it_is_a_few_lines() -> None:
     lines = str(found).splitlines()
     assert lines[0].startswith("npu_fusion_attention: breaks one rule")
     assert lines[1] == "everywhere: key: expected float16 as query, got float32 (convert it with .to())"
-    assert lines[-1] == "mend: key in float16"
+    assert "mend: key in float16" in lines
 
 
 def test_a_doubt_is_no_broken_rule_here() -> None:
@@ -366,7 +366,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "a legal call of npu_fusion_attention" in out
     code, out, _ = run(broken)
     assert code == 1
-    assert "input_layout: expected one of BSH, " in out
+    assert "input_layout: expected one of BSND, BSH, " in out
     assert "[161002 ACLNN_ERR_PARAM_INVALID]" in out
     file, failed = tmp_path / "call.py", tmp_path / "failed.log"
     file.write_text(f"x = 1\n{broken}\n")

@@ -44,3 +44,25 @@ JUDGING = [
           'mask.reshape(-1).numpy(), bitorder="little"', 'mask.reshape(-1).numpy(), bitorder="big"',
           f"{FILES}::test_a_capture_and_a_broken_one"),
 ]  # fmt: skip
+
+EXPLAINED, COMMANDS = "faces/test_explain.py", "faces/test_command_line.py"
+TOOLS = [
+    house("a text may call what it likes", "calls/written.py",
+          "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n",
+          f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
+    house("what the chip alone refuses is not asked", "calls/explanation.py",
+          "of_chip = _failures(op, args, there, strict=True)", "of_chip = _failures(op, args, there, strict=False)",
+          f"{EXPLAINED}::test_the_rule_in_our_words"),
+    house("mends are named that nobody tried", "calls/mends.py",
+          "in kind(op, args) if is_legal({**args, **changes}))", "in kind(op, args))",
+          f"{EXPLAINED}::test_a_call_that_no_single_change_mends"),
+    house("a fault of the self test is dropped", "cli/selftest.py",
+          'fault = f"{type(error).__name__}: {error}".splitlines()[0]', 'fault = ""',
+          "faces/test_doctor.py::test_a_wrong_result_is_seen"),
+    house("a wrong call of a session passes", "cli/replay.py",
+          "return WRONG, _sentence(error)", "return RIGHT, _sentence(error)",
+          "faces/test_replay_command.py::test_a_wrong_call_among_right_ones"),
+    house("turns that lie among each other are a change", "bench/changes.py",
+          "net < REACHED and after.high < before.low", "net < REACHED",
+          "faces/test_bench_command.py::test_turns_that_lie_among_each_other_are_no_change"),
+]  # fmt: skip

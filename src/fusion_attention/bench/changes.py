@@ -98,7 +98,7 @@ def _row(path: Path, number: int, row: Any) -> tuple[tuple[str, str, str], Row]:
     between = [row.get(word) for word in ("low", "high")]
     apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
     low, high = map(float, between) if apart else (ratio, ratio)  # older files have none
-    return (words[0], words[1], words[2]), Row(ours, peer, ratio, low, high)
+    return (str(words[0]), str(words[1]), str(words[2])), Row(ours, peer, ratio, low, high)
 
 
 def _change(key: tuple[str, str, str], before: Row, after: Row) -> Change:

@@ -5,6 +5,7 @@ Few and short on purpose; the repository's `benchmarks` have the rest. Refuses t
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ Call = Callable[[], object]
 
 def peers(device: torch.device) -> dict[str, str]:
     """What computes attention on this machine besides: its release, or why it does not."""
-    found = {"torch SDPA": torch.__version__}
+    found = {"torch SDPA": str(torch.__version__)}
     found["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
     if device.type == "cpu":
         why = "" if hasattr(torch, "compile") else "torch without torch.compile"
@@ -149,8 +150,7 @@ def _dense_peers(
 ) -> dict[str, Call]:
     found = {"torch SDPA": _without_grad(sdpa, q, k, v, is_causal=causal)}
     if _flash_attn(device) and q.dtype != torch.float32:
-        from flash_attn import flash_attn_func
-
+        flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
         by_token = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
         found["flash_attn"] = _without_grad(flash_attn_func, *by_token, causal=causal)
     return found

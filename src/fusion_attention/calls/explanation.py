@@ -215,9 +215,9 @@ def _function(op: Op) -> Any:
         from fusion_attention import npu
 
         return getattr(npu, op.name)
-    import fusion_attention
+    from fusion_attention.api import attention, decode, sparse
 
-    return getattr(fusion_attention, op.name)
+    return next(getattr(module, op.name) for module in (attention, decode, sparse) if hasattr(module, op.name))
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
@@ -340,7 +340,7 @@ def _explained(
     if log is not None:
         verdict += _beside_log(log, grave or of_chip)
         extra = [] if grave or of_chip else list(_likely(op, log))
-    reads = {} if args is None else _reading(op, args, there)
+    reads: dict[str, Any] = {} if args is None else _reading(op, args, there)
     unread = () if there or args is None else tuple(_unread(op, args))
     return Explanation(op.name, op.summary, verdict, (*findings, *extra), log=log, unread=unread, **reads)
 
@@ -372,7 +372,9 @@ def _reading(op: Op, args: Mapping[str, Any], there: bool) -> dict[str, dict[str
     axes = {
         n: v for n, v in names.items() if type(v) is int and re.fullmatch(r"[A-Z][A-Za-z]?\d?", n) and n not in args
     }
-    lengths = {n: [int(x) for x in names[n]] for n in ("q_len", "kv_len") if n in names and names[n] is not None}
+    lengths: dict[str, Any] = {
+        n: [int(x) for x in names[n]] for n in ("q_len", "kv_len") if n in names and names[n] is not None
+    }
     computes = {}
     for name in BACKENDS:
         reasons = reasons_of(name, call.problem, torch.device("cuda" if name == "triton" else "cpu"))

@@ -5,6 +5,7 @@ Knows options, files and tables. Refuses to know what is timed (bench/rows.py), 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -208,12 +209,12 @@ def _repository(only: str, quick: bool, turns: int, device: str, output: Path | 
         raise ValueError("--repository: times the CPU alone and prints a table: --output writes its JSON")
     sys.path.insert(0, str(REPOSITORY))
     try:
-        from benchmarks.__main__ import NAMES, main
+        found = importlib.import_module("benchmarks.__main__")
     except ImportError as error:
         raise ValueError(f"--repository: {error} (`make bench` installs what its peers need)") from None
-    if only not in (ALL, *NAMES):
-        raise ValueError(f"--only: expected {ALL} or one of {', '.join(NAMES)}, got {only!r}")
-    main(quick=quick, turns=turns, only=only, output=output)
+    if only not in (ALL, *found.NAMES):
+        raise ValueError(f"--only: expected {ALL} or one of {', '.join(found.NAMES)}, got {only!r}")
+    found.main(quick=quick, turns=turns, only=only, output=output)
 
 
 __all__ = ["bench"]

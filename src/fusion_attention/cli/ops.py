@@ -151,6 +151,8 @@ def _entry(record: Op) -> dict[str, Any]:
 
 def _described(record: Op) -> dict[str, Any]:
     """What a record says of a call, as JSON holds it."""
+    from fusion_attention.contract import Attr
+
     parameters = [
         {
             "name": p.shown,
@@ -159,7 +161,7 @@ def _described(record: Op) -> dict[str, Any]:
             "optional": p.optional,
             "text": p.text,
             **{word: getattr(p, word) for word in ("dtypes", "output", "domain") if hasattr(p, word)},
-            **({"default": repr(p.default), "type": p.type.__name__} if hasattr(p, "default") else {}),
+            **({"default": repr(p.default), "type": p.type.__name__} if isinstance(p, Attr) else {}),
         }
         for p in record.params
     ]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fusion_attention.captures.replay import Replay
 
 COMMAND = "replay"
-RIGHT, NOISY, WRONG, UNREADABLE = "right", "noisy", "wrong", "unreadable"
-_STYLES = {RIGHT: "green", NOISY: "yellow", WRONG: "bold red", UNREADABLE: "bold red"}
+RIGHT, NOISY, UNJUDGED, WRONG, UNREADABLE = "right", "noisy", "unjudged", "wrong", "unreadable"
+_STYLES = {RIGHT: "green", NOISY: "yellow", UNJUDGED: "yellow", WRONG: "bold red", UNREADABLE: "bold red"}
 
 
 class Backend(str, Enum):
@@ -41,7 +41,7 @@ class Call:
     Attributes:
         file, operator: the capture, and its record ("" of a file that cannot be read).
         sizes: of its first tensor.
-        verdict: "right", "noisy", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
+        verdict: "right", "noisy", "unjudged", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
         worst: the largest absolute difference between what was recorded and what is computed here.
         milliseconds: the median of the timed runs; 0.0 where none was made.
     """
@@ -179,15 +179,14 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
 
 def _verdict(file: Path, found: Replay) -> tuple[str, str]:
     """(verdict, reason): Replay's own, or by testing.compare, with what computes here as the plain program."""
-    said = getattr(found, "verdict", None)
-    if said is not None:
-        return str(said), _why(found)
-    return _by_law(file, found)
-
-
-def _why(found: Replay) -> str:
-    lines = [line for line in str(found).splitlines() if line.startswith(("where", "error"))]
-    return "; ".join(" ".join(line.split()[1:]) for line in reversed(lines))
+    if not hasattr(type(found), "judgement"):
+        return _by_law(file, found)
+    try:
+        judgement: Any = getattr(found, "judgement")  # noqa: B009
+    except ValueError as error:  # a call that the judge has no formula for
+        return UNJUDGED, _sentence(error)
+    told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
+    return judgement.verdict, "" if judgement.passes else "; ".join(reversed(told))
 
 
 def _by_law(file: Path, found: Replay) -> tuple[str, str]:

@@ -72,7 +72,7 @@ def _drawn(backends: list[str]) -> Iterator[Step]:
         dim, items = draw.choice((16, 40, 64, 96, 128, 192)), draw.randint(1, 3)
         alike = layout != "TND"  # sequences of a padded batch are as long as each other
         q_len, kv_len = ((draw.randint(1, 200),) * items if alike else _lengths(draw, items) for _ in "qk")
-        window = {"pre": draw.randint(0, 99), "next": draw.randint(0, 99)}
+        window: dict[str, Any] = {"pre": draw.randint(0, 99), "next": draw.randint(0, 99)}
         mode = draw.choice((0, 2, 3, 4))
         case = Case(
             layout=layout,
@@ -139,7 +139,7 @@ def _judge_variant(name: str) -> None:
 
     probe, base = _native.variant_probe(name), _native.variant_probe("base")
     for what in ("checksum", "checksum_bf16", "checksum_int8"):
-        assert probe[what] == base[what], f"{what} {probe[what]}, of the base variant {base[what]}"  # type: ignore[literal-required]
+        assert probe[what] == base[what], f"{what} {probe[what]}, of the base variant {base[what]}"
 
 
 def _judge_dense(case: Case, backend: str) -> None:
