@@ -266,9 +266,9 @@ def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
         assert running.stdout
         said = running.stdout.readline().strip()
         assert said.endswith("/#mode=4&q=5&kv=5&pre=2")
-        assert urllib.request.urlopen(said, timeout=30).read().decode() == page()
+        assert urllib.request.urlopen(said, timeout=120).read().decode() == page()
         running.send_signal(signal.SIGINT)
-        assert running.wait(30) == 0
+        assert running.wait(120) == 0
         assert running.stderr
         assert running.stderr.read() == ""
 
