@@ -1,33 +1,32 @@
 """The built site, and how a browser shows it: nothing from the network, words that find their pages, formulas."""
 
 import functools
-import html
 import html.parser
 import http.server
 import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from support.browser import CHROMIUM, MISSING, Browser
 from support.sources import ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+from website.svg import PALETTE
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed: make docs"
     ),
 ]
-browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
+needs_browser = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
 # A word that people search for -> a page, and a heading that answers.
 WORDS = {
     "GQA": ("words.html", "GQA"), "varlen": ("words.html", "varlen"), "cu_seqlens": ("words.html", "cu_seqlens"),
@@ -88,14 +87,6 @@ def address(site: Path) -> Iterator[str]:
     """The site, served on this machine."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/wait":  # a browser's own clock stands still until an answer comes: workers get time
-                time.sleep(0.1)
-                self.send_response(204)
-                self.end_headers()
-            else:
-                super().do_GET()
-
         def log_message(self, format: str, *args: object) -> None: ...
 
     handler = functools.partial(Quiet, directory=str(site))
@@ -105,80 +96,52 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def shown(address: str, profile: Path, seconds: int = 60) -> str:
-    """The document as a browser has it when its scripts are done."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-extensions", "--hide-scrollbars"]
-    command += [f"--user-data-dir={profile}", "--window-size=1400,1000", f"--virtual-time-budget={seconds * 1000}"]
-    run = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, check=False, timeout=240)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
 
 
-def answer_of(text: str) -> Any:
-    """What a page of ours has noted."""
-    answer = re.search(r'<pre id="answer">(.*?)</pre>', text, re.DOTALL)
-    assert answer, text[:500]
-    return json.loads(html.unescape(answer[1]))
+# Formulas there are, those that are set, and those that KaTeX does not understand.
+FORMULAS = "[...['.arithmatex', '.arithmatex .katex', '.katex-error']].map(x => document.querySelectorAll(x).length)"
 
 
-# Opens pages side by side in frames of a width, and notes what each asks for in breadth and what of it is drawn.
-PROBE = """<!doctype html><body><pre id="answer">wait</pre><script>
-const pages = PAGES, found = {}
-async function look(page, width) {
-  const frame = document.createElement("iframe")
-  frame.style.cssText = `width:${width}px;height:800px;border:0`
-  document.body.append(frame)
-  await new Promise((done) => { frame.onload = done; frame.src = page })
-  await new Promise((done) => setTimeout(done, 300))
-  const inside = frame.contentDocument
-  found[`${page} ${width}`] = [inside.documentElement.scrollWidth, inside.querySelectorAll(".arithmatex").length,
-    inside.querySelectorAll(".arithmatex .katex").length, inside.querySelectorAll(".katex-error").length]
-  frame.remove()
-}
-(async () => {
-  for (const [page, width] of pages) await look(page, width)
-  document.getElementById("answer").textContent = JSON.stringify(found)
-})()
-</script></body>"""
-
-
-@browser
-def test_no_page_is_wider_than_its_window_and_every_formula_is_set(site: Path, address: str, tmp_path: Path) -> None:
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_is_wider_than_its_window_and_every_formula_is_set(
+    width: int, site: Path, address: str, browser: Browser
+) -> None:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if "assets" not in path.parts)
-    chosen = [page for page in pages if not page.startswith("ops/aclnn") and page != "404.html"]
-    asked = [(page, width) for page in chosen for width in (WIDTHS if page.count("/") == 0 else WIDTHS[:1])]
-    (site / "probe.html").write_text(PROBE.replace("PAGES", json.dumps(asked)))
-    found = answer_of(shown(f"{address}/probe.html", tmp_path))
-    assert len(found) == len(asked)
-    assert not {name: got for name, got in found.items() if got[0] > int(name.split()[1])}, "wider than the window"
-    assert not {name: got for name, got in found.items() if got[1] != got[2] or got[3]}, "formulas that are not set"
-    assert sum(got[1] for got in found.values()) > 40
+    # A phone shows all but those that are made as others are; larger windows some.
+    chosen = [page for page in pages if not page.startswith("ops/aclnn")][:: 1 if width == WIDTHS[0] else 5]
+    formulas = 0
+    for page in chosen:
+        browser.open(f"{address}/{page}", width, dark=width == WIDTHS[1])
+        assert browser.run("document.documentElement.scrollWidth") <= width, page
+        there, drawn, wrong = browser.run(FORMULAS)
+        assert (drawn, wrong) == (there, 0), page
+        formulas += there
+    assert browser.errors == []
+    assert formulas
 
 
-# Asks the site's own search for each word, and notes where its first results lead.
-SEARCH = """<!doctype html><body><pre id="answer">wait</pre><script>
-const words = WORDS, found = {}
-async function look(word) {
-  const frame = document.createElement("iframe")
-  document.body.append(frame)
-  frame.src = `index.html?q=${encodeURIComponent(word)}`
-  for (let turn = 0; turn < 100 && !found[word]?.length; turn++) {
-    await fetch("/wait")
-    const links = frame.contentDocument?.querySelectorAll("a.md-search-result__link") ?? []
-    found[word] = [...links].slice(0, 3).map((link) => link.getAttribute("href"))
-  }
-  frame.remove()
-}
-(async () => {
-  for (const word of words) await look(word)
-  document.getElementById("answer").textContent = JSON.stringify(found)
-})()
-</script></body>"""
+@needs_browser
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_finds_its_page_first(word: str, address: str, browser: Browser) -> None:
+    browser.open(f"{address}/index.html?{urlencode({'q': word})}")
+    first = "document.querySelector('a.md-search-result__link')?.getAttribute('href')"
+    found = browser.run(
+        "new Promise((done) => { let turns = 0; const look = () => { "
+        f"const found = {first}; found || ++turns > 100 ? done(found) : setTimeout(look, 50) }}; look() }})"
+    )
+    assert found, word
+    assert f"/{WORDS[word][0]}" in found
 
 
-@browser
-def test_a_word_finds_its_page_first(site: Path, address: str, tmp_path: Path) -> None:
-    (site / "search.html").write_text(SEARCH.replace("WORDS", json.dumps(list(WORDS))))
-    found = answer_of(shown(f"{address}/search.html", tmp_path))
-    wrong = {word: found[word] for word, (page, _) in WORDS.items() if f"/{page}" not in "".join(found[word][:1])}
-    assert not wrong
+@needs_browser
+def test_a_picture_takes_the_colours_of_its_page(address: str, browser: Browser) -> None:
+    ink = "getComputedStyle(document.querySelector('.fa-pic text')).fill"
+    for dark, place in ((False, 0), (True, 1)):
+        browser.open(f"{address}/layouts.html", dark=dark)
+        colour = PALETTE["soft"][place]
+        assert browser.run(ink) == f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
