@@ -117,7 +117,8 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
     g = replace(g, dk=None, dv=None, dk_rope=None)
     all_rows, all_saved = _gather_rows(m, rows, saved)
     met = m.pairs("owned", all_rows.pieces, keys.pieces)
-    own = pieces.backward(m.whole, all_rows, all_saved, keys, met, m.backend, partial=True)
+    # Where the bias has a gradient, scores' gradients are rounded otherwise: this asks for it too, and nobody reads it.
+    own = pieces.backward(m.whole, all_rows, all_saved, keys, met, m.backend, partial=True, dbias=m.dbias)
     dsink = None
     if m.whole.sink is not None:
         dsink = pieces.sink_gradient(m.whole, all_rows, all_saved, m.backend)
