@@ -21,6 +21,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.distributed import pieces
 from fusion_attention.distributed.pieces import Gradients
 from fusion_attention.testing import compare
+from fusion_attention.waist.mask import Band
 from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 from fusion_attention.waist.problem import CUT
 
@@ -75,6 +76,18 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     if "dsink" in want:
         same_bits(pieces.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> None:
+    """More keys than a step has, from a first one that every tile of rows has for itself; a last piece of five rows."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1413, 2, 16, generator=generator).to(dtype) for _ in "qkv")
+    args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
+    call = Call(args, q)
+    rows = call.rows(call.pieces("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
+    found = pieces.forward(call.whole(), rows, call.keys(call.pieces("kv")))
+    same_bits(found.out[0], run(call)["out"])
 
 
 @pytest.mark.parametrize("seed", range(4))

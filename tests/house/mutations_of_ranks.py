@@ -39,12 +39,13 @@ RANKS = [
 ]  # fmt: skip
 
 PARTS, CUTS = "distributed/test_pieces.py::test_pieces_have_the_bits_of_the_whole", "distributed/test_pieces.py"
+LONG = f"{CUTS}::test_long_pieces_begin_where_the_whole_ones_tiles_do"
 MERGED = "training/test_ring_update.py"
 PIECES = [
     house("a part's tiles begin where the part does", "waist/tiles.py",
-          "ahead = first_row % size", "ahead = 0 * first_row", PARTS),
+          "ahead = first_row % size", "ahead = 0 * first_row", LONG),
     house("a part's kernel is chosen by its own length", "backends/cpu/decode.py",
-          "q_len, kv_len = extents.chosen_by", "q_len, kv_len = extents.q_len, extents.kv_len", PARTS),
+          "q_len, kv_len = extents.chosen_by", "q_len, kv_len = extents.q_len, extents.kv_len", LONG),
     house("dropout of golden's parts counts from their own first key", "waist/problem.py",
           "slice(key, key + int(self.kv_len[b]))", "slice(0, int(self.kv_len[b]))",
           f"{CUTS}::test_golden_knows_parts"),

@@ -12,9 +12,8 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.distributed.pieces import Keys, Pieces, Rows, Saved, Whole
-from fusion_attention.ops.shared.layouts import matrix_view
 from fusion_attention.ops.training import own
-from fusion_attention.ops.training.call import EXTRAS, DenseCall, one_pair_each
+from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.torch_ops import dense_eager
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import CUT
@@ -62,10 +61,7 @@ class Call:
         slopes, heads = given["slopes"], call.problem.heads_q
         if slopes is not None:
             slopes = slopes.reshape(-1, heads).expand(len(call.extents), heads)
-        bias, owns = given["bias"], False
-        if bias is not None:
-            owns = one_pair_each(matrix_view(bias, "broadcast", heads, call.extents), heads, call.extents)
-        return Whole(call.problem, call.extents, heads, 0, slopes, given["sink"], SEED, call.offset, owns)
+        return Whole(call.problem, call.extents, heads, 0, slopes, given["sink"], SEED, call.offset, owns_bias(call))
 
     def rows(self, pieces: Pieces) -> Rows:
         q_rope = self.args.get("q_rope")

@@ -135,6 +135,7 @@ CASES = {
     "prefix": case(words={"band": Band.prefix_causal([100])}),
     "softcap": case(words={"band": CAUSAL, "softcap": 2.0}),
     "bias": case(words={"band": CAUSAL}, b=2, bias=(2, 4, S, S)),
+    "bias_bf16": case(torch.bfloat16, {"band": CAUSAL}, b=2, bias=(2, 4, S, S)),
     "bias_rows": case(b=2, bias=(4, S, S)),
     "bias_keys": case(b=2, bias=(2, 1, 1, S)),
     "blocked": case(words={"band": CAUSAL}, b=2, blocked=(2, 1, S, S)),

@@ -27,7 +27,7 @@ from fusion_attention.distributed.schedules import Meeting, Side
 from fusion_attention.distributed.sharding import shape_of
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
 from fusion_attention.ops.training import own as record
-from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.call import DenseCall, owns_bias
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.refusals import constants, once
@@ -279,7 +279,8 @@ def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Whol
     if seed is None:
         seed = call.of_first("handing the seed round", draw_seed())
     sink = None if sink is None else sink.detach()
-    return Whole(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset)
+    owns = owns_bias(lowered)
+    return Whole(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset, owns_bias=owns)
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:

@@ -80,7 +80,7 @@ class Whole:
         slopes, sink: float32 [sequences, heads_q] and [heads_q].
         seed, offset: of drawn dropout.
         owns_bias: each element of the whole bias belongs to one pair of a row and a key alone (ops/training/call.py:
-            one_pair_each). Where a gradient of the bias is asked for, this decides how gradients are rounded.
+            owns_bias). Where a gradient of the bias is asked for, this decides how gradients are rounded.
     """
 
     problem: Problem

@@ -126,7 +126,7 @@ def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tu
     if call.extras[BIAS] is not None and dbias.numel():
         if dbias.is_contiguous():
             bias = matrix_view(dbias, form.bias, p.heads_q, e)
-            owned = p.bias == "matrix" and one_pair_each(bias, p.heads_q, e)
+            owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
         if not owned:
             # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
             wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
@@ -147,7 +147,15 @@ def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tu
     return grads, summed
 
 
-def one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
+def owns_bias(call: DenseCall) -> bool:
+    """Whether a call writes the gradient of its bias once (Grads.owns_dbias), where it has one."""
+    bias, p, e = call.extras[BIAS], call.problem, call.extents
+    if bias is None or p.bias != "matrix":
+        return False
+    return _one_pair_each(matrix_view(empty(bias, bias.shape), call.form.bias, p.heads_q, e), p.heads_q, e)
+
+
+def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
     """Whether no element of a bias belongs to two pairs of a row and a key."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
