@@ -117,7 +117,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
     constexpr int lines = F::bytes(F::depth * N * lanes) / 64;
     LinePrefetch next = ahead;
     const bool follows = next.any() && at % 64 == 0 && at < row_bytes(w.p.storage, w.p.dim_qk);
-    const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values : 0;
+    const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values<F> : 0;
     for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
         Words value[N];
         FUSION_UNROLL for (int j = 0; j < N; j += 2) {
@@ -125,7 +125,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
             F::columns(rows + key, from, value[j], value[j + 1]);
         }
         // Once more: of the rows that come next, behind the last of which are the first of the rows ahead.
-        const char *const *const upcoming = key < again ? rows + key + again_values
+        const char *const *const upcoming = key < again ? rows + key + again_values<F>
                                             : follows   ? w.s.next_rows + key - again
                                                         : nullptr;
         if (upcoming) {

@@ -2,9 +2,10 @@
 //
 // Scores: a vector holds `lanes / P` query rows times P words of their rows; a word of a query row meets P neighbouring
 // words of a key, repeated for all query rows. So one load serves all rows, whatever their number, and sums over the P
-// phases are added up once per `lanes` keys. Three or four rows of floats fill vectors of half the size by pairs, those
-// of integers two vectors with twice the words: as many products, but half as many loads that repeat. Values: two keys'
-// elements of 2 * lanes columns make two vectors of words, in an order of columns that is undone once per chunk.
+// phases are added up once per `lanes` keys. Three or four rows of bfloat16, or of few floats, fill vectors of half the
+// size by pairs, those of integers two vectors with twice the words: as many products, but half as many loads that
+// repeat; those of more floats have a vector each. Values: two keys' elements of 2 * lanes columns make two vectors of
+// words, in an order of columns that is undone once per chunk.
 
 #pragma once
 
@@ -71,6 +72,26 @@ template <int P> FUSION_INLINE Words repeat(const char *from) {
 }
 
 #if defined(__AVX512F__)
+// Vectors of half the size: loads repeat four words in them without a shuffle, which costs as much as a third of a
+// product where products are computed 256 bits at a time.
+typedef float NarrowFloats __attribute__((vector_size(32)));
+typedef std::uint32_t NarrowWords __attribute__((vector_size(32)));
+
+FUSION_INLINE NarrowWords repeat_narrow(const char *from) {
+    return (NarrowWords)_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+
+// The sums of four lanes each: of the first half of each vector, then of the second.
+FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
+    const auto pair = [](NarrowFloats a, NarrowFloats b) __attribute__((always_inline)) {
+        return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    };
+    const NarrowFloats a = pair(x[0], x[1]), b = pair(x[2], x[3]);
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+
 // Four lanes to each of four rows.
 FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
     store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
@@ -92,6 +113,11 @@ struct Floating {
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
 
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return sum + floats_of(a) * floats_of(b); }
+#if defined(__AVX512F__)
+    static FUSION_INLINE NarrowFloats dot(NarrowFloats sum, NarrowWords a, NarrowWords b) {
+        return sum + (NarrowFloats)a * (NarrowFloats)b;
+    }
+#endif
     static FUSION_INLINE Floats weigh(Floats sum, float a, Words b) { return sum + all(a) * floats_of(b); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         x = load<Words>(rows[0] + from);
@@ -137,12 +163,17 @@ template <int Count> FUSION_INLINE void order_turns(Floats &x, Floats &y) {
 struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;
-    static constexpr int depth = 2, elements = 2, together = 2;
+    static constexpr int depth = 2, elements = 2;
     static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::bfloat16;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return dot_brains(sum, a, b); }
+#if defined(__AVX512F__)
+    static FUSION_INLINE NarrowFloats dot(NarrowFloats sum, NarrowWords a, NarrowWords b) {
+        return (NarrowFloats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)b, (__m256bh)a);
+    }
+#endif
     static FUSION_INLINE Floats weigh(Floats sum, Weight a, Words b) { return dot(sum, all(a), b); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const Words a = load<Words>(rows[0] + from), b = load<Words>(rows[1] + from);

@@ -152,8 +152,10 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
         if (F::integer && lanes == 16 && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
+        // Floats of long rows: what vectors of their own save is more than adding up their lanes takes.
+        const bool wide = F::depth == 1 && sizes.key_words >= 4 * lanes;
         const bool whole = (sizes.key_words | sizes.rope_words) % lanes == 0;
-        if (!F::integer && lanes == 16 && phases == 4 && whole) return {row, count, 16, 4};
+        if (wide && whole && lanes == 16 && phases == 4) return {row, count, 16, 4};
         return {row, count, phases, 1};
     }
     Words *query(std::int64_t row) const {

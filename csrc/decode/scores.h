@@ -10,7 +10,8 @@ namespace decode {
 
 // A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and
 // once more this many keys ahead, which costs little where they have come.
-constexpr std::int64_t again_keys = lanes, again_values = 32;
+template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
+template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
 
 // Into the second cache.
 FUSION_INLINE void fetch_line(const char *at) { __builtin_prefetch(at, 0, 2); }
@@ -145,9 +146,9 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
 template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
-    const std::int64_t upcoming = key + again_keys - t.count;
+    const std::int64_t upcoming = key + again_keys<F> - t.count;
     if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
-        return {w.s.key_rows + key + again_keys, row_bytes(w.p.storage, w.p.dim_qk)};
+        return {w.s.key_rows + key + again_keys<F>, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};
     }
@@ -175,11 +176,56 @@ template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const R
 }
 
 #if defined(__AVX512F__)
+constexpr int narrow_keys = 8;  // that are met together
+
+// Three or four rows, a pair of them in a vector: each key has a sum of either pair.
+template <class F>
+FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
+                              std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
+    for (std::int64_t line = 0; line < steps; line += 4) {
+        ahead.fetch<narrow_keys>();
+        again.fetch<narrow_keys>(row, line * 16);
+        for (std::int64_t step = line; step < least(line + 4, steps); ++step) {
+            const char *const query = reinterpret_cast<const char *>(q + step);
+            const NarrowWords low = load<NarrowWords>(query), high = load<NarrowWords>(query + 32);
+            FUSION_UNROLL for (int k = 0; k < narrow_keys; ++k) {
+                const NarrowWords words = repeat_narrow(rows[k] + step * 16);
+                sum[0][k] = F::dot(sum[0][k], low, words);
+                sum[1][k] = F::dot(sum[1][k], high, words);
+            }
+        }
+    }
+}
+
+template <class F>
+__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const LinePrefetch &ahead) {
+    const Words *q = w.query(b.row);
+    const std::int64_t steps = w.sizes.key_words / 4, rope_steps = w.sizes.rope_words / 4;
+    LinePrefetch next = ahead, none;
+    for (std::int64_t from = 0; from < t.count; from += lanes) {
+        const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
+        widen_keys(w, b, t, from);
+        for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
+            NarrowFloats sum[2][narrow_keys] = {};
+            add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
+            if (rope_steps) add_narrow<F>(sum, q + steps, w.s.rope_rows + key, rope_steps, none, {}, 0);
+            FUSION_UNROLL for (int pair = 0; pair < 2; ++pair) {
+                FUSION_UNROLL for (int k = 0; k < narrow_keys; k += 4) {
+                    const NarrowFloats x = add_quads(sum[pair] + k);
+                    float *const to = w.s.scores + 2 * pair * decode_tile + key + k;
+                    store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
+                    store(to + decode_tile, __builtin_shufflevector(x, x, 4, 5, 6, 7));
+                }
+            }
+        }
+    }
+}
 constexpr int wide_keys = 4;  // whose sums are gathered together
 
-// Three or four rows, each in a vector of its own: no word is repeated. F::together keys meet a row's words while they
-// are in a register: of float32 one, which is read from end to end, with requests evenly between its lines, since in
-// that order memory answers fastest; more where products take longer than that. Steps: 0 or how many.
+// Three or four rows of floats, each in a vector of its own: no word is repeated. F::together keys meet a row's words
+// while they are in a register: of float32 one, which is read from end to end, with requests evenly between its lines,
+// since in that order memory answers fastest; more where products take longer than that. Steps: 0 or how many.
 template <class F, int Steps>
 FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
                             LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
@@ -214,7 +260,7 @@ FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *co
 }
 
 template <class F, int Steps>
-__attribute__((noinline)) void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+__attribute__((noinline)) void score_wide(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                           const LinePrefetch &ahead) {
     const Words *const q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / lanes, rope_steps = w.sizes.rope_words / lanes;
@@ -259,7 +305,7 @@ template <class F, bool Fetches>
 __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                            const LinePrefetch &ahead) {
     const std::int64_t bytes = w.sizes.key_words * 4, slot = w.slot(b.row), count = t.count;
-    const char *const *rows = w.s.key_rows, *const *upcoming = rows + again_keys;
+    const char *const *rows = w.s.key_rows, *const *upcoming = rows + again_keys<F>;
     LinePrefetch next = ahead;
     const Words *const q = w.query(b.row);
     const Ints *const start = w.start(b.row);
@@ -270,7 +316,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     }
     Ints sum[2][4] = {};  // of the four keys before
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
-        if (Fetches && key == count - again_keys) upcoming = w.s.value_rows;
+        if (Fetches && key == count - again_keys<F>) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
         const Words *digits = q;
         Ints digit[2][F::digits][4];
@@ -330,7 +376,13 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
     switch (b.phases) {
         case 1: return score_rows<F, 1>(w, b, t, ahead);
         case 2: return score_rows<F, 2>(w, b, t, ahead);
+#if defined(__AVX512F__)
+        case 4:
+            if constexpr (!F::integer) return score_four(w, b, t, ahead);
+            else return score_rows<F, 4>(w, b, t, ahead);
+#else
         case 4: return score_rows<F, 4>(w, b, t, ahead);
+#endif
         case 8:
 #if defined(__AVX512F__)
             if constexpr (F::integer) {
@@ -342,11 +394,11 @@ void score_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
             break;
         case 16:
 #if defined(__AVX512F__)
-            if constexpr (!F::integer) {
+            if constexpr (F::depth == 1 && !F::integer) {
                 if (b.vectors == 4) {
-                    return w.sizes.key_words == 8 * lanes   ? score_four<F, 8>(w, b, t, ahead)
-                           : w.sizes.key_words == 4 * lanes ? score_four<F, 4>(w, b, t, ahead)
-                                                            : score_four<F, 0>(w, b, t, ahead);
+                    return w.sizes.key_words == 8 * lanes   ? score_wide<F, 8>(w, b, t, ahead)
+                           : w.sizes.key_words == 4 * lanes ? score_wide<F, 4>(w, b, t, ahead)
+                                                            : score_wide<F, 0>(w, b, t, ahead);
                 }
             }
 #endif
