@@ -398,8 +398,6 @@ NATIVE = [
          "!experience.recommends_team(alone, begun)", "false"),
     core("core: what the others computed is not counted", "plan/team.cpp",
          "const Alone saved = computed() - waits.computed - before;", "const Alone saved(0);"),
-    core("core: a thread that waits inside its work counts as computing", "plan/team.cpp",
-         "waits.computed += computed() - computed_;", "waits.computed += Alone(0);"),
     core("core: one loss of a team outweighs many gains", "plan/experience.h",
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip
