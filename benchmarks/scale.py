@@ -227,22 +227,15 @@ def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.set_title(f"{int(tokens):,} tokens, H100s (model)", fontsize=10)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, frameon=False)
-    for name in ("allgather", "zigzag", "ulysses"):
-        there = [r for r in tables["checked"] if r["schedule"] == name]
-        axes[2].plot([r["model"] for r in there], [r["measured"] for r in there], "o", ms=6, label=name)
-        for r in there:
-            axes[2].annotate(
-                f"{r['ranks']} ranks",
-                (r["model"], r["measured"]),
-                fontsize=7,
-                xytext=(4, -8),
-                textcoords="offset points",
-            )
-    ends = [min(r["model"] for r in tables["checked"]) * 0.8, max(r["measured"] for r in tables["checked"]) * 1.2]
-    axes[2].plot(ends, ends, "--", color="0.6")
-    axes[2].set(xlabel="ms by the model", ylabel="ms measured", xscale="log", yscale="log")
-    axes[2].set_title("This machine's gloo: the model beside what was measured", fontsize=10)
+    rows = tables["checked"]
+    names = [f"{r['ranks']} ranks\n{r['schedule']}" for r in rows]
+    at = range(len(rows))
+    axes[2].bar([x - 0.2 for x in at], [r["measured"] for r in rows], 0.4, label="measured")
+    axes[2].bar([x + 0.2 for x in at], [r["model"] for r in rows], 0.4, label="model", color="0.7")
+    axes[2].set_xticks(list(at), names, fontsize=7)
+    axes[2].set(ylabel="ms a step")
+    axes[2].set_title("this machine's processes over gloo, 2 cores", fontsize=10)
     axes[2].legend(fontsize=8, frameon=False)
-    axes[2].grid(alpha=0.3)
+    axes[2].grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=110)
     plt.close(figure)
