@@ -22,7 +22,7 @@ from fusion_attention.memory import empty
 from fusion_attention.waist.merge import Partial, join_sink, merge
 
 Tensor = torch.Tensor
-Results = tuple[Gradients, Tensor | None]  # and what the sink gets
+Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank's rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +115,8 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
         found = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
         return replace(g, **dict(zip(names, found, strict=True))), _sink(m, rows, saved)
     g = replace(g, dk=None, dv=None, dk_rope=None)
-    all_rows, all_saved = _gather_rows(m, rows, saved)
-    own = _owned(m, all_rows, all_saved, keys)
-    dsink = None
-    if m.whole.sink is not None:
-        dsink = pieces.sink_gradient(m.whole, all_rows, all_saved, m.backend)
-    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), dsink
+    own = _owned(m, *_gather_rows(m, rows, saved), keys)
+    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), _sink(m, rows, saved)
 
 
 def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
@@ -208,10 +204,8 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
-    """What the sink gets of all rows of the line, summed in the order of ranks."""
-    if m.whole.sink is None:
-        return None
-    return m.call.sum_to_all("summing the sink's gradient", pieces.sink_gradient(m.whole, rows, saved, m.backend))
+    """What the sink gets of this rank's rows."""
+    return None if m.whole.sink is None else pieces.sink_gradient(m.whole, rows, saved, m.backend)
 
 
 # -------------------------------------------------------------------------------------------------- keys that go round
